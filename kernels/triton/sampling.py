@@ -190,8 +190,8 @@ class SamplingWorkspace(NamedTuple):
     best_tokens: torch.Tensor  # [R · S] int32
     weights: torch.Tensor  # [R · S] int64
     groups: torch.Tensor  # [R · G] int32
-    candidate_logits: torch.Tensor  # [R · LISTED] float32
-    candidate_ids: torch.Tensor  # [R · LISTED] int32
+    candidate_logits: torch.Tensor  # [R · LIST_SIZE] float32
+    candidate_ids: torch.Tensor  # [R · LIST_SIZE] int32
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace:

@@ -1,4 +1,4 @@
-"""Products with weights of 16 and 8 bits against exact ones: awkward sizes, poison around what may be read, divided columns."""
+"""Products with weights of 16 and 8 bits against exact ones: awkward sizes, poison around what may be read, split-K."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGER = [(17, 5, 65), (64, 67, 130), (67, 131, 200)]
 
 @pytest.fixture(autouse=True)
 def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no program stored is NaN, so adding it shows."""
+    """Poisons partial sums with NaN, so that adding one that no program stored shows."""
 
     def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
         return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
@@ -42,12 +42,12 @@ def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows with NaN behind each, 16 bytes apart."""
+    """Rows at multiples of 16 bytes, with NaN after each."""
     return padded_rows(normal(num_rows, num_columns, dtype=dtype, device=device), -(-num_columns // 8) * 8 + 8)
 
 
 def int8_weight(num_rows: int, num_columns: int, device: torch.device) -> Int8Weight:
-    """Rows with -128 behind each, which no packed weight has."""
+    """Rows with -128 after each, a code that packing never produces."""
     packed = pack_int8(normal(num_rows, num_columns, dtype=torch.float32, device=device, seed=1) * 0.1)
     return Int8Weight(padded_rows(packed.values, -(-num_columns // 16) * 16 + 16), packed.scales)
 
@@ -110,24 +110,24 @@ def test_divided_columns_are_added_in_their_order(
     x, weight = rows(num_rows, num_columns, torch.float32, device), rows(num_outputs, num_columns, torch.float32, device)
     tiles = Tiles(16, 16, 32, num_warps=4, num_stages=3)
     out = Guarded((num_rows, num_outputs), torch.float32, device)
-    with_splits = launch(x, weight, tiles.with_splits(splits), out.tensor)
+    split_product = launch(x, weight, tiles.with_splits(splits), out.tensor)
     out.check()
-    assert_near(with_splits, exact(x, weight), "matmul", scale=math.sqrt(num_columns))
-    part = math.ceil(math.ceil(num_columns / 32) / splits) * 32
-    total = torch.zeros_like(with_splits)
-    for first in range(0, splits * part, part):
-        single = torch.zeros_like(with_splits)
+    assert_near(split_product, exact(x, weight), "matmul", scale=math.sqrt(num_columns))
+    split_columns = math.ceil(math.ceil(num_columns / 32) / splits) * 32
+    total = torch.zeros_like(split_product)
+    for first in range(0, splits * split_columns, split_columns):
+        single = torch.zeros_like(split_product)
         if first < num_columns:
-            launch(x[:, first : first + part], weight[:, first : first + part], tiles, single)
+            launch(x[:, first : first + split_columns], weight[:, first : first + split_columns], tiles, single)
         total += single
-    assert_same(with_splits, total)
-    assert not arrival_counters(x.device).any(), "the next launch finds the counters at zero"
+    assert_same(split_product, total)
+    assert not arrival_counters(x.device).any(), "the counters are zero for the next launch"
 
 
 def test_a_part_without_columns_adds_nothing(device: torch.device) -> None:
     x, weight = rows(2, 40, torch.float32, device), rows(16, 40, torch.float32, device)
-    with_splits = launch(x, weight, Tiles(16, 16, 32, 4, 3, splits=8), x.new_empty(2, 16))
-    assert_near(with_splits, exact(x, weight), "matmul", scale=6.0)
+    product = launch(x, weight, Tiles(16, 16, 32, 4, 3, splits=8), x.new_empty(2, 16))
+    assert_near(product, exact(x, weight), "matmul", scale=6.0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -171,9 +171,9 @@ def test_rows_of_e4m3_times_a_weight_of_e4m3(sizes: tuple[int, int, int], per_ro
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("x_per_row", [True, False])
 def test_many_rows_of_e4m3_are_left_to_the_library(x_per_row: bool, per_row: bool, device: torch.device) -> None:
-    """Whether it takes them is the card's; here it is asked as it would be there."""
+    """Whether torch supports them depends on the card; here it is called as on a card that does."""
     if device.type == "cpu" and (x_per_row or per_row) and torch.__version__ < "2.13":
-        pytest.skip("this torch takes scales of rows on GPUs alone; 2.13 takes them on CPUs too")
+        pytest.skip("this torch supports scales per row on GPUs alone; 2.13 supports them on CPUs too")
     weight = pack_fp8(normal(48, 64, dtype=torch.float32, device=device, seed=1) * 0.1, per_row=per_row)
     values, scales = quantize_rows_fp8(normal(80, 64, dtype=torch.float32, device=device))
     scales = scales if x_per_row else scales.amax().reshape(1)
@@ -271,6 +271,6 @@ def test_rows_up_to_64_have_the_lowest_tile_that_holds_them(capability: int) -> 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65])
 def test_rows_of_32_bits_times_bytes_have_tiles_that_registers_hold(num_rows: int) -> None:
-    """No tensor core multiplies them: with the tiles for rows of 16 bits a thread kept thousands of bytes on its stack."""
+    """No tensor core multiplies them: with the tiles for rows of 16 bits a thread spilled thousands of bytes."""
     tiles = byte_tiles(num_rows, (4096, 4096), 90, 132, row_bytes=4)
     assert tiles.block_m * tiles.block_n <= 32 * 64
