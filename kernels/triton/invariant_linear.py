@@ -93,7 +93,7 @@ def invariant_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out, all of its parts or one of them."""
+    """One tile of out, all of its splits or one of them."""
     wait_for_previous(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)

@@ -43,10 +43,10 @@ def logprob_part_kernel(logits, ids, maxima, sums, larger, logits_stride, ids_st
         largest = new_largest
     top = tl.max(largest, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    place = row * tl.num_programs(1) + split
-    tl.store(maxima + place, top)
-    tl.store(sums + place, tl.sum(total * tl.exp2((largest - base) * _LOG2_E), 0))
-    tl.store(larger + place, tl.sum(count, 0))
+    offset = row * tl.num_programs(1) + split
+    tl.store(maxima + offset, top)
+    tl.store(sums + offset, tl.sum(total * tl.exp2((largest - base) * _LOG2_E), 0))
+    tl.store(larger + offset, tl.sum(count, 0))
 
 
 @triton.jit(do_not_specialize=["logits_stride", "ids_stride", "num_ids", "splits"], do_not_specialize_on_alignment=["sums"])

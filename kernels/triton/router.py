@@ -65,9 +65,9 @@ def route_kernel(
     if slots is not None:
         is_live = tl.load(slots + row) >= 0
         weight, chosen = tl.where(is_live, weight, 0.0), tl.where(is_live, chosen, EXPERTS)
-    places = row * CHOSEN + choices
-    tl.store(weights + places, weight.to(weights.dtype.element_ty), mask=is_choice)
-    tl.store(expert_ids + places, chosen.to(tl.int64), mask=is_choice)
+    offsets = row * CHOSEN + choices
+    tl.store(weights + offsets, weight.to(weights.dtype.element_ty), mask=is_choice)
+    tl.store(expert_ids + offsets, chosen.to(tl.int64), mask=is_choice)
 
 
 def route_live(
