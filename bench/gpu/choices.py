@@ -37,14 +37,14 @@ from kernels.triton import (
 )
 from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
-from kernels.triton.fused_row import RowTiles
-from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.fused_row import GemvTiles
+from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.newest_token import Rotation
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.tuning import capability, has_gluon, multiprocessors
 
-ROW_TILES = [RowTiles(2, 2048), RowTiles(2, 2048, 8), RowTiles(4, 1024), RowTiles(8, 512), RowTiles(16, 512, 8)]
+ROW_TILES = [GemvTiles(2, 2048), GemvTiles(2, 2048, 8), GemvTiles(4, 1024), GemvTiles(8, 512), GemvTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
 TURN = "100 tokens behind 32k: chosen splits over others"
 
@@ -94,14 +94,14 @@ def _times(
     context: Context, part: str, size: tuple[int, int], weights: list[Weight], call: Callable[[Weight], object]
 ) -> dict[str, float]:
     """Seconds of a product of one row with the chosen tiles, and with other candidates."""
-    is_gated, is_summed = part == "gate_up", part in ("out", "down")
+    is_gated, has_squares_out = part == "gate_up", part in ("out", "down")
     outputs, x = size[0] // 2 if is_gated else size[0], torch.empty(1, size[1], dtype=context.dtype, device=context.device)
-    chosen = fused_linear.tiles_on(x, weights[0], outputs, gated=is_gated, is_summed=is_summed)
+    chosen = fused_linear.choose_tiles(x, weights[0], outputs, gated=is_gated, has_squares_out=has_squares_out)
     calls: list[Call] = [partial(call, weight) for weight in weights]
     taken = {CHOSEN: median(seconds(calls, context.device))}
     for words, tiles in _candidates(context, weights[0], outputs, gated=is_gated).items():
         if tiles != chosen:
-            with mock.patch.object(fused_linear, "tiles_on", mock.Mock(return_value=tiles)):
+            with mock.patch.object(fused_linear, "choose_tiles", mock.Mock(return_value=tiles)):
                 taken[words] = median(seconds(calls, context.device, samples=3))
     return taken
 
@@ -114,7 +114,7 @@ def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) 
         tiles = fused_int4.fused_int4_tiles(outputs, weight.num_columns, multiprocessors(context.device), gated=gated)
         candidates = {"through shared memory": tiles}
     if not isinstance(weight, torch.Tensor) and not context.rehearsal and has_gluon(context.device):
-        candidates |= {f"operands, {warps} warps": HopperRowTiles(warps, registers_max=128) for warps in (2, 4, 8)}
+        candidates |= {f"operands, {warps} warps": HopperGemvTiles(warps, registers_max=128) for warps in (2, 4, 8)}
     return candidates
 
 

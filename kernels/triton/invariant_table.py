@@ -57,7 +57,7 @@ ROWS = 64
 OPERATIONS = replace(
     BY_BATCH,
     description="Triton kernels, every row in tiles of its own order",
-    bind_experts=partial(bind_experts, rows_each=ROWS),
+    bind_experts=partial(bind_experts, tokens_per_expert=ROWS),
     pack_linear=InvariantProduct,
     linear_add=None,
     normed_linear=None,

@@ -19,7 +19,7 @@ from kernels.triton.attention_decode import score_factor
 from kernels.triton.attention_splits import shape_constants
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.newest_token import Rotation, ask_angles, ask_newest, score_of, take_newest
-from kernels.triton.split_sum import counters
+from kernels.triton.split_k import arrival_counters
 from kernels.triton.tuning import multiprocessors, power_of_two
 
 TILE_NUMBERS, MERGED_NUMBERS = 8192, 8192
@@ -103,7 +103,7 @@ def lone_kernel(
             place = split * H + head
             tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=inside)
             tl.store(log_weights + place, largest + tl.log2(positive), mask=live)
-            # As in split_sum.py: all have stored before one of them says so, and read after they know.
+            # As in split_k.py: all have stored before one of them says so, and read after they know.
             tl.debug_barrier()
             if tl.atomic_add(arrivals + kv_head, 1, sem="acq_rel") == num_splits - 1:
                 _merge(out, attended, log_weights, kv_head, num_splits, H, D, GROUP, WIDTH, CHUNK)
@@ -186,7 +186,7 @@ def lone_decode(
     *given, eps, rotary_dim = rotation
     lone_kernel[(splits * shape.num_kv_heads,)](
         qkv, kv_cache, block_table, context_lens, kv_scales, *given, out,
-        parts, parts[-splits * heads :], counters(qkv.device), score_factor(shape), kv_cache.stride(0), splits, eps,
+        parts, parts[-splits * heads :], arrival_counters(qkv.device), score_factor(shape), kv_cache.stride(0), splits, eps,
         **lone_constants(shape, kv_bytes), ROTARY=rotary_dim, num_warps=warps_of(shape, kv_bytes), num_stages=1,
         **early_launch(qkv.device, 1),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.fp8_rows import bounded
+from kernels.triton.fp8_rows import clamp_to_e4m3
 
 
 class Rotation(NamedTuple):
@@ -102,7 +102,7 @@ def take_newest(
         key, value = key.to(tl.float32), value.to(tl.float32)
         if kv_scales is not None:
             key, value = key / tl.load(kv_scales), value / tl.load(kv_scales + 1)
-        key, value = bounded(key).to(CACHED), bounded(value).to(CACHED)
+        key, value = clamp_to_e4m3(key).to(CACHED), clamp_to_e4m3(value).to(CACHED)
     at = kv_cache + (place // P) * block_stride + (place % P) * (2 * K * D) + kv_head * D + lane[None, :]
     written = lane[None, :] < D * (place >= 0).to(tl.int32)
     tl.store(at, key, mask=written)

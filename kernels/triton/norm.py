@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fp8_rows import e4m3_rows, fp8_outputs
+from kernels.triton.fp8_rows import allocate_fp8_rows, store_e4m3_rows
 from kernels.triton.row_tiles import row_tile
 
 
@@ -55,7 +55,7 @@ def rms_norm_kernel(
             at = normed + rows[:, None] * normed_stride + columns[None, :]
             tl.store(at, value.to(normed.dtype.element_ty), mask=inside)
         else:
-            e4m3_rows(value, normed, scales, rows, columns, inside, WIDTH, num_rows)
+            store_e4m3_rows(value, normed, scales, rows, columns, inside, WIDTH, num_rows)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,7 +75,7 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[tor
 
     Writes one byte per element and 4 per row. Scales as in `fp8_rows`.
     """
-    quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device)
+    quantised, scales = allocate_fp8_rows(x.shape[0], x.shape[1], x.device)
     _launch(x, None, weight, None, quantised, None, scales, eps, 1.0)
     return quantised, scales
 
@@ -112,7 +112,7 @@ def add_rms_norm_fp8(
     branch_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`add_rms_norm` with the norm as e4m3 [T, hidden] and row scales [T, 1] float32, then the sum [T, hidden] in x's dtype."""
-    quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device)
+    quantised, scales = allocate_fp8_rows(x.shape[0], x.shape[1], x.device)
     total = _like(x)
     _launch(x, residual, weight, branch_weight, quantised, total, scales, eps, alpha)
     return quantised, scales, total

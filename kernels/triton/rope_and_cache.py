@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fp8_rows import bounded
+from kernels.triton.fp8_rows import clamp_to_e4m3
 from kernels.triton.norm import rms_norm
 from kernels.triton.tuning import power_of_two
 
@@ -48,7 +48,7 @@ def _store_to_cache(value, at, scale, mask):
     if scale is not None:
         value = value / tl.load(scale)
     if at.dtype.element_ty == tl.float8e4nv:
-        value = bounded(value)
+        value = clamp_to_e4m3(value)
     tl.store(at, value.to(at.dtype.element_ty), mask=mask)
 
 

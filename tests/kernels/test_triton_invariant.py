@@ -160,42 +160,42 @@ def test_the_tiles_that_serve_are_right_too(device: torch.device) -> None:
 
 @pytest.fixture
 def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns in four parts. What no program stored of a part is NaN."""
+    """Columns in four splits. Poisons partial sums with NaN, so that adding one that no program stored shows."""
     tiles = Tiles(32, 32, 32, num_warps=4, num_stages=2, splits=4)
 
-    def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
+    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
         return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
 
     monkeypatch.setattr(invariant_linear, "invariant_tiles", lambda *_: tiles)
-    monkeypatch.setattr(invariant_linear, "partial_sums", partial_sums)
-    given = invariant_int4.invariant_int4_tiles
-    monkeypatch.setattr(invariant_int4, "invariant_int4_tiles", lambda *sizes: given(4096, 4096, 132) if sizes else None)
+    monkeypatch.setattr(invariant_linear, "allocate_partials", allocate_partials)
+    tiles_for = invariant_int4.invariant_int4_tiles
+    monkeypatch.setattr(invariant_int4, "invariant_int4_tiles", lambda *sizes: tiles_for(4096, 4096, 132) if sizes else None)
 
 
 NUM_OUTPUTS, NUM_COLUMNS = 45, 300
 
 
 def product(name: str, device: torch.device) -> tuple[invariant_table.InvariantProduct, torch.Tensor, torch.dtype]:
-    """A product with a bias, the weight that it stands for, and the type of its rows."""
+    """A product with a bias, its dequantised weight, and the type of its rows."""
     dtype = torch.float32 if name in ("float32", "static fp8 rows") else torch.float16
     weight = normal(NUM_OUTPUTS, NUM_COLUMNS, dtype=dtype, device=device, seed=1) * 0.1
     bias = normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7)
     packed: torch.Tensor | Int8Weight | Fp8Weight | Int4Weight = weight
-    decoded = weight
+    dequantised = weight
     if name == "int8":
         packed = pack_int8(weight)
-        decoded = exact.dequantise(packed)
+        dequantised = exact.dequantise(packed)
     elif name.endswith(("fp8", "fp8 rows")):
         packed = pack_fp8(weight)
-        decoded = exact.dequantise(packed)
+        dequantised = exact.dequantise(packed)
     elif name == "int4":
         packed = pack_int4(weight[:, :256], 32)
-        decoded = exact.dequantise(packed)
-    return invariant_table.InvariantProduct(packed, bias), decoded, dtype
+        dequantised = exact.dequantise(packed)
+    return invariant_table.InvariantProduct(packed, bias), dequantised, dtype
 
 
 def together_and_alone(multiply: Any, x: torch.Tensor) -> torch.Tensor:
-    """The product of all rows, which those of other batches equal, NaN beside them included."""
+    """The product of all rows; checks that other batches give the same rows, also with NaN rows among them."""
     whole: torch.Tensor = multiply(x)
     for batch in BATCHES:
         for first in {0, 5, len(x) - batch}:
@@ -215,10 +215,10 @@ def test_a_row_has_the_same_product_in_any_number_of_rows(
     columns = weight.shape[1]
     x = padded_rows(normal(70, columns, dtype=dtype, device=device), columns + 20)
     whole = together_and_alone(multiply, x)
-    wanted = x.double() @ weight.double().T + normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7).double()
-    assert_near(whole, wanted.to(dtype), "matmul", scale=math.sqrt(columns))
+    expected = x.double() @ weight.double().T + normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7).double()
+    assert_near(whole, expected.to(dtype), "matmul", scale=math.sqrt(columns))
     for module in (invariant_linear, invariant_int4):
-        monkeypatch.setattr(module, "shares_parts", lambda *_: False)  # one program sums all parts of its columns
+        monkeypatch.setattr(module, "has_program_per_split", lambda *_: False)  # one program sums all splits
     assert_same(multiply(x), whole)
 
 
@@ -237,16 +237,16 @@ def test_a_row_that_is_rounded_to_8_bits_has_the_same_product_in_any_number_of_r
     x = normal(40, NUM_COLUMNS, dtype=torch.float32, device=device)
     values, scales = quantize_rows_fp8(x)
     rounded = {by_row: values.float() * scales, by_one_scale: (x / one).to(FP8).float() * one}
-    for multiply, seen in rounded.items():
+    for multiply, rounded_x in rounded.items():
         whole = multiply(x)
         for batch in BATCHES:
             assert_same(multiply(x[4 : 4 + batch]), whole[4 : 4 + batch])
-        assert_near(whole, seen @ exact.dequantise(weight).T, "matmul", scale=20.0)
+        assert_near(whole, rounded_x @ exact.dequantise(weight).T, "matmul", scale=20.0)
 
 
 @pytest.mark.parametrize("name", ["float16", "fp8", "int4"])
 def test_a_token_has_the_same_mixture_of_experts_in_any_number_of_tokens(name: str, device: torch.device) -> None:
-    """70 tokens are enough for another tile in engines that choose it by the batch."""
+    """For 70 tokens engines that choose tiles by the batch would choose another one."""
     pack: Any = {"float16": lambda weight: weight, "fp8": pack_fp8, "int4": lambda weight: pack_int4(weight, 32)}[name]
     x = normal(70, 192, dtype=torch.float16, device=device)
     gate_ups = [pack(each) for each in normal(4, 64, 192, dtype=torch.float16, device=device, seed=1) * 0.3]

@@ -16,7 +16,7 @@ from tests.support.kernel_tolerances import assert_same
 interpret_without_gpu()
 from kernels.triton import lone_decode as lone  # noqa: E402
 from kernels.triton.rotated_decode import rotated_decode  # noqa: E402
-from kernels.triton.split_sum import counters  # noqa: E402
+from kernels.triton.split_k import arrival_counters  # noqa: E402
 
 SHAPE = AttentionShape(16, 4, 2, 64)
 FP8 = torch.float8_e4m3fn
@@ -29,7 +29,7 @@ def _fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compare(batch: RotatedBatch) -> torch.Tensor:
     found = batch.compare(rotated_decode)
-    assert not counters(found.device).any(), "whoever came last leaves zeros"
+    assert not arrival_counters(found.device).any(), "whoever came last leaves zeros"
     return found
 
 

@@ -1,4 +1,4 @@
-"""Products with quantised weights find the kernels of their device, and these take what the engine hands them."""
+"""Products with quantised weights use the kernels of their device, which accept what the engine passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.kernel_tables import replaced
 from tests.support.tiny_models import make_model
 
 ROUNDED = 0.01  # float16 results of 64 products near one
-FEW, MANY = 3, 17  # up to 16 rows are multiplied as they are
+FEW, MANY = 3, 17  # inputs of up to 16 rows are not quantised
 OUTPUTS, COLUMNS = 32, 64
 CPU_MODULES = quantised_linear._MODULES["cpu"]
 
@@ -85,7 +85,7 @@ def test_8_bit_floats_with_inputs_rounded_or_not(activations: Activations, x: to
 
 @pytest.mark.usefixtures("on_triton")
 def test_rows_of_one_weight_have_inputs_rounded_by_scales_of_their_own(x: torch.Tensor, bias: torch.Tensor) -> None:
-    """A few rows of inputs are multiplied with all of it at once, as they are."""
+    """A few rows of inputs are not quantised, and multiplied with the whole weight at once."""
     packed = ops.pack_fp8(weight())
     product = fp8_product(packed, bias, Activations.STATIC, [(16, torch.tensor([0.01])), (16, torch.tensor([0.002]))])
     found = product(x)

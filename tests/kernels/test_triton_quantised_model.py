@@ -17,7 +17,7 @@ from engine.loop import Engine
 from kernels import ops, quantised_linear
 from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import fused_linear, greedy_head
-from kernels.triton.linear_tiles import FLOAT32_FEW
+from kernels.triton.linear_tiles import FLOAT32_FEW_ROWS
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.interpreted_bf16 import correct_bf16
@@ -155,7 +155,7 @@ def test_few_rows_are_rounded_nowhere(family: str, tmp_path: Path, monkeypatch: 
     make_model(family, tmp_path, **{**layouts.SIZES, "num_hidden_layers": 2, "head_dim": 16, **ALONE[family]})
     rounded = mock.Mock()
     for module in ("norm", "activation", "fp8_rows"):
-        monkeypatch.setattr(f"kernels.triton.{module}.fp8_outputs", rounded)
+        monkeypatch.setattr(f"kernels.triton.{module}.allocate_fp8_rows", rounded)
     answers(overlapped_engine, tmp_path, quantization="fp8", dtype="bfloat16")
     assert not rounded.called
 
@@ -184,7 +184,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     table = replace(ops.operations(torch.device("cuda")), bind_greedy_head=bound)
     monkeypatch.setattr(ops, "_load_table", lambda _: table)
     for module in ("linear_int8", "linear_fp8"):
-        monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_, **__: FLOAT32_FEW)
+        monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_, **__: FLOAT32_FEW_ROWS)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The choice of experts in one launch against its definition: awkward numbers, ties, what is no number, rows of padding."""
+"""Expert routing in one launch against its definition: awkward numbers, ties, NaN and infinities, rows of padding."""
 
 from __future__ import annotations
 

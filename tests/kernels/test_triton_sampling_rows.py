@@ -1,4 +1,4 @@
-"""Kernels beside the sampler: grammars' masks, log-probabilities, counts of tokens, judging drafts, head and argmax."""
+"""Kernels beside the sampler: grammar masks, log-probabilities, token counts, rejection of drafts, output head with argmax."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_a_head_of_8_bits_finds_the_token_of_its_product(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Of whole numbers that of the reference, of any others that with the largest logit of the product of 8-bit weights, to the
-    last bit."""
+    """For whole numbers the token of the reference; for any others the one with the largest logit of the product with 8-bit
+    weights, to the last bit."""
     codes, pack = (torch.int8, pack_int8) if kind is Int8Weight else (torch.float8_e4m3fn, pack_fp8)
     values = padded_rows(normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round(), hidden_size + 16)
     whole = kind(values.to(codes), torch.full((vocab_size,), 0.5, device=device))

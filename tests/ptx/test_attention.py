@@ -22,7 +22,7 @@ from kernels.triton import (
     rotated_decode,
 )
 from kernels.triton import table as triton_table
-from kernels.triton.split_sum import counters
+from kernels.triton.split_k import arrival_counters
 from tests.support.kernel_cases import Guarded, RotatedBatch, filled_cache, normal, padded_rows, scattered_tables, table_tensor
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same
 from tests.support.ptx.block import LOCKSTEP, REVERSE
@@ -153,7 +153,7 @@ def test_the_decode_of_a_lone_request(
     """In reverse the first split comes last, and puts the others together."""
     card.order = order
     rotated(RotatedBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
-    assert not counters(CPU).any()
+    assert not arrival_counters(CPU).any()
 
 
 def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

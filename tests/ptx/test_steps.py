@@ -1,4 +1,4 @@
-"""Around a step as machine-level code: inputs of a decode step from its slots, and blocks of the cache that are moved."""
+"""PTX of the kernels around a step: inputs of a decode step from its slots, and copies of cache blocks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_inputs_of_a_decode_step() -> None:
 
 @pytest.mark.parametrize("lengths", [[70], [35, 18]])
 def test_layers_read_early_only_what_the_kernel_in_front_leaves_alone(lengths: list[int], card: EmulatedCard) -> None:
-    """Two layers of a decode step, from the slots on, as launches that follow one another."""
+    """Two layers of a decode step, from the slots on, as consecutive launches."""
     shape = AttentionShape(16, 4, 2, 32)
     rows, width, hidden = len(lengths), 8 * 32, 4 * 32
     batches = [RotatedBatch(lengths, shape, CPU, dtype=torch.bfloat16) for _ in "ab"]

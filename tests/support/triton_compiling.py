@@ -1,6 +1,6 @@
-"""Small kernels compiled together for an H200 that is not there: `python -m tests.support.triton_compiling` tells how it went.
+"""Compiles small kernels together for an absent H200: `python -m tests.support.triton_compiling` prints the results.
 
-Triton's compiler is the real one; the card loads whatever it is given and notes what it is to run. One JSON object, an entry
+Triton's compiler is the real one; the fake card loads any binary and records its launches. Prints one JSON object with an entry
 for each of the functions below that is named `when_…`.
 """
 
@@ -137,7 +137,7 @@ def when_it_cannot_be_loaded() -> dict[str, Any]:
 
 
 def when_one_never_ends() -> dict[str, Any]:
-    """The thread is left to itself: the process ends all the same."""
+    """The thread is abandoned: the process exits all the same."""
     fill_kernel.device_caches.clear()
     ask(fill_kernel, SIZES[2:])  # which sets what compiles
     compiled = fill_kernel.compile
@@ -196,7 +196,7 @@ def when_two_wait_for_each_other() -> dict[str, Any]:
 
 
 def when_all_parse_at_once() -> dict[str, Any]:
-    """While a tree is made garbage is collected, and others run meanwhile: two that parse at a time fail within a few turns."""
+    """Garbage collection while a tree is built lets other threads run: two concurrent parses would fail within a few rounds."""
     fill_kernel.device_caches.clear()
     ask(fill_kernel, SIZES[2:])
     compiled = fill_kernel.compile

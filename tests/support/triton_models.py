@@ -121,7 +121,7 @@ def by_kernel(keys: Iterable[Key]) -> dict[str, list[str]]:
 def case_for(name: str, capability: int) -> Case:
     """The model as that card can serve it: its cache is not of fp8 where the card has none."""
     case = MODELS[name]
-    return case if card(capability).fp8 else replace(case, options=SMALL)
+    return case if card(capability).has_fp8 else replace(case, options=SMALL)
 
 
 def main(*cards: str) -> None:
