@@ -215,18 +215,18 @@ def test_guesses_see_what_is_before_them_and_no_more(window: int | None, device:
     Batch([4, 70, 17, 130], shape, device, query_lens=[4, 1, 3, 4]).compare()
 
 
-def grouped(rows: list[tuple[int, int]], together: int) -> list[tuple[int, int, int]]:
+def grouped(rows: list[tuple[int, int]], group_size: int) -> list[tuple[int, int, int]]:
     """rows: (rows, length of the context of the last one) of each request → (request, rows, length) of its groups"""
     groups = []
     for request, (count, length) in enumerate(rows):
-        for first in range(0, count, together):
-            last = min(first + together, count)
+        for first in range(0, count, group_size):
+            last = min(first + group_size, count)
             groups.append((request, last - first, length and length - (count - last)))
     return groups
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("together", [4, 8])
+@pytest.mark.parametrize("group_size", [4, 8])
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize(
     "rows",
@@ -238,12 +238,12 @@ def grouped(rows: list[tuple[int, int]], together: int) -> list[tuple[int, int, 
     ids=["with and without guesses", "padding", "more padding"],
 )
 def test_rows_in_groups_have_what_each_has_alone(
-    rows: list[tuple[int, int]], window: int | None, together: int, device: torch.device
+    rows: list[tuple[int, int]], window: int | None, group_size: int, device: torch.device
 ) -> None:
     """Groups of one request read its blocks; padding sees nothing; two groups of the launch have no rows."""
     shape, num_rows = replace(SHAPE, sliding_window=window), sum(count for count, _ in rows)
     batch = Batch([length for _, length in rows], shape, device, query_lens=[count for count, _ in rows])
-    groups = grouped(rows, together)
+    groups = grouped(rows, group_size)
     tables = batch.tables[[request for request, _, _ in groups] + [0, 0]]
     lens = torch.tensor([length for _, _, length in groups] + [0, 0], dtype=torch.int32, device=device)
     ends = [*accumulate(count for _, count, _ in groups), num_rows, num_rows]
@@ -254,16 +254,16 @@ def test_rows_in_groups_have_what_each_has_alone(
     out = Guarded(tuple(batch.q.shape), torch.float32, device)
     decode.paged_decode(
         batch.q, batch.cache, tables, lens, shape,
-        query_starts=starts, max_query_len=together, out=out.tensor, workspace=workspace,
+        query_starts=starts, max_query_len=group_size, out=out.tensor, workspace=workspace,
     )  # fmt: skip
     owners = [request for request, (count, _) in enumerate(rows) for _ in range(count)]
-    seen = [max(0, length - behind) for count, length in rows for behind in reversed(range(count))]
-    own_lens = torch.tensor(seen, dtype=torch.int32, device=device)
+    visible_lens = [max(0, length - num_later) for count, length in rows for num_later in reversed(range(count))]
+    own_lens = torch.tensor(visible_lens, dtype=torch.int32, device=device)
     assert_near(out.check(), reference.paged_decode(batch.q, batch.cache, batch.tables[owners], own_lens, shape), "attention")
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_dtype", "number", "together"),
+    ("heads", "kv_dtype", "number", "group_size"),
     [
         ((32, 8, 128), torch.bfloat16, 90, 8), ((16, 8, 128), FP8, 90, 8), ((8, 8, 128), FP8, 90, 8),
         ((64, 8, 128), torch.bfloat16, 90, 4), ((28, 4, 128), torch.bfloat16, 90, 4), ((32, 8, 128), FP8, 90, 4),
@@ -271,10 +271,10 @@ def test_rows_in_groups_have_what_each_has_alone(
     ],
 )  # fmt: skip
 def test_as_many_queries_are_attended_together_as_leave_room_for_a_second_program(
-    heads: tuple[int, int, int], kv_dtype: torch.dtype, number: int, together: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int, int], kv_dtype: torch.dtype, number: int, group_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "capability", lambda _: number)
-    assert splits.max_verify_group(AttentionShape(BLOCK, *heads), kv_dtype, torch.device("cpu")) == together
+    assert splits.max_verify_group(AttentionShape(BLOCK, *heads), kv_dtype, torch.device("cpu")) == group_size
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -297,11 +297,11 @@ def test_which_program_does_a_split_changes_no_bit(
 ) -> None:
     """One program for each key head does all of them in turn, and there are enough for one each."""
     batch = Batch([130, 1, 70, 257, 33], replace(SHAPE, sliding_window=window), device, query_lens=query_lens)
-    found = []
+    outputs = []
     for number in (1, 64):
         monkeypatch.setattr(decode, "multiprocessors", lambda _, number=number: number)
-        found.append(batch.actual())
-    assert_same(*found)
+        outputs.append(batch.actual())
+    assert_same(*outputs)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -316,11 +316,11 @@ def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> N
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def shares_kernel(context_lens, query_starts, shares, num_requests, card_groups, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def shares_kernel(context_lens, query_starts, shares, num_requests, resident_groups, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What each group of programs would do: first request, first split, number of splits."""
     group, num_groups = tl.program_id(0), tl.num_programs(0)
     request, split, count = splits.schedule(
-        context_lens, query_starts, num_requests, group, num_groups, card_groups, 0, 1, 64, 128, REQUESTS
+        context_lens, query_starts, num_requests, group, num_groups, resident_groups, 0, 1, 64, 128, REQUESTS
     )
     tl.store(shares + group * 3, request)
     tl.store(shares + group * 3 + 1, split)
@@ -329,19 +329,19 @@ def shares_kernel(context_lens, query_starts, shares, num_requests, card_groups,
 
 def split_length(length: int, split: int) -> int:
     """Tokens of the splits of a request of this length, before they are made alike; `split` at least."""
-    return split * next((times for times, most in ((1, 4), (2, 16), (4, 128)) if length <= most * split), 8)
+    return split * next((factor for factor, splits_max in ((1, 4), (2, 16), (4, 128)) if length <= splits_max * split), 8)
 
 
-def cut(length: int, card_groups: int) -> list[int]:
+def split_tiles(length: int, resident_groups: int) -> list[int]:
     """Tiles of 64 tokens in each split of a request of this length, splits being at least 128 tokens."""
     count = max(1, -(-length // split_length(length, 128)))
-    if length > 2048 and count >= card_groups:
-        count -= count % card_groups
+    if length > 2048 and count >= resident_groups:
+        count -= count % resident_groups
     tiles = max(1, -(-length // (64 * count)))
     return [tiles] * max(1, -(-length // (64 * tiles)))
 
 
-@pytest.mark.parametrize("card_groups", [1, 49])
+@pytest.mark.parametrize("resident_groups", [1, 49])
 @pytest.mark.parametrize("num_absent", [0, 20])
 @pytest.mark.parametrize(
     "lengths",
@@ -349,7 +349,7 @@ def cut(length: int, card_groups: int) -> list[int]:
     ids=["one long", "uniform", "odd", "ones", "padding", "all sorts", "alone"],
 )
 def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
-    lengths: list[int], num_absent: int, card_groups: int, device: torch.device
+    lengths: list[int], num_absent: int, resident_groups: int, device: torch.device
 ) -> None:
     """Requests without a query have no part in it."""
     num_groups = 49
@@ -357,24 +357,28 @@ def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
     ends = [*range(1, len(lengths) + 1), *[len(lengths)] * num_absent]
     starts = torch.tensor([0, *ends], dtype=torch.int32, device=device) if num_absent else None
     shares = torch.full((num_groups, 3), -1, dtype=torch.int32, device=device)
-    shares_kernel[(num_groups,)](lens, starts, shares, len(lens), card_groups, REQUESTS=128)
-    cuts = [cut(length, card_groups) for length in lengths]
-    every = [(request, split, tiles + 1) for request, each in enumerate(cuts) for split, tiles in enumerate(each)]
-    place, costs = 0, []
+    shares_kernel[(num_groups,)](lens, starts, shares, len(lens), resident_groups, REQUESTS=128)
+    tiles_by_request = [split_tiles(length, resident_groups) for length in lengths]
+    all_splits = [
+        (request, split, tiles + 1)
+        for request, request_tiles in enumerate(tiles_by_request)
+        for split, tiles in enumerate(request_tiles)
+    ]
+    position, costs = 0, []
     for request, split, count in shares.tolist():
         if count:
-            assert (request, split) == every[place][:2]
-        costs.append(sum(cost for _, _, cost in every[place : place + count]))
-        place += count
-    assert place == len(every)
-    assert max(costs) < sum(costs) / num_groups + max(cost for _, _, cost in every)
+            assert (request, split) == all_splits[position][:2]
+        costs.append(sum(cost for _, _, cost in all_splits[position : position + count]))
+        position += count
+    assert position == len(all_splits)
+    assert max(costs) < sum(costs) / num_groups + max(cost for _, _, cost in all_splits)
 
 
 @pytest.mark.parametrize("length", [50_176, 65_536, 100_352, 131_072])
 def test_alone_a_long_request_loads_the_groups_of_a_card_alike(length: int) -> None:
     """The busiest group's tiles against its share, which would be 1.5 times that at 64k with all splits of sixteen tiles."""
     groups = 49
-    tiles = cut(length, groups)
+    tiles = split_tiles(length, groups)
     assert -(-len(tiles) // groups) * tiles[0] <= 1.15 * length / 64 / groups
 
 
@@ -386,7 +390,7 @@ def test_the_bytes_of_a_workspace_are_those_it_takes(device: torch.device) -> No
 
 def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
     split = 128
-    edges = [times * split + more for times in (4, 16, 64, 128) for more in (0, 1)]
+    edges = [factor * split + extra for factor in (4, 16, 64, 128) for extra in (0, 1)]
     for length in [*range(1, 140 * split, 61), *edges, 131_072]:
         assert -(-length // split_length(length, split)) <= splits.max_splits(length, split)
         assert splits.max_splits(length, split) <= splits.max_splits(length + 1, split)

@@ -25,25 +25,25 @@ from kernels.triton.tuning import CARDS, power_of_two  # noqa: E402
 from tests.kernels.test_triton_attention_prefill import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
 
 LLAMA = AttentionShape(BLOCK, 32, 8, 128)
-MOST = 5
+SPLITS_MAX = 5
 SHORT, TALL = (16, 32), (64, 16)
 """Tiles by their rows and keys. Where a tile is beside the point of a test, its cases have one or the other."""
 
 
-class Parts:
+class GuardedPartials:
     """The memory that splits leave their results in: NaN between sentinels."""
 
     def __init__(self) -> None:
-        self.given: list[Guarded] = []
+        self.outputs: list[Guarded] = []
 
     def make(self, num_rows: int, splits: int, shape: AttentionShape, device: torch.device) -> DecodeWorkspace:
         sizes = (num_rows, splits, shape.num_heads, shape.head_dim), (num_rows, splits, shape.num_heads)
-        self.given = [Guarded(size, torch.float32, device) for size in sizes]
-        return DecodeWorkspace(*(guarded.tensor for guarded in self.given))
+        self.outputs = [Guarded(size, torch.float32, device) for size in sizes]
+        return DecodeWorkspace(*(guarded.tensor for guarded in self.outputs))
 
     @property
     def splits(self) -> int:
-        return self.given[0].shape[1] if self.given else 1
+        return self.outputs[0].shape[1] if self.outputs else 1
 
 
 @pytest.fixture(params=[SHORT, TALL], ids=["tiles of 16", "tiles of 64"])
@@ -53,14 +53,14 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
+def partials(monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedPartials]:
     """Splits of 32 keys, from 128 on, at most five of them."""
-    made = Parts()
+    guarded_partials = GuardedPartials()
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 32)
-    monkeypatch.setattr(chunk_splits, "_fewest_waves", lambda *_: MOST)
-    monkeypatch.setattr(chunk_splits, "chunk_parts", made.make)
-    yield made
-    for guarded in made.given:
+    monkeypatch.setattr(chunk_splits, "_fastest_splits", lambda *_: SPLITS_MAX)
+    monkeypatch.setattr(chunk_splits, "chunk_workspace", guarded_partials.make)
+    yield guarded_partials
+    for guarded in guarded_partials.outputs:
         guarded.check()
 
 
@@ -77,82 +77,86 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
     ids=["at the first split", "at the second", "long and short", "over the diagonal", "a long chunk"],
     indirect=["tiles"],
 )
-def test_awkward_lengths_equal_the_loops(rows: Rows, parts: Parts, device: torch.device) -> None:
+def test_awkward_lengths_equal_the_loops(rows: Rows, partials: GuardedPartials, device: torch.device) -> None:
     chunks = Chunks(rows, SHAPE, device)
     chunks.compare()
-    assert parts.splits == min(MOST, chunks.tables.shape[1] * BLOCK // 32) > 1
+    assert partials.splits == min(SPLITS_MAX, chunks.tables.shape[1] * BLOCK // 32) > 1
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "before"), [(SHORT, 40), (TALL, 3)], indirect=["tiles"])
-def test_rows_before_the_first_chunk_stay_as_they_are(before: int, parts: Parts, device: torch.device) -> None:
+def test_rows_before_the_first_chunk_stay_as_they_are(before: int, partials: GuardedPartials, device: torch.device) -> None:
     Chunks([(15, 159), (33, 300)], SHAPE, device, before=before).compare()
-    assert parts.splits == MOST
+    assert partials.splits == SPLITS_MAX
 
 
 def test_a_long_context_of_the_tiles_that_are_served(
-    parts: Parts, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    partials: GuardedPartials, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 512)
     Chunks([(33, 2559)], SHAPE, device).compare()
-    assert parts.splits == MOST
+    assert partials.splits == SPLITS_MAX
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_every_head_size(head_dim: int, parts: Parts, device: torch.device) -> None:
+def test_every_head_size(head_dim: int, partials: GuardedPartials, device: torch.device) -> None:
     Chunks([(9, 9), (12, 290)], AttentionShape(BLOCK, 4, 2, head_dim), device).compare()
-    assert parts.splits == MOST
+    assert partials.splits == SPLITS_MAX
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(
     ("tiles", "heads"), [(TALL, (8, 8)), (SHORT, (8, 1)), (SHORT, (6, 2)), (TALL, (7, 1))], indirect=["tiles"]
 )
-def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], parts: Parts, device: torch.device) -> None:
+def test_every_number_of_query_heads_for_a_key_head(
+    heads: tuple[int, int], partials: GuardedPartials, device: torch.device
+) -> None:
     Chunks([(18, 230), (5, 5)], AttentionShape(BLOCK, *heads, 16), device).compare()
-    assert parts.splits == MOST
+    assert partials.splits == SPLITS_MAX
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "block_size"), [(SHORT, 16), (TALL, 32), (SHORT, 64)], indirect=["tiles"])
-def test_every_block_size(block_size: int, parts: Parts, device: torch.device) -> None:
+def test_every_block_size(block_size: int, partials: GuardedPartials, device: torch.device) -> None:
     Chunks([(20, 167), (30, 330)], AttentionShape(block_size, 2, 1, 32), device).compare()
-    assert parts.splits == MOST
+    assert partials.splits == SPLITS_MAX
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "window"), [(SHORT, 100), (TALL, 128), (SHORT, 200)], indirect=["tiles"])
-def test_a_window_hides_what_lies_before_it(window: int, parts: Parts, device: torch.device) -> None:
+def test_a_window_hides_what_lies_before_it(window: int, partials: GuardedPartials, device: torch.device) -> None:
     rows = [(33, 33), (9, 390), (40, 240)]
     chunks = Chunks(rows, AttentionShape(BLOCK, 2, 1, 32, sliding_window=window), device)
     for row, (query_len, context_len) in enumerate(rows):
         for position in range(max(0, context_len - query_len + 1 - window)):
             chunks.cache[chunks.tables[row, position // BLOCK], position % BLOCK] = float("nan")
     chunks.compare()
-    assert parts.splits > 1
+    assert partials.splits > 1
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "window"), [(SHORT, 150), (TALL, None)], indirect=["tiles"])
-def test_capped_scores_with_a_scale_of_their_own(window: int | None, parts: Parts, device: torch.device) -> None:
+def test_capped_scores_with_a_scale_of_their_own(window: int | None, partials: GuardedPartials, device: torch.device) -> None:
     shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window, scale=0.4, softcap=1.5)
     Chunks([(33, 233), (9, 170)], shape, device).compare()
-    assert parts.splits > 1
+    assert partials.splits > 1
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("tiles", [TALL], indirect=True)
-def test_half_precision(parts: Parts, device: torch.device) -> None:
+def test_half_precision(partials: GuardedPartials, device: torch.device) -> None:
     Chunks([(33, 280), (9, 9)], SHAPE, device, dtype=torch.float16).compare()
-    assert parts.splits == MOST
+    assert partials.splits == SPLITS_MAX
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "scales"), [(SHORT, None), (TALL, (0.5, 3.0))], indirect=["tiles"])
-def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None, parts: Parts, device: torch.device) -> None:
+def test_an_fp8_cache_with_and_without_scales(
+    scales: tuple[float, float] | None, partials: GuardedPartials, device: torch.device
+) -> None:
     kv_scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
     Chunks([(33, 280), (9, 9)], SHAPE, device, dtype=torch.float16, kv_dtype=FP8).compare(kv_scales)
-    assert parts.splits == MOST
+    assert partials.splits == SPLITS_MAX
 
 
 def computed(chunks: Chunks) -> torch.Tensor:
@@ -162,22 +166,22 @@ def computed(chunks: Chunks) -> torch.Tensor:
 
 @pytest.mark.usefixtures("tiles")
 def test_splits_change_no_more_than_the_order_of_sums(
-    parts: Parts, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    partials: GuardedPartials, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = Chunks([(21, 300), (9, 130)], SHAPE, device)
     split = computed(chunks)
-    assert parts.splits == MOST
-    monkeypatch.setattr(chunk_splits, "_fewest_waves", lambda *_: 1)
+    assert partials.splits == SPLITS_MAX
+    monkeypatch.setattr(chunk_splits, "_fastest_splits", lambda *_: 1)
     assert_near(split, computed(chunks), "attention")
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "columns"), [(SHORT, 40), (TALL, 0)], indirect=["tiles"])
-def test_how_long_a_neighbour_is_changes_no_bit(columns: int, parts: Parts, device: torch.device) -> None:
+def test_how_long_a_neighbour_is_changes_no_bit(columns: int, partials: GuardedPartials, device: torch.device) -> None:
     """Nor how wide the block tables are, from which the grid follows."""
     chunks = Chunks([(21, 150), (12, 700)], SHAPE, device)
     together = computed(chunks)
-    assert parts.splits == MOST
+    assert partials.splits == SPLITS_MAX
     chunks.context_lens[1] = 12
     chunks.tables = chunks.tables[:, : 11 + columns].contiguous()
     assert_same(computed(chunks)[:21], together[:21])
@@ -187,19 +191,19 @@ def test_how_long_a_neighbour_is_changes_no_bit(columns: int, parts: Parts, devi
 def cuts_kernel(cuts, max_splits, KEYS: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of a tile that sees so many tokens from 3 · KEYS on: tiles of a split, and splits."""
     begin = tl.program_id(0) * 0 + 3 * KEYS
-    tiles, num_splits = chunk_splits.splits_of_tile(begin, begin + tl.program_id(0), max_splits, KEYS, SPLIT)
+    tiles, num_splits = chunk_splits.plan_tile_splits(begin, begin + tl.program_id(0), max_splits, KEYS, SPLIT)
     tl.store(cuts + tl.program_id(0) * 2, tiles)
     tl.store(cuts + tl.program_id(0) * 2 + 1, num_splits)
 
 
-@pytest.mark.parametrize("most", [2, 3, 7])
-def test_splits_hold_every_key_once_and_are_of_one_length_but_the_last(most: int, device: torch.device) -> None:
-    keys, split, longest = 16, 32, 600
-    cuts = torch.zeros(longest, 2, dtype=torch.int32, device=device)
-    cuts_kernel[(longest,)](cuts, most, KEYS=keys, SPLIT=split)
+@pytest.mark.parametrize("splits_max", [2, 3, 7])
+def test_splits_hold_every_key_once_and_are_of_one_length_but_the_last(splits_max: int, device: torch.device) -> None:
+    keys, split, num_tokens_max = 16, 32, 600
+    cuts = torch.zeros(num_tokens_max, 2, dtype=torch.int32, device=device)
+    cuts_kernel[(num_tokens_max,)](cuts, splits_max, KEYS=keys, SPLIT=split)
     for num_tokens, (tiles, number) in enumerate(cuts.tolist(), 1):
         assert (number - 1) * tiles * keys < num_tokens <= number * tiles * keys
-        assert number <= min(most, num_tokens // split) or number == 1
+        assert number <= min(splits_max, num_tokens // split) or number == 1
         assert number > 1 or num_tokens < chunk_splits.SPLIT_FROM * split
         assert tiles * keys >= split or number == 1
 
@@ -236,11 +240,11 @@ def test_what_splits_leave_is_bounded_whatever_the_step(programs: int) -> None:
         for rows, num_requests in ((64, 1), (128, 1), (128, 7)):
             for num_rows in (9, 17, 100, 500, 1000, 4000, 30_000, 200_000):
                 splits = chunk_splits.chunk_splits(shape, num_rows, num_requests, 8192, (rows, 128), programs)
-                assert splits == 1 or splits * num_rows * shape.num_heads <= chunk_splits.PARTS_MAX
+                assert splits == 1 or splits * num_rows * shape.num_heads <= chunk_splits.PARTIAL_RESULTS_MAX
 
 
 def test_the_memory_plan_knows_what_splits_leave() -> None:
-    assert chunk_splits.PARTS_MAX == splits.CHUNK_PARTS_MAX
+    assert chunk_splits.PARTIAL_RESULTS_MAX == splits.CHUNK_PARTS_MAX
     assert chunk_splits.SPLIT_FROM * chunk_splits.SPLIT_KEYS == splits.CHUNK_CONTEXT_MIN
     assert (SPLIT_QUERIES[-1], prefill.SPLIT_BYTES_MAX) == (splits.FEW_QUERIES_MAX, splits.FEW_QUERIES_BYTES_MAX)
 
@@ -286,10 +290,10 @@ def test_a_multiprocessor_has_memory_for_the_programs_that_splits_are_made_for(n
 )
 def test_a_captured_launch_divides_the_keys_of_a_lone_chunk(num_rows: int, num_requests: int, at_least: int) -> None:
     """Most of the rows and requests that it is for may be nobody's."""
-    asked = LLAMA, num_rows, num_requests, 2048, (128, 128), 132
-    splits = chunk_splits.chunk_splits(*asked, any_lengths=True)
-    assert splits >= max(at_least, chunk_splits.chunk_splits(*asked))
-    assert splits * num_rows * LLAMA.num_heads <= chunk_splits.PARTS_MAX, "as memory is planned"
+    arguments = LLAMA, num_rows, num_requests, 2048, (128, 128), 132
+    splits = chunk_splits.chunk_splits(*arguments, any_lengths=True)
+    assert splits >= max(at_least, chunk_splits.chunk_splits(*arguments))
+    assert splits * num_rows * LLAMA.num_heads <= chunk_splits.PARTIAL_RESULTS_MAX, "as memory is planned"
     assert splits * (num_rows // 32 + num_requests) * LLAMA.num_kv_heads <= chunk_splits.WAVES_MAX * 132
     assert chunk_splits.chunk_splits(LLAMA, num_rows, num_requests, 100, (128, 128), 132, any_lengths=True) == 1, (
         "no context is long"

@@ -286,5 +286,5 @@ def test_the_memory_plan_knows_the_workspace(window: int | None) -> None:
     for blocks, requests, head_dim in ((16, 256, 128), (17, 5, 96), (512, 256, 128), (8192, 256, 64), (8192, 1, 256)):
         shape = AttentionShape(BLOCK, 32, 8, head_dim, sliding_window=window)
         kept = attention.decode_workspace(shape, requests, blocks, torch.float16, torch.device("meta"))
-        taken = 0 if kept is None else kept.attended.nbytes + kept.sums.nbytes
+        taken = 0 if kept is None else kept.partial_acc.nbytes + kept.partial_stats.nbytes
         assert taken == invariant_bytes(requests, BLOCK * blocks, 32, head_dim, window)

@@ -26,7 +26,7 @@ def test_it_serves_what_most_prompts_are() -> None:
 
 def test_the_operator_can_have_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
-    monkeypatch.setattr(attention_prefill_hopper, "_is_wanted", attention_prefill_hopper._is_wanted.__wrapped__)
+    monkeypatch.setattr(attention_prefill_hopper, "_is_enabled", attention_prefill_hopper._is_enabled.__wrapped__)
     assert not is_overlapped(SHAPE, 2, ROWS, 90)
 
 

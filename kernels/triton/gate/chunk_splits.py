@@ -16,7 +16,7 @@ def compilations() -> list[Compilation]:
 
 
 def _compilation(head_dim: int, dtype: str) -> Compilation:
-    types = {"context_lens": "*i32", "query_starts": "*i32", "out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32"}
+    types = {"context_lens": "*i32", "query_starts": "*i32", "out": f"*{dtype}", "partial_out": "*fp32", "partial_lse": "*fp32"}
     numbers = dict.fromkeys(("num_requests", "max_splits", "queries", "window", "keys"), "i32")
     return Compilation(
         f"merge of splits of chunks, head size {head_dim}, {dtype}",
