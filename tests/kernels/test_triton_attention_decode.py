@@ -99,7 +99,7 @@ def test_every_head_size(head_dim: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_number_of_query_heads_per_kv_head(heads: tuple[int, int], device: torch.device) -> None:
     Batch([37, 5], AttentionShape(BLOCK, *heads, 16), device).compare()
 
 
@@ -168,10 +168,10 @@ def test_registers_are_left_for_all_programs_over_an_fp8_cache(number: int, rows
         (8, 128, 90, (64, 4, 4)), (8, 64, 90, (128, 4, 4)), (8, 256, 100, (32, 4, 4)), (8, 128, 89, (64, 4, 2)),
     ],
 )  # fmt: skip
-def test_tiles_over_an_fp8_cache_are_short_for_few_queries_and_where_a_thread_would_lack_registers(
+def test_tiles_over_an_fp8_cache_are_short_for_few_queries_and_where_registers_would_not_suffice(
     rows: int, head_dim: int, number: int, expected: tuple[int, int, int]
 ) -> None:
-    """Tokens of a tile, warps, programs of a multiprocessor. A split stays what the workspace has room for."""
+    """expected: tokens per tile, warps, programs per multiprocessor. The split, which sizes the workspace, does not change."""
     tiling = splits.decode_tiling(head_dim, 1, rows, number, 4)
     assert (tiling.tile, tiling.num_warps, tiling.programs) == expected
     assert tiling.split == splits.decode_tiling(head_dim, 1, 1, number).split
@@ -188,7 +188,7 @@ def test_tiles_over_an_fp8_cache_are_short_for_few_queries_and_where_a_thread_wo
 def test_few_queries_over_an_fp8_cache_are_columns_of_its_products(
     heads: tuple[int, int, int], query_len: int, window: int | None, device: torch.device
 ) -> None:
-    """Up to eight of a key head, be they heads or guesses; those of nine heads are rows."""
+    """Up to eight queries per KV head, from heads or guesses; the queries of nine heads are rows."""
     shape = AttentionShape(BLOCK, *heads, sliding_window=window)
     is_columns = splits.tile_rows(shape, query_len, 1) == splits.COLUMNS_MAX
     assert is_columns == (splits.query_rows(shape, query_len) <= splits.COLUMNS_MAX)
@@ -210,7 +210,7 @@ def test_guesses_of_large_groups_of_heads_over_an_fp8_cache(
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 21])
-def test_guesses_see_what_is_before_them_and_no_more(window: int | None, device: torch.device) -> None:
+def test_guesses_attend_to_earlier_tokens_only(window: int | None, device: torch.device) -> None:
     shape = replace(SHAPE, sliding_window=window)
     Batch([4, 70, 17, 130], shape, device, query_lens=[4, 1, 3, 4]).compare()
 
@@ -240,7 +240,7 @@ def grouped(rows: list[tuple[int, int]], group_size: int) -> list[tuple[int, int
 def test_rows_in_groups_have_what_each_has_alone(
     rows: list[tuple[int, int]], window: int | None, group_size: int, device: torch.device
 ) -> None:
-    """Groups of one request read its blocks; padding sees nothing; two groups of the launch have no rows."""
+    """Groups of one request share its blocks; padding has no visible keys; two groups of the launch have no rows."""
     shape, num_rows = replace(SHAPE, sliding_window=window), sum(count for count, _ in rows)
     batch = Batch([length for _, length in rows], shape, device, query_lens=[count for count, _ in rows])
     groups = grouped(rows, group_size)
@@ -270,7 +270,7 @@ def test_rows_in_groups_have_what_each_has_alone(
         ((32, 8, 128), torch.bfloat16, 80, 4), ((64, 4, 128), FP8, 90, 4), ((32, 8, 64), FP8, 90, 8), ((14, 2, 64), FP8, 90, 4),
     ],
 )  # fmt: skip
-def test_as_many_queries_are_attended_together_as_leave_room_for_a_second_program(
+def test_groups_are_as_large_as_two_programs_per_multiprocessor_allow(
     heads: tuple[int, int, int], kv_dtype: torch.dtype, number: int, group_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "capability", lambda _: number)
@@ -292,10 +292,10 @@ def test_a_row_has_the_same_bits_in_any_batch(device: torch.device) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("query_lens", [None, [4, 1, 3, 4, 1]])
-def test_which_program_does_a_split_changes_no_bit(
+def test_which_program_computes_a_split_changes_no_bit(
     query_lens: list[int] | None, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One program for each key head does all of them in turn, and there are enough for one each."""
+    """With one program per KV head, which computes all splits in turn, and with one per split."""
     batch = Batch([130, 1, 70, 257, 33], replace(SHAPE, sliding_window=window), device, query_lens=query_lens)
     outputs = []
     for number in (1, 64):
@@ -316,24 +316,24 @@ def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> N
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def shares_kernel(context_lens, query_starts, shares, num_requests, resident_groups, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What each group of programs would do: first request, first split, number of splits."""
+def schedule_kernel(context_lens, query_starts, schedules, num_requests, resident_groups, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores the part of each group of programs: first request, first split, number of splits."""
     group, num_groups = tl.program_id(0), tl.num_programs(0)
     request, split, count = splits.schedule(
         context_lens, query_starts, num_requests, group, num_groups, resident_groups, 0, 1, 64, 128, REQUESTS
     )
-    tl.store(shares + group * 3, request)
-    tl.store(shares + group * 3 + 1, split)
-    tl.store(shares + group * 3 + 2, count)
+    tl.store(schedules + group * 3, request)
+    tl.store(schedules + group * 3 + 1, split)
+    tl.store(schedules + group * 3 + 2, count)
 
 
 def split_length(length: int, split: int) -> int:
-    """Tokens of the splits of a request of this length, before they are made alike; `split` at least."""
+    """Tokens per split of a request of this length, at least `split`, before splits are equalised."""
     return split * next((factor for factor, splits_max in ((1, 4), (2, 16), (4, 128)) if length <= splits_max * split), 8)
 
 
 def split_tiles(length: int, resident_groups: int) -> list[int]:
-    """Tiles of 64 tokens in each split of a request of this length, splits being at least 128 tokens."""
+    """Tiles of 64 tokens in each split of a request of this length, with splits of at least 128 tokens."""
     count = max(1, -(-length // split_length(length, 128)))
     if length > 2048 and count >= resident_groups:
         count -= count % resident_groups
@@ -348,16 +348,16 @@ def split_tiles(length: int, resident_groups: int) -> list[int]:
     [[131072, *[4096] * 31], [4096] * 64, [1025] * 50, [1] * 40, [0, 0, 700, 0], list(range(1, 3000, 97)), [1000]],
     ids=["one long", "uniform", "odd", "ones", "padding", "all sorts", "alone"],
 )
-def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
+def test_every_split_is_scheduled_once_and_the_load_is_balanced(
     lengths: list[int], num_absent: int, resident_groups: int, device: torch.device
 ) -> None:
-    """Requests without a query have no part in it."""
+    """Requests without queries have no splits."""
     num_groups = 49
     lens = torch.tensor(lengths + [0] * num_absent, dtype=torch.int32, device=device)
     ends = [*range(1, len(lengths) + 1), *[len(lengths)] * num_absent]
     starts = torch.tensor([0, *ends], dtype=torch.int32, device=device) if num_absent else None
-    shares = torch.full((num_groups, 3), -1, dtype=torch.int32, device=device)
-    shares_kernel[(num_groups,)](lens, starts, shares, len(lens), resident_groups, REQUESTS=128)
+    schedules = torch.full((num_groups, 3), -1, dtype=torch.int32, device=device)
+    schedule_kernel[(num_groups,)](lens, starts, schedules, len(lens), resident_groups, REQUESTS=128)
     tiles_by_request = [split_tiles(length, resident_groups) for length in lengths]
     all_splits = [
         (request, split, tiles + 1)
@@ -365,7 +365,7 @@ def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
         for split, tiles in enumerate(request_tiles)
     ]
     position, costs = 0, []
-    for request, split, count in shares.tolist():
+    for request, split, count in schedules.tolist():
         if count:
             assert (request, split) == all_splits[position][:2]
         costs.append(sum(cost for _, _, cost in all_splits[position : position + count]))
@@ -375,17 +375,17 @@ def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
 
 
 @pytest.mark.parametrize("length", [50_176, 65_536, 100_352, 131_072])
-def test_alone_a_long_request_loads_the_groups_of_a_card_alike(length: int) -> None:
-    """The busiest group's tiles against its share, which would be 1.5 times that at 64k with all splits of sixteen tiles."""
+def test_a_single_long_request_is_balanced_over_the_card(length: int) -> None:
+    """The busiest group has at most 1.15 times the mean load; with splits of sixteen tiles throughout, 1.5 times at 64k."""
     groups = 49
     tiles = split_tiles(length, groups)
     assert -(-len(tiles) // groups) * tiles[0] <= 1.15 * length / 64 / groups
 
 
-def test_the_bytes_of_a_workspace_are_those_it_takes(device: torch.device) -> None:
+def test_workspace_bytes_are_those_allocated(device: torch.device) -> None:
     workspace = splits.decode_workspace(SHAPE, 3, 70, torch.float16, device)
-    taken = sum(tensor.numel() * tensor.element_size() for tensor in workspace)
-    assert taken == splits.workspace_bytes(SHAPE, 3, 70, torch.float16, device)
+    allocated = sum(tensor.numel() * tensor.element_size() for tensor in workspace)
+    assert allocated == splits.workspace_bytes(SHAPE, 3, 70, torch.float16, device)
 
 
 def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
@@ -399,10 +399,8 @@ def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
 @pytest.mark.parametrize("number", CARDS)
 @pytest.mark.parametrize("kv_bytes", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_beyond_a_window_a_split_has_room_for_the_queries_that_are_attended_together(
-    head_dim: int, kv_bytes: int, number: int
-) -> None:
-    """The first token that any of them sees begins in the middle of a tile."""
+def test_beyond_a_window_a_split_has_room_for_a_group_of_queries(head_dim: int, kv_bytes: int, number: int) -> None:
+    """The first visible token of the group may be in the middle of a tile."""
     tiling = splits.decode_tiling(head_dim, kv_bytes, 16, number)
     assert (tiling.tile - 1) + (splits.SPLIT_QUERIES[-1] - 1) <= tiling.split
 
@@ -417,7 +415,7 @@ def test_an_empty_batch_gives_nothing(device: torch.device) -> None:
 @pytest.mark.parametrize("window", [None, 512])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_the_memory_plan_knows_the_workspace(
+def test_the_memory_plan_matches_the_workspace(
     head_dim: int, dtype: torch.dtype, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (80, 89, 90, 100):

@@ -1,4 +1,4 @@
-"""Few queries behind a long context: several programs share the keys of a tile, and what they found is put together."""
+"""Few queries after a long context: several programs share the keys of a tile, and their partial results are merged."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.kernels.test_triton_attention_prefill import BLOCK, FP8, SHAPE, Chunk
 LLAMA = AttentionShape(BLOCK, 32, 8, 128)
 SPLITS_MAX = 5
 SHORT, TALL = (16, 32), (64, 16)
-"""Tiles by their rows and keys. Where a tile is beside the point of a test, its cases have one or the other."""
+"""Tiles as (rows, keys). Where the tile does not matter to a test, each case has one of the two."""
 
 
 class GuardedPartials:
-    """The memory that splits leave their results in: NaN between sentinels."""
+    """Memory for partial results: NaN between sentinels."""
 
     def __init__(self) -> None:
         self.outputs: list[Guarded] = []
@@ -84,9 +84,11 @@ def test_awkward_lengths_equal_the_loops(rows: Rows, partials: GuardedPartials, 
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize(("tiles", "before"), [(SHORT, 40), (TALL, 3)], indirect=["tiles"])
-def test_rows_before_the_first_chunk_stay_as_they_are(before: int, partials: GuardedPartials, device: torch.device) -> None:
-    Chunks([(15, 159), (33, 300)], SHAPE, device, before=before).compare()
+@pytest.mark.parametrize(("tiles", "unused_rows"), [(SHORT, 40), (TALL, 3)], indirect=["tiles"])
+def test_unused_rows_before_the_first_chunk_are_not_written(
+    unused_rows: int, partials: GuardedPartials, device: torch.device
+) -> None:
+    Chunks([(15, 159), (33, 300)], SHAPE, device, unused_rows=unused_rows).compare()
     assert partials.splits == SPLITS_MAX
 
 
@@ -108,7 +110,7 @@ def test_every_head_size(head_dim: int, partials: GuardedPartials, device: torch
 @pytest.mark.parametrize(
     ("tiles", "heads"), [(TALL, (8, 8)), (SHORT, (8, 1)), (SHORT, (6, 2)), (TALL, (7, 1))], indirect=["tiles"]
 )
-def test_every_number_of_query_heads_for_a_key_head(
+def test_every_number_of_query_heads_per_kv_head(
     heads: tuple[int, int], partials: GuardedPartials, device: torch.device
 ) -> None:
     Chunks([(18, 230), (5, 5)], AttentionShape(BLOCK, *heads, 16), device).compare()
@@ -178,7 +180,7 @@ def test_splits_change_no_more_than_the_order_of_sums(
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "columns"), [(SHORT, 40), (TALL, 0)], indirect=["tiles"])
 def test_how_long_a_neighbour_is_changes_no_bit(columns: int, partials: GuardedPartials, device: torch.device) -> None:
-    """Nor how wide the block tables are, from which the grid follows."""
+    """Nor does the width of the block tables, on which the grid depends."""
     chunks = Chunks([(21, 150), (12, 700)], SHAPE, device)
     together = computed(chunks)
     assert partials.splits == SPLITS_MAX
@@ -188,20 +190,20 @@ def test_how_long_a_neighbour_is_changes_no_bit(columns: int, partials: GuardedP
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def cuts_kernel(cuts, max_splits, KEYS: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tile that sees so many tokens from 3 · KEYS on: tiles of a split, and splits."""
+def plan_kernel(plans, max_splits, KEYS: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program i: tiles per split and number of splits of a tile with i + 1 visible keys, from 3 · KEYS on."""
     begin = tl.program_id(0) * 0 + 3 * KEYS
     tiles, num_splits = chunk_splits.plan_tile_splits(begin, begin + tl.program_id(0), max_splits, KEYS, SPLIT)
-    tl.store(cuts + tl.program_id(0) * 2, tiles)
-    tl.store(cuts + tl.program_id(0) * 2 + 1, num_splits)
+    tl.store(plans + tl.program_id(0) * 2, tiles)
+    tl.store(plans + tl.program_id(0) * 2 + 1, num_splits)
 
 
 @pytest.mark.parametrize("splits_max", [2, 3, 7])
-def test_splits_hold_every_key_once_and_are_of_one_length_but_the_last(splits_max: int, device: torch.device) -> None:
+def test_splits_cover_every_key_once_and_are_equal_except_the_last(splits_max: int, device: torch.device) -> None:
     keys, split, num_tokens_max = 16, 32, 600
-    cuts = torch.zeros(num_tokens_max, 2, dtype=torch.int32, device=device)
-    cuts_kernel[(num_tokens_max,)](cuts, splits_max, KEYS=keys, SPLIT=split)
-    for num_tokens, (tiles, number) in enumerate(cuts.tolist(), 1):
+    plans = torch.zeros(num_tokens_max, 2, dtype=torch.int32, device=device)
+    plan_kernel[(num_tokens_max,)](plans, splits_max, KEYS=keys, SPLIT=split)
+    for num_tokens, (tiles, number) in enumerate(plans.tolist(), 1):
         assert (number - 1) * tiles * keys < num_tokens <= number * tiles * keys
         assert number <= min(splits_max, num_tokens // split) or number == 1
         assert number > 1 or num_tokens < chunk_splits.SPLIT_FROM * split
@@ -216,7 +218,7 @@ def test_splits_hold_every_key_once_and_are_of_one_length_but_the_last(splits_ma
         (20, 1, 131_072, 16),  # 1 tile
         (20, 1, 4096, 8),  # of 512 keys
         (250, 1, 32_768, 2),  # 8 tiles
-        (400, 1, 32_768, 1),  # 104 programs are waves enough
+        (400, 1, 32_768, 1),  # 104 programs nearly fill the card
         (2048, 1, 32_768, 1),
         (100, 1, 2047, 1),
         (60, 4, 32_768, 3),  # 5 tiles
@@ -235,7 +237,7 @@ def test_a_window_is_split_where_it_is_long(window: int, splits: int) -> None:
 
 
 @pytest.mark.parametrize("programs", [72, 132, 264, 320])
-def test_what_splits_leave_is_bounded_whatever_the_step(programs: int) -> None:
+def test_partial_results_are_bounded_in_every_step(programs: int) -> None:
     for shape in (LLAMA, AttentionShape(BLOCK, 8, 4, 256), AttentionShape(BLOCK, 64, 1, 64), AttentionShape(BLOCK, 4, 4, 128)):
         for rows, num_requests in ((64, 1), (128, 1), (128, 7)):
             for num_rows in (9, 17, 100, 500, 1000, 4000, 30_000, 200_000):
@@ -243,7 +245,7 @@ def test_what_splits_leave_is_bounded_whatever_the_step(programs: int) -> None:
                 assert splits == 1 or splits * num_rows * shape.num_heads <= chunk_splits.PARTIAL_RESULTS_MAX
 
 
-def test_the_memory_plan_knows_what_splits_leave() -> None:
+def test_the_memory_plan_matches_the_limits_of_partial_results() -> None:
     assert chunk_splits.PARTIAL_RESULTS_MAX == splits.CHUNK_PARTS_MAX
     assert chunk_splits.SPLIT_FROM * chunk_splits.SPLIT_KEYS == splits.CHUNK_CONTEXT_MIN
     assert (SPLIT_QUERIES[-1], prefill.SPLIT_BYTES_MAX) == (splits.FEW_QUERIES_MAX, splits.FEW_QUERIES_BYTES_MAX)
@@ -254,7 +256,7 @@ GROUPS = [(8 * group, 8, 128) for group in (1, 2, 3, 4, 5, 7, 8, 16)] + [(8, 4, 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_every_tile_that_is_split_while_serving_was_split_in_a_step_before(capability: int) -> None:
-    """Of the steps by which kernels are compiled before the first request."""
+    """In the steps that compile kernels before the first request."""
     from engine.runner.warm_up import CHUNKS, LONG_CONTEXT
 
     programs = {80: 108, 89: 142, 90: 132, 100: 148}[capability]
@@ -263,33 +265,33 @@ def test_every_tile_that_is_split_while_serving_was_split_in_a_step_before(capab
         rows = longest * (shape.num_heads // shape.num_kv_heads)
         tiling = prefill.prefill_tiling(shape.head_dim, kv_bytes, rows, False, capability)
         blocks, size = LONG_CONTEXT // BLOCK, (tiling.rows, tiling.keys)
-        held = programs * tiling.programs
-        return tiling if chunk_splits.chunk_splits(shape, num_rows, num_requests, blocks, size, held) > 1 else None
+        resident_programs = programs * tiling.programs
+        return tiling if chunk_splits.chunk_splits(shape, num_rows, num_requests, blocks, size, resident_programs) > 1 else None
 
     for sizes in GROUPS:
         shape = AttentionShape(BLOCK, *sizes)
         for kv_bytes in (1, 2, 4):
-            before = {tile_of(shape, kv_bytes, length, length, 1) for length in CHUNKS if length > 8}
+            warmed_up = {tile_of(shape, kv_bytes, length, length, 1) for length in CHUNKS if length > 8}
             for longest in (*range(9, 140), 200, 300, 500, 1000):
                 for others in (0, 1, 5, 31):
-                    assert tile_of(shape, kv_bytes, longest, longest + 2 * others, 1 + others) in {*before, None}
+                    assert tile_of(shape, kv_bytes, longest, longest + 2 * others, 1 + others) in {*warmed_up, None}
 
 
 @pytest.mark.parametrize("number", CARDS)
-def test_a_multiprocessor_has_memory_for_the_programs_that_splits_are_made_for(number: int) -> None:
+def test_shared_memory_suffices_for_the_programs_that_splits_are_planned_for(number: int) -> None:
     for head_dim in (64, 128, 256):
         for kv_bytes in (1, 2, 4):
             for rows in (16, 64, 128):
                 tiling = prefill.prefill_tiling(head_dim, kv_bytes, rows, windowed=False, capability=number)
-                held = power_of_two(head_dim) * kv_bytes * 2 * (tiling.num_stages - 1) * tiling.keys
-                assert CARDS[number].programs(64, held, tiling.num_warps) >= tiling.programs
+                shared_bytes = power_of_two(head_dim) * kv_bytes * 2 * (tiling.num_stages - 1) * tiling.keys
+                assert CARDS[number].programs(64, shared_bytes, tiling.num_warps) >= tiling.programs
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_requests", "at_least"), [(16, 4, 32), (64, 4, 32), (256, 4, 8), (320, 32, 4), (960, 32, 2)]
 )
-def test_a_captured_launch_divides_the_keys_of_a_lone_chunk(num_rows: int, num_requests: int, at_least: int) -> None:
-    """Most of the rows and requests that it is for may be nobody's."""
+def test_a_captured_launch_splits_the_keys_of_a_single_chunk(num_rows: int, num_requests: int, at_least: int) -> None:
+    """Most of the rows and requests that it is captured for may be unused."""
     arguments = LLAMA, num_rows, num_requests, 2048, (128, 128), 132
     splits = chunk_splits.chunk_splits(*arguments, any_lengths=True)
     assert splits >= max(at_least, chunk_splits.chunk_splits(*arguments))

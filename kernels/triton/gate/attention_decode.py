@@ -17,7 +17,7 @@ SPILL_BYTES_WIDE = 80  # heads of 256 over fp8: loop invariants; with rotation, 
 def compilations() -> list[Compilation]:
     """For every card: Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B, Qwen3-30B-A3B and Gemma 3 in bf16 and with an fp8
     cache, guesses, windows, soft-caps, other head sizes and groups, more requests. `tests/kernels/test_triton_gate_covers.py`
-    checks that they cover what models need; there the number of heads matters only as far as it determines tiles."""
+    checks that they cover what models need; the number of heads matters only as far as it determines tiles."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma, seven = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0), AttentionShape(16, 28, 4, 128)
     configurations = []
@@ -43,7 +43,7 @@ def compilations() -> list[Compilation]:
     for name, shape, kv, queries in [*verifying, ("qwen-0.6b", qwen, "bf16", 8)]:
         label = f"{name} {kv} verifies {queries} tokens"
         configurations.append(_compilation(label, shape, "bf16", kv, max_query_len=queries))
-    for heads in ((14, 2, 64), (32, 1, 128)):  # many rows over fp8: tiles are shorter
+    for heads in ((14, 2, 64), (32, 1, 128)):  # many rows over fp8 have shorter tiles
         label = "{}, {} heads of {} fp8e4nv verify 4 tokens".format(*heads)
         configurations.append(_compilation(label, AttentionShape(16, *heads), "bf16", "fp8e4nv", max_query_len=4))
     for requests in (512, 1024):  # beyond 256 seats
@@ -81,8 +81,8 @@ def _compilation(
     rotary: int = 0,
     qk_norm: str | None = None,
 ) -> list[Compilation]:
-    """One per tiling: cards differ in their limits. rotary: of `rotated_decode`, which is for few requests; 0 is
-    `paged_decode`. qk_norm: dtype of its weights."""
+    """One per tiling, as cards differ in their limits. rotary: the rotated dimensions of `rotated_decode`, which is for few
+    requests; 0 is `paged_decode`. qk_norm: dtype of its weights."""
     requests = requests or (32 if rotary else 256)
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
     absent: dict[str, object] = {"ROTARY": rotary}
@@ -95,9 +95,8 @@ def _compilation(
         else:
             absent[tensor] = None
     passed |= {"out": f"*{dtype}", "partial_out": "*fp32", "partial_lse": "*fp32", "num_requests": "i32", "scale": "fp32"}
-    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits", "resident_groups"), "i32") | {
-        "eps": "fp32"
-    }
+    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits", "resident_groups"), "i32")
+    passed["eps"] = "fp32"
     kv_bytes = TYPE_BYTES[kv_dtype]
     tilings: dict[DecodeTiling, list[int]] = {}
     rows = query_rows(shape, max_query_len)

@@ -20,7 +20,7 @@ SPLITS_SPILL_BYTES_MAX = 120
 
 def compilations() -> list[Compilation]:
     """For every card: Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B and Gemma 3, in bf16 and with an fp8 cache; short
-    chunks, windows, soft-caps, other head sizes, float32. Those that `attention_prefill_hopper` serves are in its own file."""
+    chunks, windows, soft-caps, other head sizes, float32. Those of `attention_prefill_hopper` are in its own file."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
     configurations = []
@@ -48,7 +48,7 @@ def compilations() -> list[Compilation]:
 
 
 def _split_forms(llama: AttentionShape, small_llama: AttentionShape, gemma: AttentionShape) -> list[list[Compilation]]:
-    """Steps with few tiles, whose keys are cut into splits: tiles of 128 and of fewer rows, as above."""
+    """Steps with few tiles, whose keys are split: tiles of 128 and of fewer rows, as above."""
     wide, split = AttentionShape(16, 8, 4, 256), partial(_compilation, requests=FEW_REQUESTS, is_split=True)
     configurations = [
         split("splits, float32", llama, "fp32", "fp32"),
@@ -79,7 +79,7 @@ def _compilation(
     requests: int = 256,
     is_split: bool = False,
 ) -> list[Compilation]:
-    """One per tiling: cards differ in their limits, and for Hopper there is another kernel."""
+    """One per tiling, as cards differ in their limits, without those that another kernel serves on Hopper."""
     tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     absent: dict[str, object] = {}

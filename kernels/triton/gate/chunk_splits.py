@@ -11,7 +11,7 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """The merge, for each head size. The cutting is part of the kernels of chunks."""
+    """The merge, for each head size. The splits themselves are computed in the prefill kernels."""
     return [_compilation(*size) for size in product((64, 96, 128, 256), ("bf16", "fp32"))]
 
 
