@@ -203,21 +203,21 @@ def split_constants(shape: AttentionShape, max_query_len: int, kv_bytes: int, ti
 def plan_splits(
     context_len, resident_groups, WINDOW: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr
 ):  # fmt: skip
-    """→ first token, tiles per split and number of splits of a request, from its own length alone.
+    """→ first token, tiles per split and number of splits of a request, independent of the rest of the batch.
 
     resident_groups: groups of programs that the card holds at a time. If a long request has at least as many splits, their
     number is rounded down to a multiple, so that a single request balances over the card."""
-    first = context_len * 0
+    first_token = context_len * 0
     if WINDOW > 0:
-        first = tl.maximum(context_len - (WINDOW + QUERIES - 1), 0) // TILE * TILE
-    num_tokens = context_len - first
+        first_token = tl.maximum(context_len - (WINDOW + QUERIES - 1), 0) // TILE * TILE
+    num_tokens = context_len - first_token
     splits_x1, splits_x2 = tl.cdiv(num_tokens, SPLIT), tl.cdiv(num_tokens, 2 * SPLIT)
     long_splits = tl.where(splits_x1 <= 128, tl.cdiv(num_tokens, 4 * SPLIT), tl.cdiv(num_tokens, 8 * SPLIT))
     long_splits = tl.where(long_splits >= resident_groups, long_splits // resident_groups * resident_groups, long_splits)
     num_splits = tl.maximum(tl.where(splits_x1 <= 4, splits_x1, tl.where(splits_x1 <= 16, splits_x2, long_splits)), 1)
     # Equal splits: none is a remainder of a few tokens.
     tiles = tl.maximum((num_tokens + num_splits * TILE - 1) // (num_splits * TILE), 1)
-    return first, tiles, tl.maximum((num_tokens + tiles * TILE - 1) // (tiles * TILE), 1)
+    return first_token, tiles, tl.maximum((num_tokens + tiles * TILE - 1) // (tiles * TILE), 1)
 
 
 @triton.jit

@@ -25,8 +25,7 @@ from kernels.triton.tuning import multiprocessors, power_of_two
 TILE_ELEMENTS, MERGE_ELEMENTS = 8192, 8192
 """Elements of a tile of keys, and elements of partial results merged at a time: 64 per thread."""
 RESIDENT_WARPS = 8
-"""Warps per multiprocessor, as two programs of four: while one computes, 32 KiB of the other's keys and values are in
-flight."""
+"""Per multiprocessor, as two programs of four: while one computes, 32 KiB of the other's keys and values are in flight."""
 
 
 @triton.jit(do_not_specialize=["max_splits"])
@@ -93,8 +92,8 @@ def lone_kernel(
             acc = tl.dot(weight.to(DOT), value.to(DOT), acc * rescale[:, None], input_precision="ieee")
             row_max = new_max
             key, value = next_key, next_value
-        weight = tl.sum(weight_sums, 1)
-        divisor = tl.where(weight > 0.0, weight, 1.0)  # no visible key: acc is zero
+        row_sum = tl.sum(weight_sums, 1)
+        divisor = tl.where(row_sum > 0.0, row_sum, 1.0)  # no visible key: acc is zero
         acc *= (value_scale / divisor)[:, None]
         row_mask = row < GROUP
         out_mask = row_mask[:, None] & (lane < D)[None, :]
@@ -217,8 +216,7 @@ def lone_tile(head_dim: int, kv_bytes: int) -> int:
 
 
 def max_lone_splits(shape: AttentionShape, max_blocks: int, kv_bytes: int, device: torch.device) -> int:
-    """The most splits of a request of up to `max_blocks` blocks: one per tile, up to the programs that fit the card at a
-    time."""
+    """The most splits of a request of up to `max_blocks` blocks: one per tile, as far as they fit the card at a time."""
     tile, num_tokens = lone_tile(shape.head_dim, kv_bytes), max_blocks * shape.block_size
     if shape.sliding_window is not None:
         num_tokens = min(num_tokens, shape.sliding_window + tile)
