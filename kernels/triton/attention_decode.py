@@ -226,8 +226,8 @@ def paged_decode(
     check_attention(q, kv_cache, shape)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    assert (max_query_len == 1) == (query_starts is None), "rows of several queries have beginnings"
-    assert max_query_len <= SPLIT_QUERIES[-1], "the splits of a window have no room for so many queries"
+    assert (max_query_len == 1) == (query_starts is None), "several queries per request require query_starts"
+    assert max_query_len <= SPLIT_QUERIES[-1], "splits of a window are sized for fewer queries"
     launch_decode(
         q, kv_cache, block_tables, context_lens, shape, out, workspace,
         query_starts=query_starts, max_query_len=max_query_len, kv_scales=kv_scales,
@@ -259,7 +259,7 @@ def launch_decode(
         tiling = tiling.rotated
     if workspace is None:
         workspace = decode_workspace(shape, q.shape[0], max_blocks, kv_cache.dtype, q.device)
-    assert out.is_contiguous(), "outputs of decodes lie together"
+    assert out.is_contiguous(), "out must be contiguous"
     rows, splits, *_ = workspace.partial_out.shape
     assert rows >= q.shape[0], "the workspace has too few rows"
     assert splits >= shape_splits(shape, max_blocks, tiling), "the workspace has too few splits"
@@ -287,8 +287,9 @@ def score_factor(shape: AttentionShape) -> float:
 
 
 def check_attention(q: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape) -> None:
+    """Raises AssertionError unless q and the cache have the layout that the kernels of paged attention assume."""
     heads, size = shape.num_kv_heads, shape.head_dim
-    assert shape.causal, "a cache holds what comes before; whole texts are attended elsewhere"
-    assert q.stride()[1:] == (size, 1), "a row's heads lie together"
+    assert shape.causal, "paged attention is causal"
+    assert q.stride()[1:] == (size, 1), "the heads of a row of q must be contiguous"
     assert kv_cache.shape[1:] == (shape.block_size, 2, heads, size), "the cache has another shape"
-    assert kv_cache.stride()[1:] == (2 * heads * size, heads * size, size, 1), "a block is one piece of memory"
+    assert kv_cache.stride()[1:] == (2 * heads * size, heads * size, size, 1), "a block must be contiguous"

@@ -284,10 +284,10 @@ def paged_prefill(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_requests == 0:
         return out
-    assert out.is_contiguous(), "outputs lie together"
+    assert out.is_contiguous(), "out must be contiguous"
     kv_bytes, rows, windowed = kv_cache.element_size(), max_query_len * shape.group, shape.sliding_window is not None
     tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
-    assert shape.group <= tiling.rows, "a tile holds the heads of at least one query"
+    assert shape.group <= tiling.rows, "a tile holds all heads of a group for at least one query"
     num_tiles = q.shape[0] // (tiling.rows // shape.group) + num_requests
     tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
     splits = 1

@@ -89,8 +89,8 @@ def _stage(
     if blocks.shape[0] == 0:
         return
     words, stride = _block_words(caches)
-    assert staging.is_contiguous(), "a staged block's layers lie together"
-    assert staging[0].nbytes == words * WORD_BYTES * len(caches), "a staging buffer is as wide as the layers of a block"
+    assert staging.is_contiguous(), "the staging buffer must be contiguous"
+    assert staging[0].nbytes == words * WORD_BYTES * len(caches), "a row of the staging buffer holds all layers of a block"
     grid = (blocks.shape[0], len(caches), triton.cdiv(words, BLOCK))
     stage_blocks_kernel[grid](
         _addresses(caches), blocks, staging.view(torch.int64), rows, words, stride, len(caches), BLOCK, to_staging,
@@ -102,11 +102,11 @@ def _block_words(caches: Sequence[torch.Tensor]) -> tuple[int, int]:
     """→ words per block and stride between blocks in words. Raises AssertionError if the layers' layouts differ or do not
     fit."""
     first = caches[0]
-    assert first[0].is_contiguous(), "a block is one piece of memory"
+    assert first[0].is_contiguous(), "a block must be contiguous"
     layouts = {(cache.shape, cache.stride(), cache.dtype) for cache in caches}
-    assert len(layouts) == 1, "blocks of unlike caches are moved one kind at a time"
+    assert len(layouts) == 1, "caches of one call must have the same layout"
     block_bytes, stride_bytes = first[0].nbytes, first.stride(0) * first.element_size()
-    assert block_bytes % 16 == stride_bytes % 16 == 0, f"a block of {block_bytes} bytes is no multiple of 16"
+    assert block_bytes % 16 == stride_bytes % 16 == 0, f"a block of {block_bytes} bytes is not a multiple of 16"
     return block_bytes // WORD_BYTES, stride_bytes // WORD_BYTES
 
 

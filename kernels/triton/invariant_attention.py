@@ -174,7 +174,7 @@ def _attend_rows(
 ) -> torch.Tensor:
     """splits: the most splits of a query if programs share them, else 1."""
     check_attention(q, kv_cache, shape)
-    assert out.is_contiguous(), "outputs lie together"
+    assert out.is_contiguous(), "out must be contiguous"
     num_requests = block_tables.shape[0]
     if not num_requests or not q.shape[0]:
         return out

@@ -47,7 +47,7 @@ def row_invariant(multiply: Any) -> LinearKernel:
     """→ the batch-invariant form of `multiply`, a product of table.py, [T, K] → [T, N]. Raises TypeError if it does not expose
     its weight."""
     if not isinstance(multiply, ReadsWeight) or multiply.weight is None:
-        raise TypeError(f"{type(multiply).__name__} shows no weight that rows could be multiplied with one like another")
+        raise TypeError(f"{type(multiply).__name__} exposes no weight for a batch-invariant product")
     return InvariantProduct(multiply.weight, multiply.bias, getattr(multiply, "rounded", None))
 
 

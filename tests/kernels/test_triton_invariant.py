@@ -279,7 +279,7 @@ def test_norms_and_log_probabilities_are_row_by_row(device: torch.device) -> Non
 
 
 def test_a_product_that_exposes_no_weight_is_refused() -> None:
-    with pytest.raises(TypeError, match="shows no weight"):
+    with pytest.raises(TypeError, match="exposes no weight"):
         invariant_table.row_invariant(lambda x: x)
 
 
