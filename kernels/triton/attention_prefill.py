@@ -255,8 +255,8 @@ def paged_prefill(
 
     Operations: 4 · D · H per pair of a query and a visible token, plus at most one tile's worth per tile. Bytes: keys and
     values once per tile of queries, mostly from L2. Only tiles on the diagonal and at the window's edge are masked; tiles
-    without visible keys are not loaded. Scores, sums and outputs in float32; weights are rounded to the cache's
-    dtype (float16 for an fp8 cache) for the second product.
+    without visible keys are not loaded. Scores, sums and outputs in float32; weights are rounded to the cache's dtype (float16
+    for an fp8 cache) for the second product.
 
     Chunks of few queries do not fill a tile: the decode kernel splits their keys among programs, in the `workspace` of decodes
     if that has T rows. On Hopper the long chunks of most models are computed by `attention_prefill_hopper`.
@@ -265,8 +265,8 @@ def paged_prefill(
     least 512 (`chunk_splits`); their partial results, at most 2^16 · (D + 1) · 4 bytes, are allocated here. The number of a
     tile's splits depends on its own keys and on the most splits of the step.
 
-    `any_lengths`: the launch is captured, and any of the T rows and B requests may be unused; then the keys of few rows are
-    always split.
+    `any_lengths`: the launch is captured, and any of the T rows and B requests may be unused. Then keys are split even where T
+    rows would be enough tiles.
 
     The grid depends only on T, B and M. A query's result depends on its neighbours only through the tiling, which follows from
     `max_query_len`, and the most splits, which follow from it, T, B and the card; not on their lengths, nor on M.

@@ -40,8 +40,8 @@ def attend(
     """Continues an online softmax over tokens begin … end - 1 of one request and KV head. state, and the result: accumulators
     of weighted values [ROWS, WIDTH], sums of weights [ROWS, TILE], which are yet to be added up by row, and row maxima [ROWS].
     With an fp8 cache, the first accumulator has the even columns and the second the odd ones, [ROWS, WIDTH / 2] each; else the
-    second is unused. block: of the first tile's tokens. visible_end: [ROWS], the token after the last one that a query attends
-    to."""
+    second is unused. block: of the first tile's tokens. visible_end: [ROWS], the end of the tokens that a query attends to;
+    min_visible_end: its minimum."""
     WIDTH: tl.constexpr = queries.shape[1]
     FP8: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     DOT: tl.constexpr = tl.float16 if FP8 else keys.dtype.element_ty
