@@ -186,7 +186,7 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
 
     taken = {case: times(call) for case, call in cases.items()}
     if num_requests == 1:
-        with mock.patch.object(lone_decode, "TILE_NUMBERS", lone_decode.TILE_NUMBERS // 2):
+        with mock.patch.object(lone_decode, "TILE_ELEMENTS", lone_decode.TILE_ELEMENTS // 2):
             taken["tiles of half the size"] = times(together)
     emit_choice(context, name, taken)
 

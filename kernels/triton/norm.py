@@ -1,7 +1,7 @@
 """RMS normalisation, optionally after a residual sum and with quantised results, in one pass over memory.
 
-One program holds one wide row or several narrow ones. The row of a lone request is the work of one multiprocessor: 8 KB arrive
-there within little more than the memory's latency, and a second program would have to wait for the first one's sum.
+One program processes one wide row or several narrow ones. A single row is not divided among multiprocessors: loading its 8 KB
+takes little more than the memory latency, and a second program would have to wait for the first one's sum.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def rms_norm_kernel(
     wait_for_previous(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    written = rows[:, None] * WIDTH + columns[None, :]
-    # Everything is asked for before anything is waited for: a lone row pays the memory's latency once.
-    value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0)
+    mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    total_offsets = rows[:, None] * WIDTH + columns[None, :]
+    # All loads are issued before the first use: a single row pays the memory latency once.
+    value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
     if residual is not None:
-        before = tl.load(residual + rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0)
+        previous = tl.load(residual + rows[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0)
     if branch_weight is not None:
         branch_scale = tl.load(branch_weight + columns, mask=columns < WIDTH, other=0.0, eviction_policy="evict_last")
     if weight is not None:
@@ -45,17 +45,17 @@ def rms_norm_kernel(
     if branch_weight is not None:
         value = _normed(value, branch_scale, eps, WIDTH)
     if residual is not None:
-        # What is normalised is the sum as it is stored, as where the two are separate operations.
-        stored = (before.to(tl.float32) + alpha * value).to(total.dtype.element_ty)
-        tl.store(total + written, stored, mask=inside)
+        # The norm is that of the sum as stored (rounded), as with two separate operations.
+        stored = (previous.to(tl.float32) + alpha * value).to(total.dtype.element_ty)
+        tl.store(total + total_offsets, stored, mask=mask)
         value = stored.to(tl.float32)
     if weight is not None:
         value = _normed(value, scale, eps, WIDTH)
         if scales is None:
-            at = normed + rows[:, None] * normed_stride + columns[None, :]
-            tl.store(at, value.to(normed.dtype.element_ty), mask=inside)
+            normed_ptrs = normed + rows[:, None] * normed_stride + columns[None, :]
+            tl.store(normed_ptrs, value.to(normed.dtype.element_ty), mask=mask)
         else:
-            store_e4m3_rows(value, normed, scales, rows, columns, inside, WIDTH, num_rows)
+            store_e4m3_rows(value, normed, scales, rows, columns, mask, WIDTH, num_rows)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -29,13 +29,13 @@ def _fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compare(batch: RotatedBatch) -> torch.Tensor:
     found = batch.compare(rotated_decode)
-    assert not arrival_counters(found.device).any(), "whoever came last leaves zeros"
+    assert not arrival_counters(found.device).any(), "the last program resets the counters"
     return found
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 127, 193, 449, 1000])
 def test_awkward_lengths_equal_the_two_operations(length: int, device: torch.device) -> None:
-    """Up to six splits fit the card: beyond 192 tokens they have several tiles."""
+    """The card holds six splits at a time: beyond 192 tokens they have several tiles."""
     compare(RotatedBatch([length], SHAPE, device))
 
 
@@ -60,7 +60,7 @@ def test_every_head_size(head_dim: int, is_normed: bool, device: torch.device) -
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_number_of_query_heads_per_kv_head(heads: tuple[int, int], device: torch.device) -> None:
     compare(RotatedBatch([67], AttentionShape(16, *heads, 16), device))
 
 
@@ -70,7 +70,7 @@ def test_blocks_of_every_size(block_size: int, length: int, device: torch.device
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (64, 16), (96, 64), (128, 96)])
-def test_a_part_of_the_dimensions_turns(head_dim: int, rotary_dim: int, device: torch.device) -> None:
+def test_partial_rotation(head_dim: int, rotary_dim: int, device: torch.device) -> None:
     compare(RotatedBatch([65], AttentionShape(32, 4, 2, head_dim), device, rotary_dim=rotary_dim, is_normed=True))
 
 
@@ -81,8 +81,8 @@ def test_a_window_and_a_soft_cap(window: int, length: int, device: torch.device)
     compare(RotatedBatch([length], shape, device, is_normed=True))
 
 
-def test_what_stands_before_the_window_is_not_seen(device: torch.device) -> None:
-    """Blocks that no window holds any more are somebody else's, whatever stands in them."""
+def test_tokens_before_the_window_are_not_read(device: torch.device) -> None:
+    """Blocks that are entirely before the window may belong to another request by now."""
     shape = AttentionShape(16, 2, 1, 32, sliding_window=40)
     batch = RotatedBatch([150], shape, device)
     found = compare(batch)
@@ -109,7 +109,7 @@ def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
     assert written.abs().max() == 448
 
 
-def test_a_row_without_a_place_is_attended_and_not_stored(device: torch.device) -> None:
+def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -> None:
     batch = RotatedBatch([40], SHAPE, device)
     cache = batch.cache.clone()
     stored = rotated_decode(*batch.given(cache), **batch.options)

@@ -254,7 +254,7 @@ def prepare(recorder: Recorder, memory: Memory, capability: int = AbsentCard.cap
         (JITFunction, "_do_compile", compile_nothing),
         (tuning, "INTERPRETED_CAPABILITY", capability),
         (tuning, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS[capability]),
-        (early_launch, "may_be_early", lambda _: is_early),
+        (early_launch, "supports_early_launch", lambda _: is_early),
         (torch, "empty", memory.filled(torch.empty)),
         (torch, "empty_like", memory.filled(torch.empty_like)),
         (torch.Tensor, "new_empty", memory.filled(torch.Tensor.new_empty)),
