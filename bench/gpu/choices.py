@@ -36,13 +36,13 @@ from kernels.triton import (
     lone_decode,
 )
 from kernels.triton.attention_splits import DecodeTiling
+from kernels.triton.card_properties import capability, has_gluon, multiprocessors
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
 from kernels.triton.fused_row import GemvTiles
 from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.newest_token import Rotation
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
-from kernels.triton.tuning import capability, has_gluon, multiprocessors
 
 ROW_TILES = [GemvTiles(2, 2048), GemvTiles(2, 2048, 8), GemvTiles(4, 1024), GemvTiles(8, 512), GemvTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"

@@ -27,10 +27,10 @@ from kernels.triton.attention_splits import (
     shape_tiling,
     split_constants,
 )
+from kernels.triton.card_properties import LOG2_E, multiprocessors
 from kernels.triton.decode_tiles import attend, attend_columns, empty_softmax_state
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.newest_token import NO_ROTATION, Rotation, attend_newest, load_angles, load_newest, rotate_and_store_newest
-from kernels.triton.tuning import LOG2_E, multiprocessors
 
 __all__ = ["DecodeWorkspace", "check_attention", "decode_workspace", "paged_decode", "score_factor"]
 

@@ -20,9 +20,9 @@ from kernels.triton.attention_splits import (
     shape_constants,
     workspace_bytes,
 )
+from kernels.triton.card_properties import HOPPER, capability, card, has_gluon, multiprocessors, power_of_two
 from kernels.triton.chunk_splits import plan_tile_splits
 from kernels.triton.query_tiles import load_tile_queries, tile_key_range, tile_owner, tile_rows
-from kernels.triton.tuning import HOPPER, capability, card, has_gluon, multiprocessors, power_of_two
 
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
 """Memory that splitting the keys of short chunks may take beyond the workspace of decodes. Many short chunks beside one very

@@ -23,7 +23,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton import chunk_splits
 from kernels.triton.attention_decode import score_factor
 from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
-from kernels.triton.tuning import HOPPER, interpreted
+from kernels.triton.card_properties import HOPPER, interpreted
 
 VARIABLE = "GATEHOUSE_OVERLAPPED_PREFILL"
 ROWS, KEYS, NUM_WARPS = 128, 128, 8

@@ -15,8 +15,15 @@ import triton
 import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
+from kernels.triton.card_properties import (
+    LOG2_E,
+    REGISTERS_MULTIPROCESSOR,
+    SHARED_BYTES_RESERVED,
+    capability,
+    card,
+    power_of_two,
+)
 from kernels.triton.early_launch import wait_for_previous
-from kernels.triton.tuning import LOG2_E, REGISTERS_MULTIPROCESSOR, SHARED_BYTES_RESERVED, capability, card, power_of_two
 
 MERGE_CHUNK, MERGE_WARPS = 16, 2
 """Splits merged at a time. The merge is bound by memory latency, so many small programs are best."""

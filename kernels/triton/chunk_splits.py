@@ -15,8 +15,8 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_splits import MERGE_CHUNK, MERGE_WARPS, TABLES, DecodeWorkspace, merge_row, scheduled_requests
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.query_tiles import tile_key_range
-from kernels.triton.tuning import power_of_two
 
 SPLIT_KEYS = 512
 """The fewest keys of a split: four tiles of 128 keys, some 6 µs on an H200, where its prologue, its epilogue and the merge take

@@ -24,7 +24,7 @@ from triton.errors import TritonError
 from triton.runtime import driver
 from triton.runtime.jit import JITCallable, JITFunction
 
-from kernels.triton.tuning import interpreted
+from kernels.triton.card_properties import interpreted
 from kernels.variants import CompilationFailed, Variants
 
 THREADS_MAX = 8

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.triton.card_properties import multiprocessors, power_of_two
 from kernels.triton.gumbel import exponential_noise, key_uniform, noise_bits, noise_key
-from kernels.triton.tuning import multiprocessors, power_of_two
 
 BLOCK = 1024
 NUM_WARPS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.tuning import interpreted
+from kernels.triton.card_properties import interpreted
 
 _INTERPRETED = tl.constexpr(interpreted())
 _UNPACK = tl.constexpr(

@@ -34,7 +34,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.triton.tuning import capability, interpreted
+from kernels.triton.card_properties import capability, interpreted
 
 VARIABLE = "GATEHOUSE_EARLY_LAUNCH"
 CAPABILITY_MIN = 90

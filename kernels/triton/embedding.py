@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.tuning import power_of_two
 
 BLOCK_MAX = 1024
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.tuning import card
+from kernels.triton.card_properties import card
 
 SORT_BLOCK = 1024
 

@@ -15,10 +15,10 @@ import triton.language as tl
 from kernels.quantised_weights import Int4Weight, Weight
 from kernels.triton import experts_int4
 from kernels.triton.activation import gated_activation
+from kernels.triton.card_properties import capability, power_of_two
 from kernels.triton.expert_tiles import SortedTokens, group_tiles, locate_tile, sort_by_expert
 from kernels.triton.expert_weights import ExpertWeights, bind_weights, have_same_format
 from kernels.triton.linear_tiles import cast_weight
-from kernels.triton.tuning import capability, power_of_two
 
 COMBINE_BLOCK = 1024
 ACTIVATIONS = ("silu", "gelu_tanh")

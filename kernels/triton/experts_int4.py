@@ -12,11 +12,11 @@ import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.activation import gated_activation
+from kernels.triton.card_properties import capability, card, power_of_two
 from kernels.triton.expert_tiles import SortedTokens, locate_tile
 from kernels.triton.expert_weights import ExpertWeights
 from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
-from kernels.triton.tuning import capability, card, power_of_two
 
 OUTPUTS = 128  # per program; in a gated one, of both halves together
 

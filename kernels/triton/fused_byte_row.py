@@ -29,11 +29,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch
 from kernels.triton.epilogue import Epilogue
 from kernels.triton.gluon_epilogue import COPIES, OUTPUTS, apply_epilogue, load_or, load_squares, output_rows, wait_for_previous
 from kernels.triton.hopper_gemv import HopperGemvTiles
-from kernels.triton.tuning import power_of_two
 
 WORD_BYTES = gl.constexpr(4)
 COLUMNS, WORDS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(CHUNK_COLUMNS // 4)

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.card_properties import has_gluon, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
 from kernels.triton.hopper_gemv import HopperGemvTiles, hopper_gemv_tiles
 from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, choose_splits
-from kernels.triton.tuning import has_gluon, multiprocessors, power_of_two
 
 ROWS = 16
 OUTPUTS = 128  # per program; in a gated one, of both halves together

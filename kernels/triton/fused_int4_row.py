@@ -25,12 +25,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS, Int4Weight
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch
 from kernels.triton.epilogue import Epilogue
 from kernels.triton.gluon_epilogue import COPIES, OUTPUTS, apply_epilogue, load_or, load_squares, output_rows, wait_for_previous
 from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.int4_codes import unpack_instructions
-from kernels.triton.tuning import power_of_two
 
 COLUMNS, RUN, RUNS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(RUN_COLUMNS), gl.constexpr(CHUNK_RUNS)
 PAIRS = gl.constexpr(RUN_COLUMNS // 2)

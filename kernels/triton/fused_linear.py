@@ -23,6 +23,7 @@ from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_row
+from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
 from kernels.triton.fused_row import GemvTiles
@@ -30,7 +31,6 @@ from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, cast_weight
 from kernels.triton.split_k import CONVERT, STREAM, allocate_partials, arrival_counters, choose_splits, split_cost
-from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 BLOCK_M = 16
 # Columns of out and of x per step, and pipeline stages. A gated step reads two such tiles.

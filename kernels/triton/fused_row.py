@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight, values_and_scales
+from kernels.triton.card_properties import has_gluon, interpreted, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
 from kernels.triton.hopper_gemv import HopperGemvTiles, hopper_gemv_tiles
-from kernels.triton.tuning import has_gluon, interpreted, multiprocessors, power_of_two
 
 _INTERPRETED = tl.constexpr(interpreted())
 WARP_SIZE = 32

@@ -22,10 +22,10 @@ import triton.language as tl
 from kernels.gumbel import NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, values_and_scales
+from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import FLOAT32_FEW_ROWS, Tiles, byte_tiles, cast_weight
-from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
 _ROWS = tl.constexpr(FUSED_ROWS_MAX)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS
-from kernels.triton.tuning import interpreted
+from kernels.triton.card_properties import interpreted
 
 COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 RUNS = tl.constexpr(CHUNK_RUNS)

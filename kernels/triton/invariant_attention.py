@@ -19,9 +19,9 @@ import torch
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, score_factor
 from kernels.triton.attention_splits import scheduled_requests, shape_constants
+from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch
 from kernels.triton.invariant_rows import merge_rows_kernel, rows_kernel
-from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 SPLIT = 256
 """Tokens: 128 KiB of 16-bit keys and values of heads of 128. Writing and reading a split's partial results adds a fiftieth."""

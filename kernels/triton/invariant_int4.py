@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.card_properties import multiprocessors
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.invariant_linear import has_program_per_split, reduce_splits, split_range, split_workspace
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_k import UNPACK, choose_splits
-from kernels.triton.tuning import multiprocessors
 
 
 def invariant_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int) -> Int4Tiles:

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight, values_and_scales
+from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear_fp8 import check_fp8
 from kernels.triton.linear_tiles import Tiles, cast_weight
 from kernels.triton.split_k import CONVERT, NUM_COUNTERS, STREAM, allocate_partials, arrival_counters, choose_splits
-from kernels.triton.tuning import capability, card, multiprocessors
 
 GROUP_ROWS = 8  # row tiles of the same weights, computed one after another
 

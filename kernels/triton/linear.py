@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 
 from kernels.operations import FUSED_ROWS_MAX
+from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.linear_tiles import Tiles, launch
 from kernels.triton.split_k import choose_splits, split_cost
-from kernels.triton.tuning import capability, card, multiprocessors
 
 # Columns of out and of x per step of a program (16 or 32 KiB of weights), and pipeline stages.
 CANDIDATES = ((64, 128, 6), (128, 128, 3))

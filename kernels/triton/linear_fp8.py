@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.quantised_weights import FP8, Fp8Weight
+from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles, launch
-from kernels.triton.tuning import capability, card, multiprocessors
 
 
 def linear_fp8(

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch.nn import functional
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
 from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, choose_splits, reduce_and_store
-from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 SPLIT_K_ROWS_MAX = 64
 UNPACK_PER_TILE_ROWS_MAX = 512  # above, unpacking the weight to 16 bits once costs less than unpacking it in every tile

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.quantised_weights import Int8Weight
+from kernels.triton.card_properties import capability, multiprocessors
 from kernels.triton.linear_tiles import byte_tiles, launch
-from kernels.triton.tuning import capability, multiprocessors
 
 
 def linear_int8(

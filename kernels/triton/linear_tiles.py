@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.split_k import (
     CONVERT,
@@ -21,7 +22,6 @@ from kernels.triton.split_k import (
     choose_splits,
     reduce_and_store,
 )
-from kernels.triton.tuning import power_of_two
 
 MEMORY_BOUND_ROWS_MAX = 64  # up to this many rows, reading the weights takes longer than multiplying
 GROUP_ROWS = 8  # row tiles computed together over the same columns, so that x and W stay in the L2 cache

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.tuning import LOG2_E, power_of_two
+from kernels.triton.card_properties import LOG2_E, power_of_two
 
 IDS_MIN = 32
 """The least number of tokens per row, if more than one, that `join` is compiled for, so that few variants serve all."""

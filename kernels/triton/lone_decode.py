@@ -17,10 +17,10 @@ import triton.language as tl
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import score_factor
 from kernels.triton.attention_splits import shape_constants
+from kernels.triton.card_properties import multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.newest_token import Rotation, load_angles, load_newest, rotate_and_store_newest, scaled_score
 from kernels.triton.split_k import arrival_counters
-from kernels.triton.tuning import multiprocessors, power_of_two
 
 TILE_ELEMENTS, MERGE_ELEMENTS = 8192, 8192
 """Elements of a tile of keys, and elements of partial results merged at a time: 64 per thread."""
@@ -188,7 +188,8 @@ def lone_decode(
     lone_kernel[(splits * shape.num_kv_heads,)](
         qkv, kv_cache, block_table, context_lens, kv_scales, *rotation_tensors, out,
         partials, partials[-splits * heads :], arrival_counters(qkv.device),
-        score_factor(shape), kv_cache.stride(0), splits, eps, **lone_constants(shape, kv_bytes), ROTARY=rotary_dim, num_warps=lone_warps(shape, kv_bytes), num_stages=1,
+        score_factor(shape), kv_cache.stride(0), splits, eps,
+        **lone_constants(shape, kv_bytes), ROTARY=rotary_dim, num_warps=lone_warps(shape, kv_bytes), num_stages=1,
         **early_launch(qkv.device, 1),
     )  # fmt: skip
 

@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.fp8_rows import clamp_to_e4m3
 from kernels.triton.norm import rms_norm
-from kernels.triton.tuning import power_of_two
 
 TOKENS_MANY = 512
 """From this many tokens on there are more rows than threads on the card, and a program processes several rows per thread."""

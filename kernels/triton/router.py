@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.card_properties import LOG2_E, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.tuning import LOG2_E, power_of_two
 
 WARP_EXPERTS = 512
 """Experts per warp, 16 per thread."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernels.triton.tuning import power_of_two
+from kernels.triton.card_properties import power_of_two
 
 ELEMENTS_THREAD = 16
 """Two loads of 16 bytes in flight per thread and tensor: enough to cover memory latency with eight programs per multiprocessor,

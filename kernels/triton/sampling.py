@@ -33,10 +33,10 @@ import triton.language as tl
 
 from kernels.gumbel import NO_TOKEN
 from kernels.sampling_columns import SamplingColumns
+from kernels.triton.card_properties import multiprocessors, power_of_two
 from kernels.triton.gumbel import noise_key, top_p_weight
 from kernels.triton.sampling_filters import filtered_winner, group_bound
 from kernels.triton.sampling_rows import GROUP, GROUPS, ID_SENTINEL, adjust_tile, distance_bits, gumbel_max_tile, load_tile
-from kernels.triton.tuning import multiprocessors, power_of_two
 
 LIST_SIZE = 1024
 """The most logits that one program lists and searches in registers."""

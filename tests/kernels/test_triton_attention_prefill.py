@@ -20,7 +20,7 @@ interpret_without_gpu()
 from kernels.triton import attention_prefill as prefill  # noqa: E402
 from kernels.triton.attention_decode import paged_decode  # noqa: E402
 from kernels.triton.attention_splits import DecodeWorkspace, decode_workspace  # noqa: E402
-from kernels.triton.tuning import CARDS  # noqa: E402
+from kernels.triton.card_properties import CARDS  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)

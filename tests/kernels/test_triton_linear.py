@@ -13,6 +13,8 @@ from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
 from kernels.triton import linear_tiles, split_k
+from kernels.triton.card_properties import CARDS, card
+from kernels.triton.card_properties import capability as capability_of
 from kernels.triton.greedy_head import head_tiles
 from kernels.triton.linear import linear, skinny_tiles
 from kernels.triton.linear_fp8 import _scaled_mm as scaled_mm_fp8
@@ -20,8 +22,6 @@ from kernels.triton.linear_fp8 import check_fp8, linear_fp8
 from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
 from kernels.triton.split_k import arrival_counters, choose_splits, split_cost
-from kernels.triton.tuning import CARDS, card
-from kernels.triton.tuning import capability as capability_of
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same

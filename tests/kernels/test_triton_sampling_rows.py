@@ -21,9 +21,9 @@ from kernels.reference import greedy_head as reference_head
 from kernels.reference import logprobs as reference_logprobs
 from kernels.reference import token_counts as reference_counts
 from kernels.triton import bitmask, drafts, greedy_head, logprobs, token_counts
+from kernels.triton.card_properties import capability, multiprocessors
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import byte_tiles, launch
-from kernels.triton.tuning import capability, multiprocessors
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 

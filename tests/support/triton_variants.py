@@ -50,7 +50,7 @@ from engine.step_mode import StepMode
 from engine.weights import WeightPlan
 from kernels import quantised_linear
 from kernels.ops import HostTokens
-from kernels.triton import early_launch, tuning
+from kernels.triton import card_properties, early_launch
 from tests.support.absent_card import AbsentCard
 from tests.support.engines import FREE_ROWS, wanted
 from tests.support.grammars import BYTES
@@ -252,8 +252,8 @@ def prepare(recorder: Recorder, memory: Memory, capability: int = AbsentCard.cap
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (JITFunction, "_do_compile", compile_nothing),
-        (tuning, "INTERPRETED_CAPABILITY", capability),
-        (tuning, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS[capability]),
+        (card_properties, "INTERPRETED_CAPABILITY", capability),
+        (card_properties, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS[capability]),
         (early_launch, "supports_early_launch", lambda _: is_early),
         (torch, "empty", memory.filled(torch.empty)),
         (torch, "empty_like", memory.filled(torch.empty_like)),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_prefill_hopper import KEYS, NUM_WARPS, ROWS, overlapped_constants, overlapped_kernel
+from kernels.triton.card_properties import HOPPER
 from kernels.triton.chunk_splits import FEW_REQUESTS
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.tuning import HOPPER
 
 
 def compilations() -> list[Compilation]:

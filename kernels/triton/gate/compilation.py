@@ -21,9 +21,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITCallable
 
+from kernels.triton.card_properties import TENSOR_MEMORY_COLUMNS, card
 from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 from kernels.triton.gate.machine_code import overwritten_operands
-from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
 
 CAPABILITIES = (80, 89, 90, 100)
 FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3

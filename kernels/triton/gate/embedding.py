@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.embedding import BLOCK_MAX, embed_kernel, rotation_rows_kernel, rotation_rows_tile
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:

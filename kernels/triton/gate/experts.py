@@ -6,11 +6,11 @@ from typing import Any
 
 import triton.language as tl
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.expert_tiles import SORT_BLOCK, group_tiles, sort_kernel
 from kernels.triton.experts import COMBINE_BLOCK, combine_kernel, grouped_kernel
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
-from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.fused_int4 import OUTPUTS, fused_int4_kernel, fused_int4_tiles
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
-from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import HOPPER, power_of_two
 from kernels.triton.fused_int4_row import fused_int4_row_kernel
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
 from kernels.triton.hopper_gemv import hopper_gemv_tiles
-from kernels.triton.tuning import HOPPER, power_of_two
 
 
 def compilations() -> list[Compilation]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.fused_linear import fused_linear_kernel, fused_tiles
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
 from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
-from kernels.triton.tuning import power_of_two
 
 QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), "down": (1024, 3072)}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.fused_row import fused_row_kernel, gemv_tiles
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
 from kernels.triton.gate.fused_linear import QWEN_600M
-from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:
