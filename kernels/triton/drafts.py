@@ -6,8 +6,9 @@ q_i), or from p_i if that is empty; if all are accepted, one more is drawn from 
 (`kernels.gumbel`) over weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed,
 position) for a token of p_k. If any of the weights is not finite, nothing is drawn.
 
-Memory: `judge` reads two numbers per guess; `draw` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes per
-request, split over programs; `settle` merges the splits. Nothing is summed; the product of uniform number and q is float64.
+Memory: `accept_drafts` reads two numbers per guess; `sample_residual` reads one row of p and, after a rejection, one of q: 2 ·
+V · 4 bytes per request, split over programs; `emit_tokens` merges the splits. Nothing is summed; the product of uniform number
+and q is float64.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ID_SENTINEL = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["V", "max_guesses"])
-def judge_kernel(target, draft, guesses, num_guesses, streams, positions, accepted, V, max_guesses):
+def accept_drafts_kernel(target, draft, guesses, num_guesses, streams, positions, accepted, V, max_guesses):
     """Program (request): stores the number of accepted guesses."""
     request = tl.program_id(0).to(tl.int64)
     stream, position = tl.load(streams + request), tl.load(positions + request).to(tl.int64)
@@ -47,7 +48,7 @@ def judge_kernel(target, draft, guesses, num_guesses, streams, positions, accept
 
 
 @triton.jit(do_not_specialize=["V", "max_guesses", "blocks"])
-def draw_kernel(
+def sample_residual_kernel(
     target, draft, num_guesses, streams, positions, accepted, scores, tokens, V, max_guesses, blocks, BLOCK: tl.constexpr
 ):
     """Program (request, split): the winners of its tokens by the residual max(0, p - q), and by p in case that is empty."""
@@ -85,7 +86,7 @@ def draw_kernel(
 
 
 @triton.jit(do_not_specialize=["max_guesses", "splits"])
-def settle_kernel(guesses, accepted, scores, tokens, out, max_guesses, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+def emit_tokens_kernel(guesses, accepted, scores, tokens, out, max_guesses, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
     """Program (request): stores the accepted guesses, the drawn token, and NO_TOKEN after it."""
     request = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -136,15 +137,15 @@ def reject_drafts(
     tokens = torch.empty(requests, splits, 2, dtype=torch.int32, device=device)
     out = torch.empty(requests, max_guesses + 1, dtype=torch.int64, device=device)
     if requests:
-        judge_kernel[(requests,)](
+        accept_drafts_kernel[(requests,)](
             target, draft, guesses, num_guesses, streams, positions, accepted, vocab_size, max_guesses,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-        draw_kernel[(requests, splits)](
+        sample_residual_kernel[(requests, splits)](
             target, draft, num_guesses, streams, positions, accepted, scores, tokens, vocab_size, max_guesses, blocks_per_split,
             BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-        settle_kernel[(requests,)](
+        emit_tokens_kernel[(requests,)](
             guesses, accepted, scores, tokens, out, max_guesses, splits,
             SPLITS=power_of_two(splits), WIDTH=power_of_two(max_guesses + 1), num_warps=1,
         )  # fmt: skip

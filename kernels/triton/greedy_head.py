@@ -63,7 +63,7 @@ def head_kernel(
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.constexpr):
+def merge_argmax_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.constexpr):
     """Program (row): the token of the largest logit of all tiles."""
     wait_for_previous(EARLY)
     row = tl.program_id(0)
@@ -126,7 +126,7 @@ def greedy_head(
         TOKENS=sizes.block_n, COLUMNS=sizes.block_k, num_warps=sizes.num_warps,
         num_stages=sizes.num_stages, **early_launch(hidden.device, rows),
     )  # fmt: skip
-    join_kernel[(rows,)](
+    merge_argmax_kernel[(rows,)](
         maxima, tokens, out, tiles, TILES=power_of_two(tiles), num_warps=4, **early_launch(hidden.device, rows)
     )
     return out

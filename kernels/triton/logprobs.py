@@ -1,9 +1,9 @@
 """Log-probabilities of a few tokens of each row: log-sum-exp in one pass, without writing all log-probabilities.
 
 Formula. logprob(t) = x_t − log Σ exp(x), and rank(t) = 1 + how many logits are larger than x_t. Rows are split over programs
-(`part`), each with its largest logit, its sum of exp2((x − largest) · log2(e)) and its count of larger logits; `join` merges
-the splits, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes per split are written. float32 sums, in
-an order that does not depend on the number of rows.
+(`partial_logprobs`), each with its largest logit, its sum of exp2((x − largest) · log2(e)) and its count of larger logits;
+`merge_logprobs` merges the splits, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes per split are
+written. float32 sums, in an order that does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from kernels.triton.card_properties import LOG2_E, power_of_two
 
 IDS_MIN = 32
-"""The least number of tokens per row, if more than one, that `join` is compiled for, so that few variants serve all."""
+"""The least number of tokens per row, if more than one, that `merge_logprobs` is compiled for: few variants serve all."""
 BLOCK = 2048
 _SPLIT_BLOCKS = 2  # for any number of rows, so that the order of a row's sum is fixed
 NUM_WARPS = 8
@@ -24,7 +24,7 @@ _LN_2 = tl.constexpr(1.0 / LOG2_E)
 
 
 @triton.jit(do_not_specialize=["logits_stride", "ids_stride", "V", "blocks"], do_not_specialize_on_alignment=["sums"])
-def logprob_part_kernel(logits, ids, maxima, sums, larger, logits_stride, ids_stride, V, blocks, BLOCK: tl.constexpr):
+def partial_logprobs_kernel(logits, ids, maxima, sums, larger, logits_stride, ids_stride, V, blocks, BLOCK: tl.constexpr):
     """Program (row, split): largest logit, sum and count of a split; -inf and 0 if it has nothing above -inf."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     target = tl.load(ids + row * ids_stride)
@@ -50,7 +50,7 @@ def logprob_part_kernel(logits, ids, maxima, sums, larger, logits_stride, ids_st
 
 
 @triton.jit(do_not_specialize=["logits_stride", "ids_stride", "num_ids", "splits"], do_not_specialize_on_alignment=["sums"])
-def logprob_join_kernel(
+def merge_logprobs_kernel(
     logits, ids, maxima, sums, larger, logprobs, ranks,
     logits_stride, ids_stride, num_ids, splits, SPLITS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
@@ -86,11 +86,11 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tenso
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
         strides = (logits.stride(0), ids.stride(0))
-        logprob_part_kernel[(rows, splits)](
+        partial_logprobs_kernel[(rows, splits)](
             logits, ids, maxima, sums, larger, *strides, vocab_size, _SPLIT_BLOCKS,
             BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-        logprob_join_kernel[(rows,)](
+        merge_logprobs_kernel[(rows,)](
             logits, ids, maxima, sums, larger, logprobs, ranks, *strides, num_ids, splits,
             SPLITS=power_of_two(splits), IDS=1 if num_ids == 1 else max(IDS_MIN, power_of_two(num_ids)), num_warps=1,
             enable_fp_fusion=False,

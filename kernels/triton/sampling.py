@@ -11,15 +11,15 @@ Triton samplers; here the exact threshold is searched, on the bits of the distan
 of the distances.
 
 Memory. `scan` reads every row once (V · itemsize bytes), writes the largest logit of each group of 128, and finishes rows that
-are greedy or without filters. Rows with top-p but without top-k are read again by `weigh` for the sum of their weights.
-`choose` reads only groups whose largest logit can pass the filters: with top-k, k groups have an element at or above the k-th
+are greedy or without filters. Rows with top-p but without top-k are read again by `sum_weights` for the sum of their weights.
+`select` reads only groups whose largest logit can pass the filters: with top-k, k groups have an element at or above the k-th
 largest group maximum, so nothing below it is among the k; with top-p, a group counts only while the larger group maxima do not
 reach p by themselves. A few thousand logits remain, which are listed and searched in registers. A nearly flat row with only
 top-p leaves more: three or four passes over the groups narrow the range of its threshold; the same for a row with only typical
 sampling, which needs one more pass for the mean that defines typicality. 256 rows of 128,256 float32: 131 MB per pass, 31 µs at
 4.3 TB/s; one full pass and a partial one with top-k, two and a partial one with only top-p.
 Operations. About 20 per logit of a row that draws without filters (a hash and a bound; exact noise only where the bound may
-win), 15 for `weigh`, 2 otherwise. Logits are converted to float32 right after the load; counts and weights are summed as
+win), 15 for `sum_weights`, 2 otherwise. Logits are converted to float32 right after the load; counts and weights are summed as
 integers, so results do not depend on splits, batch size or card.
 """
 
@@ -104,7 +104,7 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["masks_stride", "G", "tiles"], do_not_specialize_on_alignment=["positions"])
-def weigh_kernel(
+def sum_weights_kernel(
     logits, slots, positions, masks, group_maxima, weights,
     scales, top_ks, top_ps, neg_log2_min_ps, typical_ps, repetition, frequency, presence, counts,
     min_tokens_until, suppressed_ids, rules, bias,
@@ -136,7 +136,7 @@ def weigh_kernel(
 
 
 @triton.jit(do_not_specialize=["masks_stride", "G", "num_splits"], do_not_specialize_on_alignment=["positions"])
-def choose_kernel(
+def select_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, candidate_logits, candidate_ids,
     out, scales, streams, top_ks, top_ps, neg_log2_min_ps, typical_ps, repetition, frequency, presence, counts,
     min_tokens_until, suppressed_ids, rules, bias,
@@ -271,11 +271,11 @@ def sample(
         num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     if weighs:
-        weigh_kernel[grid](
+        sum_weights_kernel[grid](
             *row_inputs, space.group_maxima, space.weights, c.scale, *filters, *rules, *sizes, tiles,
             GROUPS_PADDED=padded_groups, num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=False,
         )  # fmt: skip
-    choose_kernel[(rows,)](
+    select_kernel[(rows,)](
         *row_inputs, space.group_maxima, *best, space.weights, space.groups, space.candidate_logits, space.candidate_ids, out,
         c.scale, c.streams, *filters, *rules, *sizes, splits,
         GROUPS_PADDED=padded_groups, SPLITS=padded_splits, LIST_SIZE=LIST_SIZE,

@@ -1,4 +1,4 @@
-"""Gumbel-max among the tokens that pass a row's filters, over the groups that can contain one: device functions of `choose`.
+"""Gumbel-max among the tokens that pass a row's filters, over the groups that can contain one: device functions of `select`.
 
 Candidates are listed in the program's workspace and searched in registers; while there are too many, passes over the groups
 narrow the range of the threshold. Counts and weights are integers, so either way finds the same threshold.

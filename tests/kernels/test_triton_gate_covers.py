@@ -19,10 +19,10 @@ ASKED = {
 """Models of each card: all of them on the card that has most kernels of its own, each of the others has two, and each model two
 cards or three."""
 COVERED = {
-    "scan_kernel", "weigh_kernel", "choose_kernel", "head_kernel", "join_kernel", "logprob_part_kernel", "logprob_join_kernel",
-    "linear_kernel", "grouped_kernel", "sort_kernel", "route_kernel", "combine_kernel", "prepare_decode_kernel",
-    "copy_blocks_kernel", "count_tokens_kernel", "split_kernel", "merge_kernel", "prefill_kernel", "bitmask_kernel",
-    "merge_chunks_kernel", "lone_kernel",
+    "scan_kernel", "sum_weights_kernel", "select_kernel", "head_kernel", "merge_argmax_kernel",
+    "partial_logprobs_kernel", "merge_logprobs_kernel", "linear_kernel", "grouped_kernel", "sort_kernel",
+    "route_kernel", "combine_kernel", "prepare_decode_kernel", "copy_blocks_kernel", "count_tokens_kernel",
+    "split_kernel", "merge_kernel", "prefill_kernel", "bitmask_kernel", "merge_chunks_kernel", "lone_kernel",
 }  # fmt: skip
 """Kernels whose tiles follow from the model. Of those that go over rows of some width the gate has widths alone."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.triton.drafts import BLOCK, NUM_WARPS, draw_kernel, judge_kernel, settle_kernel
+from kernels.triton.drafts import BLOCK, NUM_WARPS, accept_drafts_kernel, emit_tokens_kernel, sample_residual_kernel
 from kernels.triton.gate.compilation import Compilation
 
 
@@ -13,24 +13,24 @@ def compilations() -> list[Compilation]:
     numbers = {"V": "i32", "max_guesses": "i32"}
     return [
         Compilation(
-            "reject_drafts: judge",
-            judge_kernel,
+            "reject_drafts: accept",
+            accept_drafts_kernel,
             shared | {"guesses": "*i64", "accepted": "*i32"} | numbers,
             {},
             num_warps=1,
             fp_fusion=False,
         ),
         Compilation(
-            "reject_drafts: draw",
-            draw_kernel,
+            "reject_drafts: sample residual",
+            sample_residual_kernel,
             shared | parts | numbers | {"blocks": "i32"},
             {"BLOCK": BLOCK},
             num_warps=NUM_WARPS,
             fp_fusion=False,
         ),
         Compilation(
-            "reject_drafts: settle",
-            settle_kernel,
+            "reject_drafts: emit tokens",
+            emit_tokens_kernel,
             parts | {"guesses": "*i64", "out": "*i64", "max_guesses": "i32", "splits": "i32"},
             {"SPLITS": 128, "WIDTH": 16},
             num_warps=1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
-from kernels.triton.greedy_head import head_kernel, head_tiles, join_kernel
+from kernels.triton.greedy_head import head_kernel, head_tiles, merge_argmax_kernel
 
 PARTS = {"maxima": "*fp32", "tokens": "*i32"}
 
@@ -15,7 +15,7 @@ def compilations() -> list[Compilation]:
     heads = [_compilation(rows, weight, capability) for rows, weight, cards in kinds for capability in cards]
     join = {**PARTS, "out": "*i64", "tiles": "i32"}
     joins = [
-        Compilation(f"greedy_head: join of {tiles}", join_kernel, join, {"TILES": tiles}, num_warps=4)
+        Compilation(f"greedy_head: merge of {tiles}", merge_argmax_kernel, join, {"TILES": tiles}, num_warps=4)
         for tiles in (2048, 4096, 8192)
     ]
     return [*heads, *joins]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.logprobs import BLOCK, IDS_MIN, NUM_WARPS, logprob_join_kernel, logprob_part_kernel
+from kernels.triton.logprobs import BLOCK, IDS_MIN, NUM_WARPS, merge_logprobs_kernel, partial_logprobs_kernel
 
 
 def compilations() -> list[Compilation]:
@@ -15,8 +15,8 @@ def compilations() -> list[Compilation]:
         inputs = {"logits": f"*{dtype}", "ids": "*i64", **parts, **strides}
         found.append(
             Compilation(
-                f"token_logprobs: part, {dtype}",
-                logprob_part_kernel,
+                f"token_logprobs: partial, {dtype}",
+                partial_logprobs_kernel,
                 inputs | {"V": "i32", "blocks": "i32"},
                 {"BLOCK": BLOCK},
                 num_warps=NUM_WARPS,
@@ -25,8 +25,8 @@ def compilations() -> list[Compilation]:
         )
         found += [
             Compilation(
-                f"token_logprobs: join of {splits}, {dtype}",
-                logprob_join_kernel,
+                f"token_logprobs: merge of {splits}, {dtype}",
+                merge_logprobs_kernel,
                 inputs | {"logprobs": "*fp32", "ranks": "*i32", "num_ids": "i32", "splits": "i32"},
                 {"SPLITS": splits, "IDS": IDS_MIN},
                 num_warps=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.sampling import LIST_SIZE, NUM_WARPS, choose_kernel, padded_sizes, scan_kernel, weigh_kernel
+from kernels.triton.sampling import LIST_SIZE, NUM_WARPS, padded_sizes, scan_kernel, select_kernel, sum_weights_kernel
 
 _TYPES = {
     "slots": "*i32", "positions": "*i64", "group_maxima": "*fp32", "best_scores": "*fp32", "best_tokens": "*i32",
@@ -26,7 +26,7 @@ grammar."""
 def compilations() -> list[Compilation]:
     """One for each of KINDS; a kernel that does not depend on sizes only once."""
     found: dict[str, Compilation] = {}
-    for kernel in (scan_kernel, weigh_kernel, choose_kernel):
+    for kernel in (scan_kernel, sum_weights_kernel, select_kernel):
         for kind in KINDS:
             compilation = _compilation(kernel, *kind)
             found.setdefault(compilation.name, compilation)
