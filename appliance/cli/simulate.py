@@ -44,7 +44,7 @@ def simulate(
     gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100 or h20.")] = "h200",
     policy: Annotated[str, typer.Option(help="Scheduling policy: fair, fcfs, vtc or static.")] = "fair",
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Maximum number of running requests; default: that of the GPU.")
+        int | None, typer.Option(help="Maximum number of running requests; default: as the engine chooses.")
     ] = None,
     token_budget: Annotated[
         int | None, typer.Option(help="Tokens per step; default: as many as the TPOT objective allows.")
@@ -62,7 +62,7 @@ def simulate(
     """
     from engine.errors import EngineError
     from engine.simulator.models import find_gpu, find_model
-    from engine.simulator.replay import SEATS_DEFAULT, Replay, Setup
+    from engine.simulator.replay import Replay, Setup
     from engine.simulator.report import Objective, make_report
     from engine.simulator.workload import WorkloadOptions
 
@@ -72,7 +72,7 @@ def simulate(
             model=find_model(model),
             gpu=find_gpu(gpu),
             policy=policy,
-            max_num_seqs=SEATS_DEFAULT if max_num_seqs is None else max_num_seqs,
+            max_num_seqs=max_num_seqs,
             token_budget=token_budget,
             inter_token_target_s=slo_tpot_ms / 1000,
             kv_cache_dtype=kv_cache_dtype,

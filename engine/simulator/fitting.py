@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.config.model import load_model_config, parse_model_config
+from engine.config.model import ModelConfig, load_model_config, parse_model_config
 from engine.config.quantization import KEY
 from engine.errors import EngineConfigError
 from engine.formats import check_formats, computed_dtype
@@ -19,7 +19,7 @@ from engine.memory.fit import MemoryFit, gib
 from engine.memory.kv_plan import check_context
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
-from engine.simulator.models import MODELS, SimulatedGpu, config_of, model_folder
+from engine.simulator.models import CONFIGS, SimulatedGpu, model_folder
 from engine.step_mode import StepMode
 
 WEIGHT_FORMATS = ("none", "int8", "fp8", "int4")
@@ -35,15 +35,19 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
 
     Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
     """
-    known_model = MODELS.get(model.lower())
-    if known_model is None:
+    known_config = CONFIGS.get(model.lower())
+    if known_config is None:
         folder = model_folder(model)
         config = load_model_config(folder)
     else:
         folder, quantized = Path(model), _quantization_config(quantization or "none")
         quantization = quantization if quantization in ("int8", "fp8") else None
-        config = parse_model_config({**config_of(known_model), **quantized}, {})
-    options = EngineOptions(model=folder, device="cuda", quantization=quantization, **engine_options)
+        config = parse_model_config({**known_config, **quantized}, {})
+    return engine_fit(config, EngineOptions(model=folder, device="cuda", quantization=quantization, **engine_options), gpu)
+
+
+def engine_fit(config: ModelConfig, options: EngineOptions, gpu: SimulatedGpu) -> MemoryFit:
+    """The memory on `gpu` of an engine with these options. Raises as `memory_fit` does."""
     dtype = computed_dtype(options.dtype, config.torch_dtype, options.device)
     check_formats(config, options, dtype, gpu.capability)
     check_context(config, options)

@@ -1,4 +1,4 @@
-"""The models and GPUs that can be simulated: their shapes and speeds, and how many KV blocks fit. Knows no torch.
+"""The models and GPUs that can be simulated: configurations and speeds. Knows no torch.
 
 Bandwidth and compute of the H200 (4.30 TB/s, 790 TFLOP/s) and of the H100 80GB HBM3 (3.0 TB/s, 798 TFLOP/s) were measured: a
 copy on the device, bytes read and written, and a bf16 product of 8192³. For the A100 and the H20 only data sheets were
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.model import ModelConfig, load_model_config
+from engine.config.model import ModelConfig, load_model_config, parse_model_config
 from engine.errors import EngineConfigError, UnsupportedModel
 from engine.formats import check_formats, computed_dtype, formats_of
 from engine.memory.needs import GIB
@@ -21,32 +21,40 @@ from engine.options import EngineOptions
 from engine.scheduling.step_time import DeviceSpeed, ModelShape
 
 BLOCK_SIZE = 16
-MEMORY_SHARE = 0.90
-RESERVED_BYTES = 3_000_000_000
-"""Activations, graphs and the device's context."""
-
 BANDWIDTH_REACHED = 4.30 / 4.80
 FLOPS_REACHED = 790 / 989
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A model by name. `weight_bytes`: of each parameter that a step reads; `total_bytes`: of all weights; `element_bytes`: of
-    a number that is computed, and of one in the cache unless another size is requested. `config`: the contents of its
-    directory's config.json, None for a known model."""
+    """A model by name. `weight_bytes`: of each parameter that a step reads, on average; `element_bytes`: of a number that is
+    computed, and of one in the cache unless another size is requested."""
 
     name: str
+    config: ModelConfig
     shape: ModelShape
-    max_model_len: int
-    weight_bytes: float = 2
-    total_bytes: int = 0
-    element_bytes: int = 2
-    config: ModelConfig | None = None
+    weight_bytes: float
+    element_bytes: int
+
+    @classmethod
+    def of(cls, name: str, config: ModelConfig) -> SimulatedModel:
+        """The model as an engine on a GPU reads it, in the format of its checkpoint."""
+        dtype = computed_dtype("auto", config.torch_dtype, "cuda")
+        formats, shape = formats_of(config, EngineOptions(model=Path(name)), dtype), ModelShape.of(config)
+        total_bytes = MemoryShape.of(config).weights_bytes(formats.weights, formats.element_bytes)
+        embedding_params = 0 if shape.tied else shape.head_params
+        return cls(
+            name=name,
+            config=config,
+            shape=shape,
+            weight_bytes=(total_bytes - embedding_params * formats.element_bytes) / (shape.num_params - embedding_params),
+            element_bytes=formats.element_bytes,
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; empty for a known model, all of whose layers see the whole context."""
-        return () if self.config is None else tuple(self.config.windows[layer.window_idx] for layer in self.config.layers)
+        """The window of each layer."""
+        return tuple(self.config.windows[layer.window_idx] for layer in self.config.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,34 +84,36 @@ GPUS: dict[str, SimulatedGpu] = {
 }
 
 
-def _model(name: str, max_model_len: int, *numbers: int, tied: bool = False) -> SimulatedModel:
-    layers, hidden, heads, kv_heads, head_dim, intermediate, vocab = numbers
-    shape = ModelShape(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate,
-        vocab_size=vocab,
-        tied=tied,
-    )
-    return SimulatedModel(name=name, shape=shape, max_model_len=max_model_len, total_bytes=2 * shape.num_params)
+def _config(family: str, max_model_len: int, *sizes: int, tied: bool = False) -> dict[str, Any]:
+    """The size fields of a known model's `config.json`."""
+    layers, hidden, heads, kv_heads, head_dim, intermediate, vocab = sizes
+    return {
+        "architectures": [family],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": max_model_len,
+        "torch_dtype": "bfloat16",
+    }
 
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _config("LlamaForCausalLM", 131072, 32, 4096, 32, 8, 128, 14336, 128256),
+    "llama-3.2-1b": _config("LlamaForCausalLM", 131072, 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
+    "qwen3-8b": _config("Qwen3ForCausalLM", 40960, 36, 4096, 32, 8, 128, 12288, 151936),
+    "qwen3-4b": _config("Qwen3ForCausalLM", 40960, 36, 2560, 32, 8, 128, 9728, 151936, tied=True),
+    "qwen3-0.6b": _config("Qwen3ForCausalLM", 40960, 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
+}
+"""The configurations of known models, by name."""
 
 MODELS: dict[str, SimulatedModel] = {
-    model.name: model
-    for model in (
-        _model("llama-3.1-8b", 131072, 32, 4096, 32, 8, 128, 14336, 128256),
-        _model("llama-3.2-1b", 131072, 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
-        _model("qwen3-8b", 40960, 36, 4096, 32, 8, 128, 12288, 151936),
-        _model("qwen3-4b", 40960, 36, 2560, 32, 8, 128, 9728, 151936, tied=True),
-        _model("qwen3-0.6b", 40960, 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
-    )
+    name: SimulatedModel.of(name, parse_model_config(config, {})) for name, config in CONFIGS.items()
 }
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Architectures by the first word of a known model's name."""
 
 
 def find_gpu(name: str) -> SimulatedGpu:
@@ -117,7 +127,8 @@ def find_model(name: str) -> SimulatedModel:
     """A model of the table, or a model directory. Raises `EngineConfigError`, `NotAModelDirectory`, `UnsupportedModel`."""
     if name.lower() in MODELS:
         return MODELS[name.lower()]
-    return _model_of_folder(model_folder(name))
+    folder = model_folder(name)
+    return SimulatedModel.of(folder.name, load_model_config(folder))
 
 
 def model_folder(name: str) -> Path:
@@ -129,61 +140,10 @@ def model_folder(name: str) -> Path:
     return path.parent if path.name == "config.json" else path
 
 
-def config_of(model: SimulatedModel) -> dict[str, Any]:
-    """The size fields that a known model's `config.json` would have."""
-    shape = model.shape
-    return {
-        "architectures": [ARCHITECTURES[model.name.split("-")[0]]],
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": shape.tied,
-        "max_position_embeddings": model.max_model_len,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def _model_of_folder(folder: Path) -> SimulatedModel:
-    """The model of a directory as an engine reads it, in the format of its checkpoint."""
-    config = load_model_config(folder)
-    dtype = computed_dtype("auto", config.torch_dtype, "cuda")
-    formats, shape = formats_of(config, EngineOptions(model=folder), dtype), ModelShape.of(config)
-    total_bytes = MemoryShape.of(config).weights_bytes(formats.weights, formats.element_bytes)
-    embedding_params = 0 if shape.tied else shape.head_params
-    return SimulatedModel(
-        name=folder.name,
-        shape=shape,
-        max_model_len=config.max_position_len,
-        weight_bytes=(total_bytes - embedding_params * formats.element_bytes) / (shape.num_params - embedding_params),
-        total_bytes=total_bytes,
-        element_bytes=formats.element_bytes,
-        config=config,
-    )
-
-
 def check_card(model: SimulatedModel, gpu: SimulatedGpu) -> None:
     """Raise `EngineConfigError` for a card on which the engine would not serve the checkpoint."""
-    config = model.config
-    if config is None:
-        return
-    dtype = computed_dtype("auto", config.torch_dtype, "cuda")
+    dtype = computed_dtype("auto", model.config.torch_dtype, "cuda")
     try:
-        check_formats(config, EngineOptions(model=Path(model.name)), dtype, gpu.capability)
+        check_formats(model.config, EngineOptions(model=Path(model.name)), dtype, gpu.capability)
     except (EngineConfigError, UnsupportedModel) as error:
         raise EngineConfigError("gpu", f"{gpu.name} cannot serve this checkpoint: {error}") from error
-
-
-def kv_blocks(model: SimulatedModel, gpu: SimulatedGpu, *, kv_bytes: int) -> int:
-    """KV blocks of 16 tokens that fit beside the weights. Raises `EngineConfigError` when the weights leave no room."""
-    weights = model.total_bytes
-    free_bytes = int(gpu.memory_bytes * MEMORY_SHARE) - weights - RESERVED_BYTES
-    blocks = free_bytes // (BLOCK_SIZE * model.shape.kv_token_bytes(kv_bytes))
-    if blocks < 1:
-        raise EngineConfigError(
-            "gpu", f"{gpu.name} has {gpu.memory_bytes} bytes; the weights of {model.name} ({weights} bytes) leave no KV block"
-        )
-    return blocks

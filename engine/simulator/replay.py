@@ -10,11 +10,14 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 
 from engine.errors import EngineConfigError
+from engine.memory.fit import MemoryFit
 from engine.memory.needs import GIB
-from engine.options import SEATS, SEATS_MAX
+from engine.options import SEATS_MAX, EngineOptions
 from engine.protocol import SamplingParams
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
@@ -28,7 +31,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
 from engine.simulator.device import SimulatedDevice, SimulatedRequest, VirtualClock, make_request
-from engine.simulator.models import BLOCK_SIZE, SimulatedGpu, SimulatedModel, check_card, kv_blocks
+from engine.simulator.fitting import engine_fit
+from engine.simulator.models import BLOCK_SIZE, SimulatedGpu, SimulatedModel, check_card
 from engine.simulator.recorder import Recorder
 from engine.simulator.trace import HASH_BLOCK_TOKENS, TOKENS_MAX, TracedRequest
 from engine.simulator.vtc_policy import VtcPolicy
@@ -45,20 +49,19 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
 KV_BYTES = {"auto": None, "bf16": 2, "fp8": 1}
 """Bytes of a number in the cache; None is the format that is computed in."""
 
-SEATS_DEFAULT = SEATS["cuda"]
-BUDGET_MAX = 8192
 PROGRESS_STEPS = 2048
 BLOCKS_PER_HASH = HASH_BLOCK_TOKENS // BLOCK_SIZE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How the simulated engine is configured. Raises `EngineConfigError`, naming the option."""
+    """How the simulated engine is configured. `max_num_seqs` and `num_kv_blocks`: None is as many as an engine with these
+    options would have (`gatehouse plan`). Raises `EngineConfigError`, naming the option."""
 
     model: SimulatedModel
     gpu: SimulatedGpu
     policy: str = "fair"
-    max_num_seqs: int = SEATS_DEFAULT
+    max_num_seqs: int | None = None
     token_budget: int | None = None
     inter_token_target_s: float = 0.025
     kv_cache_dtype: str = "auto"
@@ -73,32 +76,53 @@ class Setup:
             raise EngineConfigError("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.kv_cache_dtype not in KV_BYTES:
             raise EngineConfigError("kv_cache_dtype", f"must be one of {', '.join(KV_BYTES)}, not {self.kv_cache_dtype!r}")
-        if not 1 <= self.max_num_seqs <= SEATS_MAX:
+        if self.kv_cache_dtype == "bf16" and self.model.element_bytes != KV_BYTES["bf16"]:
+            raise EngineConfigError("kv_cache_dtype", f"must be auto or fp8: {self.model.name} is not computed in 16 bits")
+        if self.max_num_seqs is not None and not 1 <= self.max_num_seqs <= SEATS_MAX:
             raise EngineConfigError("max_num_seqs", f"must be between 1 and {SEATS_MAX}, not {self.max_num_seqs}")
-        if self.token_budget is not None and not self.max_num_seqs <= self.token_budget <= TOKENS_MAX:
-            raise EngineConfigError(
-                "token_budget", f"must be between max_num_seqs ({self.max_num_seqs}) and {TOKENS_MAX}, not {self.token_budget}"
-            )
+        least = self.max_num_seqs or 1
+        if self.token_budget is not None and not least <= self.token_budget <= TOKENS_MAX:
+            least_named = "1" if self.max_num_seqs is None else f"max_num_seqs ({least})"
+            raise EngineConfigError("token_budget", f"must be between {least_named} and {TOKENS_MAX}, not {self.token_budget}")
         if self.max_tokens is not None and not 1 <= self.max_tokens <= TOKENS_MAX:
             raise EngineConfigError("max_tokens", f"must be between 1 and {TOKENS_MAX}, not {self.max_tokens}")
         if not 1e-4 <= self.inter_token_target_s <= 1000:
             raise EngineConfigError("slo_tpot_ms", f"must be between 0.1 and 1000000, not {self.inter_token_target_s * 1e3:g}")
         if not 0 <= self.host_cache_gib <= 1e6:
             raise EngineConfigError("host_cache_gib", f"must be between 0 and 1000000, not {self.host_cache_gib}")
+        if not self.fit.context_len and self.num_kv_blocks is None:
+            raise EngineConfigError("gpu", f"{self.gpu.name} cannot hold {self.model.name}: it {self.fit.explain()}")
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of each number in the KV cache."""
         return KV_BYTES[self.kv_cache_dtype] or self.model.element_bytes
 
+    @cached_property
+    def fit(self) -> MemoryFit:
+        """The memory of an engine with these options, as `gatehouse plan` computes it."""
+        options = EngineOptions(
+            model=Path(self.model.name),
+            device="cuda",
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.token_budget,
+            kv_cache_dtype="fp8" if self.kv_cache_dtype == "fp8" else "auto",
+        )
+        return engine_fit(self.model.config, options, self.gpu)
+
+    @property
+    def seats(self) -> int:
+        """The most running requests."""
+        return self.fit.load.num_seqs if self.max_num_seqs is None else self.max_num_seqs
+
     @property
     def blocks(self) -> int:
-        fitting = kv_blocks(self.model, self.gpu, kv_bytes=self.kv_bytes)
-        return self.num_kv_blocks or fitting
+        """KV blocks."""
+        return self.fit.kv_tokens // BLOCK_SIZE if self.num_kv_blocks is None else self.num_kv_blocks
 
     @property
     def max_model_len(self) -> int:
-        return min(self.model.max_model_len, self.blocks * BLOCK_SIZE)
+        return min(self.model.config.max_position_len, self.blocks * BLOCK_SIZE)
 
     def host_tier(self) -> HostTier | None:
         block_bytes = BLOCK_SIZE * self.model.shape.kv_token_bytes(self.kv_bytes)
@@ -133,10 +157,9 @@ class Replay:
 
     def _make_scheduler(self) -> Scheduler:
         setup = self.setup
-        budget = BUDGET_MAX if setup.token_budget is None else setup.token_budget
         limits = SchedulerLimits(
-            max_num_seqs=setup.max_num_seqs,
-            max_num_batched_tokens=max(budget, setup.max_num_seqs) if setup.token_budget is None else budget,
+            max_num_seqs=setup.seats,
+            max_num_batched_tokens=setup.fit.load.num_tokens,
             max_model_len=setup.max_model_len,
             block_size=BLOCK_SIZE,
         )
@@ -184,9 +207,9 @@ class Replay:
             self._submit(traced)
             self._next = traced = next(self._arrivals, None)
         if self._next_static_batch and not self.scheduler.has_requests:
-            for request in self._next_static_batch[: self.setup.max_num_seqs]:
+            for request in self._next_static_batch[: self.setup.seats]:
                 self.scheduler.add(request)
-            del self._next_static_batch[: self.setup.max_num_seqs]
+            del self._next_static_batch[: self.setup.seats]
 
     def _submit(self, traced: TracedRequest) -> None:
         """Submit a request. A prompt that does not fit the context is refused, as by the engine, and recorded."""

@@ -71,7 +71,7 @@ def _setup(replay: Replay) -> dict[str, Any]:
         "model": setup.model.name,
         "gpu": setup.gpu.name,
         "policy": setup.policy,
-        "max_num_seqs": setup.max_num_seqs,
+        "max_num_seqs": setup.seats,
         "token_budget": setup.token_budget or "adaptive",
         "inter_token_target_ms": setup.inter_token_target_s * 1000,
         "kv_cache_dtype": setup.kv_cache_dtype,

@@ -69,9 +69,15 @@ def test_a_scenario_takes_no_option_of_traces(typed: Any) -> None:
 
 def test_a_model_may_be_a_folder(typed: Any, trace: Path, tmp_path: Path) -> None:
     folder = written(tmp_path / "mine", max_position_embeddings=4096)
-    report = typed("--trace", trace, "--model", folder, "--gpu", "a100", "--kv-cache-dtype", "fp8", "--json").json()
+    report = typed("--trace", trace, "--model", folder, "--gpu", "h100", "--kv-cache-dtype", "fp8", "--json").json()
     assert report["setup"]["model"] == "mine"
     assert report["setup"]["max_model_len"] == 4096
+
+
+def test_an_engine_that_would_not_start_is_not_simulated(typed: Any, trace: Path) -> None:
+    answer = typed("--trace", trace, "--gpu", "a100", "--kv-cache-dtype", "fp8", "--json")
+    assert answer.status == 2
+    assert "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, this one has 8.0" in answer.out
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -119,7 +125,7 @@ def test_a_folder_that_no_engine_would_serve_on_that_card_is_refused_in_its_word
         (("--sample", "2"), "--sample must be above 0"),
         (("--tenants", "0"), "--tenants must be between"),
         (("--tenants", "5"), "--tenants is for traces without tenants"),
-        (("--token-budget", "3"), "--token-budget must be between"),
+        (("--token-budget", "0"), "--token-budget must be between 1 and"),
         (("--slo-tpot-ms", "-1"), "--slo-tpot-ms must be a positive number"),
         (("--weights", "alice=0"), "--weights takes NAME=N"),
         (("--weights", "alice"), "--weights takes NAME=N"),

@@ -15,7 +15,7 @@ from engine.runner import calibration
 from engine.runner.calibration import PASSES_MAX, PASSES_MAX_S
 from engine.runner.token_spans import TokenSpan
 from engine.scheduling.limits import SchedulerLimits
-from engine.simulator.models import MODELS, config_of
+from engine.simulator.models import CONFIGS
 from engine.speculation.adaptive_drafter import SpeculationCosts
 
 LIMITS = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, block_size=16)
@@ -65,7 +65,7 @@ def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: p
             passes.now_s += 0.0043
 
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
-    config = parse_model_config(config_of(MODELS["llama-3.1-8b"]), {})
+    config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
     measure = partial(calibration.measure_speed, config, cast("Any", passes), None, LIMITS, weight_bytes=2.0, max_guesses=0)
     found = measure(steps=cast("Any", Steps())).step_times
     assert found.weights_s(1) == pytest.approx(0.0043)
@@ -79,7 +79,7 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_gues
         each.kv_caches[0].device = torch.device("cpu")
     clock = SimpleNamespace(perf_counter=lambda: target.now_s + small.now_s)
     monkeypatch.setattr(calibration, "time", clock)
-    config = parse_model_config(config_of(MODELS["llama-3.1-8b"]), {})
+    config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
     found = calibration.measure_speed(config, cast("Any", target), cast("Any", small), LIMITS, weight_bytes=2.0, max_guesses=64)
     times = found.step_times
     assert times.weights_s(1) == pytest.approx(0.009)
@@ -114,7 +114,7 @@ def test_a_row_on_a_gpu_costs_what_it_does_in_a_step_that_is_not_bound_by_its_la
     passes = HostBound()
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
     found = calibration.measure_speed(
-        parse_model_config(config_of(MODELS["llama-3.1-8b"]), {}), cast("Any", passes), None,
+        parse_model_config(CONFIGS["llama-3.1-8b"], {}), cast("Any", passes), None,
         SchedulerLimits(max_num_seqs=256, max_num_batched_tokens=max_tokens, max_model_len=300, block_size=16),
         weight_bytes=2.0, max_guesses=max_guesses,
     )  # fmt: skip

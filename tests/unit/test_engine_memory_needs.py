@@ -13,7 +13,7 @@ from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, changes_in_orde
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.shape import Load, MemoryShape
 from engine.memory.splits import invariant_bytes
-from engine.simulator.models import MODELS, config_of
+from engine.simulator.models import CONFIGS, MODELS
 from engine.step_sizes import draft_graphs_kept, graphs_kept
 
 KV_8, WEIGHTS_8, WEIGHTS_4 = "keys and values in 8 bits", "weights in 8 bits", "weights in 4 bits"
@@ -24,7 +24,7 @@ LOAD = Load(num_tokens=8192, num_seqs=256, block_size=16)
 
 
 def shape_of(name: str) -> MemoryShape:
-    return MemoryShape.of(parse_model_config(config_of(MODELS[name]), {}))
+    return MemoryShape.of(parse_model_config(CONFIGS[name], {}))
 
 
 LLAMA_8B = shape_of("llama-3.1-8b")

@@ -23,7 +23,7 @@ from engine.memory.forecast import forecast_memory
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import SEATS_MAX, EngineOptions
 from engine.simulator.fitting import memory_fit
-from engine.simulator.models import MODELS, SimulatedGpu, find_gpu, find_model
+from engine.simulator.models import MODELS, SimulatedGpu, SimulatedModel, find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
 from engine.simulator.trace import TracedRequest
 from engine.simulator.workload import Workload
@@ -184,10 +184,35 @@ def test_a_known_name_is_planned_as_its_checkpoint(name: str) -> None:
 def test_a_folder_is_simulated_with_the_weights_that_are_planned_for(name: str, tmp_path: Path) -> None:
     folder = str(written(tmp_path, FOLDERS[name]))
     simulated, planned = find_model(folder), memory_fit(folder, find_gpu("h200"))
-    assert simulated.total_bytes == planned.needs.weights_bytes
+    assert simulated.weight_bytes == pytest.approx(_bytes_read(planned, simulated), rel=1e-6)
     assert simulated.element_bytes == planned.formats.element_bytes
     assert len(simulated.windows) == 32
     assert set(simulated.windows) == set(planned.model.windows)
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b", "awq", "mixture"])
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"max_num_seqs": 40}])
+def test_a_simulated_engine_has_the_seats_and_blocks_of_the_plan(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = name if name in MODELS else str(written(tmp_path, FOLDERS[name]))
+    weights_bytes = memory_fit(model, find_gpu("h200")).needs.weights_bytes
+    for gpu in (find_gpu("h200"), replace(find_gpu("h200"), memory_bytes=int(weights_bytes * 1.2) + 6 * GIB)):
+        planned, simulated = memory_fit(model, gpu, **options), Setup(model=find_model(model), gpu=gpu, **options)
+        assert (simulated.seats, simulated.blocks * 16) == (planned.load.num_seqs, planned.kv_tokens)
+        assert simulated.max_model_len == planned.context_len
+
+
+def test_a_model_that_leaves_no_room_for_keys_and_values_is_refused_with_what_would_help() -> None:
+    model, gpu = find_model("llama-3.1-8b"), replace(find_gpu("h200"), memory_bytes=16 * GIB)
+    with pytest.raises(EngineConfigError, match=r"gpu h200 cannot hold llama-3\.1-8b: it needs .* weights in 8 bits"):
+        Setup(model=model, gpu=gpu)
+    assert Setup(model=model, gpu=gpu, num_kv_blocks=100).blocks == 100
+
+
+def test_a_16_bit_cache_is_refused_for_a_model_in_32_bits(tmp_path: Path) -> None:
+    model = find_model(str(written(tmp_path, FOLDERS["float32"])))
+    with pytest.raises(EngineConfigError, match="kv_cache_dtype must be auto or fp8"):
+        Setup(model=model, gpu=find_gpu("h200"), kv_cache_dtype="bf16")
+    assert Setup(model=find_model("qwen3-4b"), gpu=find_gpu("h200"), kv_cache_dtype="bf16").kv_bytes == 2
 
 
 def test_windows_bound_what_a_simulated_step_reads(tmp_path: Path) -> None:
@@ -213,3 +238,9 @@ def test_a_folder_that_no_engine_would_read_is_refused(tmp_path: Path) -> None:
         memory_fit(str(tmp_path / "config.json"), find_gpu("h200"))
     with pytest.raises(EngineConfigError, match=r"must be one of llama-3\.1-8b, .* or a folder"):
         memory_fit("gpt-9", find_gpu("h200"))
+
+
+def _bytes_read(planned: MemoryFit, simulated: SimulatedModel) -> float:
+    """Of each parameter that a step reads: of all weights but an embedding that is no output head."""
+    shape, embedding = simulated.shape, 0 if simulated.shape.tied else simulated.shape.head_params
+    return (planned.needs.weights_bytes - embedding * planned.formats.element_bytes) / (shape.num_params - embedding)

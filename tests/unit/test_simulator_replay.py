@@ -107,13 +107,13 @@ def test_another_tenant_finds_nothing() -> None:
 
 
 def test_a_prompt_beyond_the_context_is_refused_and_counted() -> None:
-    report = report_of([chat(0.0), chat(0.0, prompt=LLAMA.max_model_len)])
+    report = report_of([chat(0.0), chat(0.0, prompt=LLAMA.config.max_position_len)])
     assert report["goodput"]["refused"] == 1
     assert report["goodput"]["good_share"] == 0.5
 
 
 def test_an_answer_beyond_the_context_ends_there() -> None:
-    replay = replayed([chat(0.0, prompt=LLAMA.max_model_len - 3, answer=50)])
+    replay = replayed([chat(0.0, prompt=LLAMA.config.max_position_len - 3, answer=50)])
     assert replay.scheduler.totals.generation_tokens == 3
 
 
@@ -166,7 +166,8 @@ def test_a_host_cache_finds_what_was_evicted() -> None:
     [
         ({"policy": "best"}, "policy"),
         ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
-        ({"token_budget": 100}, "token_budget"),
+        ({"token_budget": 0}, "token_budget"),
+        ({"token_budget": 100, "max_num_seqs": 101}, "token_budget"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"host_cache_gib": -1}, "host_cache_gib"),
