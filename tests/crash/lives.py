@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from appliance.base.db import Database
 from appliance.base.migrations import downgrade
-from bench.rows import append_row, heading
+from bench.rows import append_row, row_header
 from tests.crash import points
 from tests.crash.checks import Evidence, Examination, Tally
 from tests.crash.load import MODEL, Load
@@ -381,7 +381,7 @@ def row_of(result: Result, kind: str, seed: int, took_s: float) -> dict[str, Any
     """Return the figures of all lives."""
     tally = result.tally
     return {
-        **heading("crash_lives"),
+        **row_header("crash_lives"),
         "database": kind,
         "seed": seed,
         "lives": result.lives,
