@@ -41,8 +41,8 @@ import uvloop
 from appliance.base.interpreter import prepare_to_serve
 from bench.host_speed import HostSpeed, host_speed
 from bench.rows import row_header, save_row
+from tests.support.raw_http import RawHttpClient
 from tests.support.served_model import make_hollow_model
-from tests.support.wire import Wire
 
 MODEL = "tiny"
 PLAIN = "gh_plainplain_without_admission"
@@ -76,10 +76,10 @@ class Samples:
     end_ms: list[float] = field(default_factory=list)
 
 
-async def send_request(wire: Wire, body: bytes) -> tuple[float, float, float]:
+async def send_request(wire: RawHttpClient, body: bytes) -> tuple[float, float, float]:
     """Send one request; return the times of sending it, of the answer's head and of its end."""
     sent_s = time.perf_counter()
-    head = await wire.ask("POST", "/v1/chat/completions", body)
+    head = await wire.send("POST", "/v1/chat/completions", body)
     head_s = time.perf_counter()
     if head.status != 200:
         raise RuntimeError(f"{head.status}: {await wire.content(head)!r}")
@@ -91,14 +91,16 @@ async def send_request(wire: Wire, body: bytes) -> tuple[float, float, float]:
     return sent_s, head_s, time.perf_counter()
 
 
-async def run_block(wires: Sequence[Wire], seconds: float, *, pause_s: float, rng: random.Random) -> tuple[Samples, float]:
+async def run_block(
+    wires: Sequence[RawHttpClient], seconds: float, *, pause_s: float, rng: random.Random
+) -> tuple[Samples, float]:
     """Keep every wire busy for `seconds`; return the samples after SETTLE_S and the answers per second in that time."""
     began_s = time.perf_counter()
     counted_from_s, end_s = began_s + SETTLE_S, began_s + seconds
     samples, body = Samples(), json.dumps(BODY).encode()
     count = 0
 
-    async def run_client(wire: Wire) -> None:
+    async def run_client(wire: RawHttpClient) -> None:
         nonlocal count
         await asyncio.sleep(rng.uniform(0.0, pause_s))
         while (now_s := time.perf_counter()) < end_s:
@@ -116,7 +118,9 @@ async def measure_latency(
     port: int, key: str, speed_of_host: HostSpeed, blocks: int, rng: random.Random
 ) -> tuple[dict[str, list[Samples]], Host]:
     """Return the samples of each block of both kinds, and the host's speed meanwhile."""
-    wires = {kind: [Wire(port, secret) for _ in range(CLIENTS)] for kind, secret in zip(KINDS, (key, PLAIN), strict=True)}
+    wires = {
+        kind: [RawHttpClient(port, secret) for _ in range(CLIENTS)] for kind, secret in zip(KINDS, (key, PLAIN), strict=True)
+    }
 
     async def run_pair() -> dict[str, Samples]:
         results: dict[str, Samples] = {}
@@ -127,7 +131,7 @@ async def measure_latency(
     await run_pair()  # the warm-up
     pairs, host = await until_undisturbed(speed_of_host, blocks, run_pair)
     for wire in (*wires["with"], *wires["without"]):
-        wire.hang_up()
+        wire.abort()
     return {kind: [results[kind] for results in pairs] for kind in KINDS}, host
 
 
@@ -140,13 +144,13 @@ async def measure_rate(
     async def run_pair() -> dict[str, tuple[float, float]]:
         results: dict[str, tuple[float, float]] = {}
         for kind, secret in zip(KINDS, (key, PLAIN), strict=True):
-            wires = [Wire(port, secret) for _ in range(CLIENTS)]
+            wires = [RawHttpClient(port, secret) for _ in range(CLIENTS)]
             before_s = _cpu_s(pid)
             samples, rate = await run_block(wires, seconds + SETTLE_S, pause_s=0.0, rng=random.Random(0))
             answers = len(samples.end_ms) * (seconds + SETTLE_S) / seconds
             results[kind] = round(rate, 1), round(1000 * (_cpu_s(pid) - before_s) / answers, 3)
             for wire in wires:
-                wire.hang_up()
+                wire.abort()
         return results
 
     pairs, host = await until_undisturbed(speed_of_host, rounds, run_pair)
@@ -260,8 +264,8 @@ def gateway(folder: Path, answer_s: float, before: str, profile: Path | None = N
 
 async def prepare(port: int) -> str:
     """Wait until the engine is ready, create a price and a tenant with every limit, and return the tenant's key."""
-    admin = Wire(port, ADMIN_TOKEN)
-    while (head := await admin.ask("GET", "/health/ready")).status != 200:
+    admin = RawHttpClient(port, ADMIN_TOKEN)
+    while (head := await admin.send("GET", "/health/ready")).status != 200:
         await admin.content(head)
         await asyncio.sleep(0.05)
     await admin.content(head)
@@ -271,12 +275,12 @@ async def prepare(port: int) -> str:
         admin, "tenants", {"name": f"bench {time.time_ns()}", "limits": {**LIMITS, "monthly_budget": 10**12}}
     )
     key = await _create(admin, f"tenants/{tenant['id']}/keys", {"name": "bench", "limits": LIMITS})
-    admin.hang_up()
+    admin.abort()
     return str(key["key"])
 
 
-async def _create(admin: Wire, path: str, body: dict[str, Any]) -> Any:
-    head = await admin.ask("POST", f"/admin/v1/{path}", body)
+async def _create(admin: RawHttpClient, path: str, body: dict[str, Any]) -> Any:
+    head = await admin.send("POST", f"/admin/v1/{path}", body)
     answer = json.loads(await admin.content(head))
     if head.status not in (200, 201):
         raise RuntimeError(f"{path}: {answer}")

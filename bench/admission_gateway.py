@@ -32,7 +32,7 @@ from appliance.serving.model_folder import ModelFolder
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from bench.admission import ADMIN_TOKEN, MODEL, PLAIN
 from engine.protocol import EngineFrame, FinishReason, GatewayFrame, GenerationRequest, TokenEvent
-from tests.support.fake_engine import FakeEngine, event
+from tests.support.fake_engine import FakeEngine, make_event
 
 STATUS_S = 0.5
 
@@ -63,7 +63,7 @@ def _final(request: GenerationRequest) -> TokenEvent:
     count = request.sampling.max_tokens or 1
     prompt = request.prompt_token_ids
     token_ids = [prompt[index % len(prompt)] for index in range(count)]
-    return event(request, token_ids, count, finish_reason=FinishReason.LENGTH)
+    return make_event(request, token_ids, count, finish_reason=FinishReason.LENGTH)
 
 
 class NoReservation:

@@ -238,7 +238,7 @@ def fresh_database(kind: str, folder: Path) -> Iterator[str]:
     if binaries is None:
         raise SystemExit("there are no PostgreSQL binaries on this machine")
     with running_cluster(binaries) as cluster:
-        yield cluster.lend()
+        yield cluster.acquire()
 
 
 def main() -> None:

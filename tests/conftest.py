@@ -18,13 +18,13 @@ from appliance.base import db, migrations
 from appliance.base.db import Database
 from appliance.tenancy import members
 from engine.environment import SPINS
+from tests.support.alternate_databases import skipped_cases
 from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
-from tests.support.compiled_statements import shared_by_all_engines
-from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
-from tests.support.databases_in_turn import left_out
-from tests.support.kept_rows import made_in
-from tests.support.selection import leave_out
+from tests.support.compiled_statements import share_compiled_statements
+from tests.support.databases import Cluster, is_required, postgresql_binaries, running_cluster
+from tests.support.deselection import deselect
+from tests.support.row_templates import make_from_template
 
 YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
 _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
@@ -36,8 +36,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let the cases of a test take turns on the databases, where there are both."""
-    if postgresql_binaries() is not None or required("postgres"):
-        leave_out(config, items, left_out(items))
+    if postgresql_binaries() is not None or is_required("postgres"):
+        deselect(config, items, skipped_cases(items))
 
 
 def pytest_collection_finish() -> None:
@@ -68,7 +68,7 @@ def _cheap_passwords() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _statements_compiled_once() -> Iterator[None]:
     """Let whole applications share what they compile: a fifth of a test's time over a database went into that."""
-    with shared_by_all_engines():
+    with share_compiled_statements():
         yield
 
 
@@ -105,7 +105,7 @@ def postgresql() -> Iterator[Cluster]:
     binaries = postgresql_binaries()
     if binaries is None:
         reason = "no PostgreSQL binaries on this machine"
-        if required("postgres"):
+        if is_required("postgres"):
             pytest.fail(reason)
         pytest.skip(reason)
     with running_cluster(binaries) as cluster:
@@ -141,9 +141,9 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
         yield f"sqlite:///{path}"
         return
     cluster: Cluster = request.getfixturevalue("postgresql")
-    url = cluster.lend()
+    url = cluster.acquire()
     yield url
-    cluster.give_back(url)
+    cluster.release(url)
 
 
 @pytest.fixture
@@ -158,4 +158,4 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 @pytest.fixture
 async def cast(database: Database, clock: FakeClock) -> Cast:
     """Alice, Bob and Charlie, present in `database`."""
-    return await made_in(database, clock, make_cast)
+    return await make_from_template(database, clock, make_cast)

@@ -36,7 +36,7 @@ from bench.peers.protocol import REPOSITORY
 from bench.peers.request_sets import RequestSet, request_set
 from bench.peers.rounds import make_row, measure
 from bench.peers.workers import PeerFailed, Sample
-from tests.support.wire import Cut, Wire
+from tests.support.raw_http import ConnectionLost, RawHttpClient
 
 MODEL = "8M"
 CLIENTS = 16
@@ -76,18 +76,18 @@ class Server:
             "model": self._model, "messages": [{"role": "user", "content": text}], "max_tokens": length, "ignore_eos": True,
             "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        wire, usage = Wire(self._port, self._key), b""
+        wire, usage = RawHttpClient(self._port, self._key), b""
         try:
-            head = await wire.ask("POST", "/v1/chat/completions", body)
+            head = await wire.send("POST", "/v1/chat/completions", body)
             if head.status != 200:
                 raise PeerFailed(f"{self._model} answered {head.status}: {(await wire.content(head))[:300]!r}")
             async for event in wire.events():
                 if b'"usage":{' in event or b'"usage": {' in event:
                     usage = event
-        except Cut as error:
+        except ConnectionLost as error:
             raise PeerFailed(f"{self._model}: the server hung up: {error}") from error
         finally:
-            wire.hang_up()
+            wire.abort()
         counted = json.loads(usage)["usage"]["completion_tokens"] if usage else None
         if counted != length:
             raise PeerFailed(f"{self._model} counted {counted} tokens of {length}")

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.conformance.conftest import MODEL
-from tests.support.server import READY_DEADLINE_S, Server, wait_until
+from tests.support.server import READY_DEADLINE_S, Server, poll_until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -68,7 +68,7 @@ async def test_an_expired_key(server: Server) -> None:
     def ask() -> httpx.Response:
         return raw(server, "GET", "/v1/models", headers={"authorization": f"Bearer {secret}"})
 
-    wait_until(lambda: ask().status_code != 200, READY_DEADLINE_S, server.log)
+    poll_until(lambda: ask().status_code != 200, READY_DEADLINE_S, server.log)
     check_shape(ask(), 401, "expired_api_key")
 
 

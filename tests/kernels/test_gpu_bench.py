@@ -30,7 +30,7 @@ from bench.gpu.rows import GOALS_CARD, Row, Target, fill_ratios, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
 from bench.gpu.targets import HOST_CALLS, TARGETS, error_row, invariance_row
 from engine.triton_toolchain import toolchain_problem
-from tests.support.databases import required
+from tests.support.databases import is_required
 from tests.support.triton_versions import REPO, TritonVersion, installed
 
 LIMIT_S = 900
@@ -78,7 +78,7 @@ def oldest_triton() -> TritonVersion:
     """The version of the GPU machine, where it is installed."""
     versions = sorted(installed(), key=lambda found: [int(part) for part in found.version.split(".") if part.isdigit()])
     if not versions:
-        assert not required("triton"), "Triton is not installed; `python3 installer test` installs it"
+        assert not is_required("triton"), "Triton is not installed; `python3 installer test` installs it"
         pytest.skip("Triton is not installed")
     return versions[0]
 

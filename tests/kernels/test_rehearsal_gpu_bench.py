@@ -42,7 +42,7 @@ from engine.switches import EARLY_LAUNCH
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
-from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.rehearsal.table import replace_triton_operations
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -82,7 +82,7 @@ def test_a_part_runs_to_its_end_on_a_card(parts: tuple[Part, ...], monkeypatch: 
         runs = part.family not in ("kernels", "choices") and part.name not in NUMBERS_ELSEWHERE
         card = stack.enter_context(rehearsal(Schedule.EARLY, total_bytes=8 << 30, runs_kernels=runs))
         if not has_kernels:
-            stack.enter_context(in_place_of_triton())
+            stack.enter_context(replace_triton_operations())
         torch.manual_seed(0)
         for each in parts:
             measure = getattr(importlib.import_module(each.module), each.function)
@@ -136,7 +136,7 @@ def test_a_small_card_is_saturated_with_what_it_holds_and_refuses_what_it_never_
 def emitted_rows(measure: Callable[[Context], None]) -> dict[str, dict[str, Any]]:
     """Rows of a part on a card whose engines have torch's operations."""
     lines: list[dict[str, Any]] = []
-    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), replace_triton_operations():
         measure(Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600))
     return {line["row"]["name"]: line["row"] for line in lines if "row" in line}
 
@@ -269,7 +269,7 @@ def test_a_captured_chunk_that_computes_something_else_fails_however_fast_it_is(
         rows = to_choose(*given)
         return rows._replace(hidden=rows.hidden * -1.0)
 
-    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), replace_triton_operations():
         context = Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600)
         with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
             serve_chunks.measure_chunk(context, engine, 64)
@@ -306,7 +306,7 @@ def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is
 
     monkeypatch.setattr(CudaGraphs, "_captured", noted)
     monkeypatch.setattr(serve_idle, "measure_idle", without_a_trace)
-    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), replace_triton_operations():
         context = Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600)
         with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
             for number in range(3):
@@ -350,7 +350,7 @@ def test_memory_is_given_back_behind_a_row_unless_its_engine_is_open_and_it_went
         raise ValueError("no figure")
 
     given_back: list[int] = []
-    with rehearsal(Schedule.EARLY), in_place_of_triton():
+    with rehearsal(Schedule.EARLY), replace_triton_operations():
         context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
         with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
             monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))

@@ -12,7 +12,7 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
-from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_cases import Guarded, fill_cache, normal, padded_rows, scatter_block_tables, table_tensor
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -51,9 +51,9 @@ class Chunks:
     ) -> None:
         self.shape, self.dtype, self.before = shape, dtype, before
         lengths = [context_len for _, context_len in rows]
-        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
+        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         starts = [*accumulate((query_len for query_len, _ in rows), initial=before)]

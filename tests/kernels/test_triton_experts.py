@@ -21,9 +21,9 @@ from kernels.triton import experts_int4
 from kernels.triton.expert_tiles import SortedTokens, group_tiles, sort_by_expert
 from kernels.triton.expert_weights import bind_weights
 from kernels.triton.experts import bind_experts, grouped_linear, mix_gated_experts
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.kernel_cases import Guarded, normal, padded_rows
-from tests.support.kernel_tables import replaced
+from tests.support.kernel_tables import replace_table
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.tiny_models import make_model
 
@@ -243,9 +243,11 @@ def test_a_model_of_experts_says_the_same_through_the_kernels_and_through_torch(
     monkeypatch.setattr(kernel, "sort_by_expert", counted)
     answers = []
     for table in ("cpu", "cuda"):
-        with replaced("cpu", "cuda") if table == "cuda" else contextlib.nullcontext():
+        with replace_table("cpu", "cuda") if table == "cuda" else contextlib.nullcontext():
             engine = small_engine(tmp_path / "model", max_num_seqs=4, max_model_len=32, num_kv_blocks=8)
-            events = run_to_end(engine, [wanted("a", [5, 6, 7], max_tokens=2), wanted("b", [3, 9], max_tokens=2)])
+            events = run_to_end(
+                engine, [generation_request("a", [5, 6, 7], max_tokens=2), generation_request("b", [3, 9], max_tokens=2)]
+            )
         answers.append({name: tokens(each) for name, each in events.items()})
         assert bool(mixed) == (table == "cuda")
     assert answers[0] == answers[1]

@@ -61,7 +61,7 @@ def fresh_database(kind: str) -> Iterator[str]:
     binaries = postgresql_binaries()
     assert binaries is not None, "no PostgreSQL binaries on this machine"
     with running_cluster(binaries) as cluster:
-        yield cluster.lend()
+        yield cluster.acquire()
 
 
 async def run(url: str, num_requests: int, seed: int) -> dict[str, Any]:

@@ -23,7 +23,15 @@ from kernels.triton import (
 )
 from kernels.triton import table as triton_table
 from kernels.triton.split_sum import counters
-from tests.support.kernel_cases import Guarded, RotatedBatch, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_cases import (
+    Guarded,
+    RotatedDecodeBatch,
+    fill_cache,
+    normal,
+    padded_rows,
+    scatter_block_tables,
+    table_tensor,
+)
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same
 from tests.support.ptx.block import LOCKSTEP, REVERSE
 from tests.support.ptx.card import EmulatedCard
@@ -49,9 +57,9 @@ class Batch:
     ) -> None:
         """`before`: rows of nobody."""
         self.shape, self.dtype, self.before = shape, dtype, before
-        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
+        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
         self.tables = table_tensor(tables, CPU)
         self.lens = torch.tensor(lengths, dtype=torch.int32)
         self.starts = torch.tensor([*accumulate(counts, initial=before)], dtype=torch.int32)
@@ -121,10 +129,10 @@ def test_a_captured_step_with_chunks_tells_decodes_chunks_and_padding_apart(shap
     ],
 )
 def test_decode_steps_that_rotate(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool) -> None:
-    rotated(RotatedBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+    rotated(RotatedDecodeBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
 
 
-def rotated(batch: RotatedBatch) -> None:
+def rotated(batch: RotatedDecodeBatch) -> None:
     """Outputs and the cache, against the reference."""
     cache = batch.cache.clone()
     expected = exact.rotated_decode(*batch.given(cache), **batch.options)
@@ -152,13 +160,13 @@ def test_the_decode_of_a_lone_request(
 ) -> None:
     """In reverse the first split comes last, and puts the others together."""
     card.order = order
-    rotated(RotatedBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+    rotated(RotatedDecodeBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
     assert not counters(CPU).any()
 
 
 def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lone_decode, "multiprocessors", lambda _: 2)
-    rotated(RotatedBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
+    rotated(RotatedDecodeBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_mixtures(card: EmulatedCard, kind: str, count: int) -> None:
     weights, ids = reference.route(normal(count, EXPERTS, dtype=torch.float32, device=CPU, seed=4), CHOSEN, normalised=True)
     bound = [bind_weights(each) for each in packed]
     out = Guarded((count, HIDDEN), torch.bfloat16, CPU)
-    with card.reaching(*bound[0].kept, *bound[1].kept):
+    with card.with_reachable(*bound[0].kept, *bound[1].kept):
         mix_gated_experts(x, weights.bfloat16(), ids, *bound, activation="silu", out=out.tensor)
     expected = reference.mix_gated_experts(x.float(), weights, ids, gate_up, down, activation="silu")
     assert_near(out.check(), expected, "matmul", scale=2)
@@ -67,7 +67,7 @@ def test_rows_of_padding_are_nothing(card: EmulatedCard) -> None:
     gate_up[[0, 3]] = down[[0, 3]] = math.nan
     bound = bind_weights(gate_up.unbind()), bind_weights(down.unbind())
     out = Guarded((3, HIDDEN), torch.bfloat16, CPU)
-    with card.reaching(*bound[0].kept, *bound[1].kept):
+    with card.with_reachable(*bound[0].kept, *bound[1].kept):
         mix_gated_experts(x, weights.bfloat16(), ids, *bound, activation="silu", out=out.tensor)
     expected = reference.mix_gated_experts(x.float(), weights, ids, gate_up, down, activation="silu")
     assert_near(out.check(), expected, "matmul", scale=2)

@@ -33,7 +33,7 @@ DEADLINE_S = 60.0
 TARGET = "https://alerts.example.com/in"
 
 
-class RememberingSender:
+class RecordingSender:
     """A sender that fails as `failures` say, in order, and remembers every message that it was given."""
 
     def __init__(self, *failures: Exception) -> None:

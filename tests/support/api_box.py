@@ -16,7 +16,7 @@ from litestar import Litestar
 from appliance.app import Appliance, create_app
 from appliance.base.settings import load_settings
 from appliance.serving.services import Services
-from tests.support.standing import Standing
+from tests.support.reused_app import ReusedApp
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ApiBox:
         return {"authorization": f"Bearer {secret}"}
 
 
-_IDLE: list[Standing] = []
+_IDLE: list[ReusedApp] = []
 
 
 def _create(services: Services) -> Litestar:
@@ -58,7 +58,7 @@ async def open_api_box(migrated_sqlite_file: Path, folder: Path) -> AsyncIterato
 async def open_api_box_on(database_url: str, folder: Path) -> AsyncIterator[ApiBox]:
     """Yield an application that may have served before, over the migrated database of this URL."""
     async with _started(database_url, folder) as appliance:
-        standing = _IDLE.pop() if _IDLE else Standing(appliance.services, _create)
+        standing = _IDLE.pop() if _IDLE else ReusedApp(appliance.services, _create)
         standing.serve(appliance.services)
         async with _spoken_to(standing.app, appliance.services) as box:
             yield box

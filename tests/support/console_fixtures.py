@@ -54,9 +54,9 @@ from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, T
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, EngineStatus, MemoryPart
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
-from tests.support.kept_rows import made_in
 from tests.support.ledgers import euro_invoices, euro_prices, utc_admission, utc_corrections, utc_ledger, utc_sums
-from tests.support.standing import Standing
+from tests.support.reused_app import ReusedApp
+from tests.support.row_templates import make_from_template
 
 GIB = 1024**3
 BASE_URL = "http://gatehouse.test"
@@ -64,7 +64,7 @@ VIEWER_PASSWORD = "vera's long password"
 _CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
 
 
-def engine_info(*, device: str = "cpu", device_name: str = "A processor") -> EngineInfo:
+def make_engine_info(*, device: str = "cpu", device_name: str = "A processor") -> EngineInfo:
     """Facts of a small model."""
     return EngineInfo(
         model="demo",
@@ -134,7 +134,7 @@ class EngineSide:
     gpu_error: str | None = NO_GPU
     state: str = "ready"
     error: str | None = None
-    info: EngineInfo | None = field(default_factory=engine_info)
+    info: EngineInfo | None = field(default_factory=make_engine_info)
     status: EngineStatus | None = field(default_factory=engine_status)
     tokens_per_second: float = 0.0
     tenants: list[TenantReading] = field(default_factory=list)
@@ -284,7 +284,7 @@ class Browser:
         return await self.http.post(path, data={"csrf_token": self.csrf_token, **fields}, headers=sent)
 
 
-_IDLE: defaultdict[str, list[Standing]] = defaultdict(list)
+_IDLE: defaultdict[str, list[ReusedApp]] = defaultdict(list)
 """Applications that serve nobody, by the time zone that their pages tell days in."""
 
 
@@ -306,13 +306,13 @@ async def open_box(
     path = folder / "gatehouse.db"
     shutil.copyfile(template, path)
     database = Database.open(f"sqlite:///{path}")
-    people = await made_in(database, clock, _make_people)
+    people = await make_from_template(database, clock, _make_people)
     engine_side = EngineSide(clock)
     services = _services(database, clock, engine_side, people, folder, interval_s, BillingCalendar(time_zone))
     await services.ledger.start()
     await services.sampler.start()
     idle = _IDLE[time_zone]
-    standing = idle.pop() if idle else Standing(services, _create)
+    standing = idle.pop() if idle else ReusedApp(services, _create)
     standing.serve(services)
     try:
         yield Box(app=standing.app, services=services, engine_side=engine_side, cast=people)

@@ -37,7 +37,7 @@ def postgresql_binaries() -> Path | None:
     return Path(on_path).resolve().parent if on_path else None
 
 
-def required(part: str) -> bool:
+def is_required(part: str) -> bool:
     """Return whether GATEHOUSE_REQUIRE names `part`: then its absence is a failure and no reason to skip."""
     return part in os.environ.get("GATEHOUSE_REQUIRE", "").split(",")
 
@@ -59,7 +59,7 @@ class Cluster:
         self._execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}'")
         return self.url(name)
 
-    def lend(self) -> str:
+    def acquire(self) -> str:
         """Return the URL of an empty database with all migrations applied, to be given back: making one takes longer."""
         if self._free:
             return self._free.pop()
@@ -67,8 +67,8 @@ class Cluster:
         migrations.upgrade(url)
         return url
 
-    def give_back(self, url: str) -> None:
-        """Take back what `lend` gave, emptied, whoever is still connected."""
+    def release(self, url: str) -> None:
+        """Take back what `acquire` gave, emptied, whoever is still connected."""
         # As a replica applies rows: without the triggers that keep the audit log as it was written.
         statements = ["SET LOCAL session_replication_role = replica"]
         statements += [f"DELETE FROM {table.name}" for table in reversed(metadata.sorted_tables)]

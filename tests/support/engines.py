@@ -37,11 +37,11 @@ def unused_grammars() -> GrammarQueue:
 def small_engine(model: Path, **changes: Any) -> Engine:
     """An engine on the CPU with the plain runner, one thread and a cache of a megabyte. Nothing is timed, which interpreted
     kernels take as long for as for a short answer; guesses go as deep as they may."""
-    chosen = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
-    chosen.setdefault("enforce_eager", chosen["device"] == "cpu")
-    if chosen["device"] == "cuda":  # whose largest step is computed at the start, here on a CPU
-        chosen.setdefault("max_num_batched_tokens", BATCHED_TOKENS)
-    options = EngineOptions(model=model, **chosen)
+    options_set = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
+    options_set.setdefault("enforce_eager", options_set["device"] == "cpu")
+    if options_set["device"] == "cuda":  # whose largest step is computed at the start, here on a CPU
+        options_set.setdefault("max_num_batched_tokens", BATCHED_TOKENS)
+    options = EngineOptions(model=model, **options_set)
     with mock.patch("engine.runner.calibration._fastest_s", return_value=PASS_S):
         engine = build_engine(options)
     if options.speculative_config is not None:
@@ -58,9 +58,9 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     assert isinstance(runner, ModelRunner)
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
     runner._guesses_are_equal = True
-    ahead = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
-    warm_up(ahead.steps)
-    return Engine(scheduler, ahead, plain.info, plain._grammars, step_budget=plain._step_budget)
+    slot_runner = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
+    warm_up(slot_runner.steps)
+    return Engine(scheduler, slot_runner, plain.info, plain._grammars, step_budget=plain._step_budget)
 
 
 def recorded_engine(model: Path, **changes: Any) -> Engine:
@@ -83,7 +83,9 @@ def evict_all(engine: Engine) -> None:
     engine.runner.move(engine._scheduler.kv.take_moves())
 
 
-def wanted(request_id: str, prompt: Sequence[int], *, tenant_id: str = "alice", **sampling: Any) -> GenerationRequest:
+def generation_request(
+    request_id: str, prompt: Sequence[int], *, tenant_id: str = "alice", **sampling: Any
+) -> GenerationRequest:
     """A request; greedy and without end-of-sequence unless `sampling` says otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "seed": 1, "ignore_eos": True, **sampling})
     return GenerationRequest(request_id=request_id, tenant_id=tenant_id, prompt_token_ids=list(prompt), sampling=params)

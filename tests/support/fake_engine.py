@@ -65,7 +65,7 @@ class FakeEngine:
         self._steps = 0
         self._woken = asyncio.Event()
         self._allowed = asyncio.Event()
-        self._told: dict[tuple[str, int], int] = {}
+        self._num_sent_tokens: dict[tuple[str, int], int] = {}
         self.counted: Counter[str] = Counter()
         self.computed: Counter[str] = Counter()
         self.steps_allowed: int | None = None
@@ -85,30 +85,30 @@ class FakeEngine:
             stepping.cancel()
             self._writer.close()
 
-    def allow(self, steps: int) -> None:
+    def allow_steps(self, steps: int) -> None:
         """Let the engine make so many steps more, and then none until it is allowed again."""
         self.steps_allowed = self._steps + steps
         self._allowed.set()
 
     def send(self, frame: EngineFrame) -> None:
         """Send one frame, in which answers that merely go on have no events, as the engine does."""
-        for told in frame.events:
-            self.computed[told.request_id] = max(self.computed[told.request_id], told.num_prompt_tokens_computed)
+        for event in frame.events:
+            self.computed[event.request_id] = max(self.computed[event.request_id], event.num_prompt_tokens_computed)
         others: list[TokenEvent] = []
         decoded: list[DecodedToken] = []
-        for told in frame.events:
-            if self._goes_on(told):
-                decoded.append((told.request_id, told.index, told.token_ids[0]))
+        for event in frame.events:
+            if self._continues(event):
+                decoded.append((event.request_id, event.index, event.token_ids[0]))
             else:
-                others.append(told)
+                others.append(event)
         self._writer.write(encode_frame(replace(frame, events=others, decoded=decoded)))
 
-    def _goes_on(self, told: TokenEvent) -> bool:
-        answer = told.request_id, told.index
-        before, self._told[answer] = self._told.get(answer), told.num_output_tokens
-        if before is None or told.finish_reason is not None or told.logprobs is not None:
+    def _continues(self, event: TokenEvent) -> bool:
+        answer = event.request_id, event.index
+        before, self._num_sent_tokens[answer] = self._num_sent_tokens.get(answer), event.num_output_tokens
+        if before is None or event.finish_reason is not None or event.logprobs is not None:
             return False
-        return len(told.token_ids) == 1 and told.num_output_tokens == before + 1
+        return len(event.token_ids) == 1 and event.num_output_tokens == before + 1
 
     def _receive(self, frame: GatewayFrame) -> None:
         self.frames.append(frame)
@@ -117,8 +117,8 @@ class FakeEngine:
                 os._exit(9)
             for index in range(request.sampling.n):
                 self._live[request.request_id, index] = _Live(request, index)
-        asked = {key for key in self._live if key[0] in frame.abort} | (set(frame.abort_answers) & self._live.keys())
-        ended = [self._abort(key) for key in sorted(asked)]
+        aborted = {key for key in self._live if key[0] in frame.abort} | (set(frame.abort_answers) & self._live.keys())
+        ended = [self._abort(key) for key in sorted(aborted)]
         if ended:
             self.send(EngineFrame(events=ended))
         if frame.shutdown:
@@ -127,7 +127,7 @@ class FakeEngine:
 
     def _abort(self, key: tuple[str, int]) -> TokenEvent:
         live = self._live.pop(key)
-        return event(live.request, [], live.num_output_tokens, index=live.index, finish_reason=FinishReason.ABORTED)
+        return make_event(live.request, [], live.num_output_tokens, index=live.index, finish_reason=FinishReason.ABORTED)
 
     async def _step_forever(self) -> None:
         while True:
@@ -151,13 +151,13 @@ class FakeEngine:
 
     def _advance(self, live: _Live) -> TokenEvent | None:
         prompt = live.request.prompt_token_ids
-        asked = BLAME if "impossible" in str(live.request.sampling.guided_json) else prompt[0]
+        prompt_id = BLAME if "impossible" in str(live.request.sampling.guided_json) else prompt[0]
         sampling = live.request.sampling
-        if asked == STALL or (sampling.seed == ENDLESS_SEED and live.num_output_tokens + 1 >= (sampling.max_tokens or 1)):
+        if prompt_id == STALL or (sampling.seed == ENDLESS_SEED and live.num_output_tokens + 1 >= (sampling.max_tokens or 1)):
             return None
-        if asked in _REFUSALS and (asked != HALF or live.index == 0):
+        if prompt_id in _REFUSALS and (prompt_id != HALF or live.index == 0):
             del self._live[live.request.request_id, live.index]
-            return event(live.request, [], 0, computed=0, index=live.index, **_REFUSALS[asked])  # type: ignore[arg-type]
+            return make_event(live.request, [], 0, computed=0, index=live.index, **_REFUSALS[prompt_id])  # type: ignore[arg-type]
         token_id = prompt[(live.index + live.num_output_tokens) % len(prompt)]
         live.num_output_tokens += 1
         self._generated += 1
@@ -166,7 +166,7 @@ class FakeEngine:
         if live.num_output_tokens >= (live.request.sampling.max_tokens or 1):
             finish_reason = FinishReason.LENGTH
             del self._live[live.request.request_id, live.index]
-        return event(live.request, [token_id], live.num_output_tokens, index=live.index, finish_reason=finish_reason)
+        return make_event(live.request, [token_id], live.num_output_tokens, index=live.index, finish_reason=finish_reason)
 
     def _status(self) -> EngineStatus:
         return engine_status(
@@ -211,7 +211,7 @@ _REFUSALS: dict[int, dict[str, object]] = {
 }
 
 
-def event(
+def make_event(
     request: GenerationRequest,
     token_ids: list[int],
     num_output_tokens: int,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 
-def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_dot_row_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dots of the interpreter do not depend on a row's place, for the length of a test."""
     import triton.language as tl
     from triton.runtime import interpreter

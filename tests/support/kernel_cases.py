@@ -71,7 +71,7 @@ class Guarded:
         return self.tensor
 
 
-def scattered_tables(lengths: list[int], block_size: int, *, seed: int = 5) -> tuple[list[list[int]], int]:
+def scatter_block_tables(lengths: list[int], block_size: int, *, seed: int = 5) -> tuple[list[list[int]], int]:
     """Disjoint block tables in no order, and the size of their pool; every second table is longer than its request needs."""
     counts = [-(-length // block_size) + index % 2 for index, length in enumerate(lengths)]
     ids = list(range(sum(counts) + 3))
@@ -86,7 +86,7 @@ def table_tensor(tables: list[list[int]], device: torch.device, *, extra_columns
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-def filled_cache(
+def fill_cache(
     tables: list[list[int]],
     lengths: list[int],
     shape: tuple[int, int, int, int],
@@ -106,7 +106,7 @@ def filled_cache(
     return cache.to(dtype)
 
 
-class RotatedBatch:
+class RotatedDecodeBatch:
     """The newest tokens of requests of given lengths as a projection, and a cache that is NaN at their places and elsewhere."""
 
     def __init__(
@@ -122,10 +122,10 @@ class RotatedBatch:
     ) -> None:
         size, turned = shape.head_dim, rotary_dim or shape.head_dim
         self.shape = shape
-        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         held = [max(length - 1, 0) for length in lengths]
         cached = (num_blocks, shape.block_size, shape.num_kv_heads, size)
-        self.cache = filled_cache(tables, held, cached, dtype=kv_dtype or dtype, device=device)
+        self.cache = fill_cache(tables, held, cached, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         places = [divmod(length, shape.block_size) for length in held]

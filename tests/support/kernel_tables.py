@@ -9,6 +9,6 @@ from unittest import mock
 from kernels import ops
 
 
-def replaced(device_type: str, by: str) -> AbstractContextManager[Any]:
+def replace_table(device_type: str, by: str) -> AbstractContextManager[Any]:
     """What is made meanwhile for one type of device takes the table of another one, "cpu" or "cuda"."""
     return mock.patch.dict(ops._TABLES, {device_type: ops._TABLES[by]})

@@ -59,7 +59,7 @@ async def utc_recover(database: Database, clock: Clock, current_epoch: str) -> i
     return await recover(database, clock, current_epoch, calendar=UTC)
 
 
-def running_of(admission: Admission, owner_id: str) -> int:
+def num_running(admission: Admission, owner_id: str) -> int:
     """Return how many requests of a tenant or a key hold a reservation."""
     return sum(admission.taken(Owner(scope, owner_id)).get("concurrency", 0) for scope in ("tenant", "key"))
 
@@ -92,7 +92,7 @@ async def running_ledger(
         await ledger.stop()
 
 
-async def die(ledger: Ledger) -> None:
+async def kill_ledger(ledger: Ledger) -> None:
     """End the ledger as a killed process would, in the middle of whatever it does."""
     assert ledger._task is not None
     ledger._task.cancel()
@@ -115,7 +115,7 @@ async def settle(ledger: Ledger, settlement: Settlement) -> UsageEvent:
     return event_from_row(row)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def poll_until(condition: Callable[[], bool]) -> None:
     """Return when `condition` holds; fail when it does not within DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - whatever the condition reads, it has no event

@@ -37,7 +37,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCheckpoint:
     """A quantised model directory and the twin that holds the same numbers in float32."""
 
     directory: Path
@@ -61,7 +61,7 @@ def _rounding(rounds: Callable[[str, torch.Tensor], torch.Tensor], module: str) 
 
 def write(
     source: Path, target: Path, layout: Layout, *, skipped: Sequence[str] = ("lm_head",), extra: Tensors | None = None
-) -> Written:
+) -> WrittenCheckpoint:
     """Quantise the linear modules of `source` whose name ends with none of `skipped`; embeddings and routers never are."""
     target.mkdir(parents=True)
     quantised, twin = target / "quantised", target / "twin"
@@ -83,7 +83,7 @@ def write(
     save_file(plain, twin / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": layout.settings}))
-    return Written(quantised, twin, layout, modules)
+    return WrittenCheckpoint(quantised, twin, layout, modules)
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def compressed_settings(strategy: str, activations: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Codes:
+class Int4Codes:
     """4-bit numbers of a matrix [N, K]: `codes` [N][K], `zeros` and `scales` [N][G], `groups` [K]."""
 
     codes: list[list[int]]
@@ -160,7 +160,7 @@ class Codes:
         return (steps * self.scales[:, self.groups].double()).float()
 
 
-def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_seed: int | None = None) -> Codes:
+def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_seed: int | None = None) -> Int4Codes:
     """Round to nearest. Zeros lie between 1 and 15; with `order_seed` columns belong to groups in a shuffled order."""
     rows, columns = weight.shape
     size = columns if group_size == -1 else group_size
@@ -175,7 +175,7 @@ def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_s
         scales[:, group] = weight[:, members].abs().amax(1) / 7
     steps = (weight / scales[:, groups]).round().long()
     codes = (steps + torch.tensor(zeros)[:, groups]).clamp(0, 15)
-    return Codes(codes.tolist(), zeros, scales, groups)
+    return Int4Codes(codes.tolist(), zeros, scales, groups)
 
 
 def words(values: Sequence[Sequence[int]], places: dict[int, int] | None = None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.quick_semantic import decide_once
+from tests.support.quick_semantic import cache_type_decisions
 
 
 def replace_language_once() -> None:
@@ -35,15 +35,15 @@ def replace_language_once() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "what finds an overflow raises in debugging alone"
     builder.options = replace(builder.options, sanitize_overflow=False)
-    vars(interpreter)["_get_np_dtype"] = looked_up_once(interpreter._get_np_dtype)
-    vars(interpreter)["_convert_float"] = with_shifts(interpreter._convert_float)
+    vars(interpreter)["_get_np_dtype"] = cache_by_type_name(interpreter._get_np_dtype)
+    vars(interpreter)["_convert_float"] = convert_by_table_or_shift(interpreter._convert_float)
     core = importlib.import_module("triton.language.core")
-    core.block_type.__init__ = with_known_shapes(core.block_type.__init__, core.dtype)
-    core.tensor.__init__ = with_known_sizes(core.tensor.__init__)
-    decide_once()
+    core.block_type.__init__ = cache_block_shapes(core.block_type.__init__, core.dtype)
+    core.tensor.__init__ = cache_tensor_sizes(core.tensor.__init__)
+    cache_type_decisions()
 
 
-def looked_up_once(look_up: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
+def cache_by_type_name(look_up: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
     """As `look_up`, which finds numpy's dtype of a type of Triton's; its answer is kept by the name of the type."""
     found: dict[str, np.dtype[Any]] = {}
 
@@ -56,7 +56,7 @@ def looked_up_once(look_up: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], n
     return by_name
 
 
-def with_shifts(convert: Callable[..., Any]) -> Callable[..., Any]:
+def convert_by_table_or_shift(convert: Callable[..., Any]) -> Callable[..., Any]:
     """As `convert`, which takes floats apart and puts them together in another format: numbers of 8 bits by a table of all that
     there are, between bfloat16 and float32 by a shift."""
     tables: dict[tuple[str, str], Any] = {}
@@ -76,7 +76,7 @@ def with_shifts(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
-def with_known_shapes(make: Callable[..., None], plain: Any) -> Callable[..., None]:
+def cache_block_shapes(make: Callable[..., None], plain: Any) -> Callable[..., None]:
     """As `make`, which makes the type of a block; what follows from its shape is kept, and equal shapes are one object."""
     found: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], Any] = {}
@@ -98,7 +98,7 @@ def with_known_shapes(make: Callable[..., None], plain: Any) -> Callable[..., No
     return make_known
 
 
-def with_known_sizes(make: Callable[..., None]) -> Callable[..., None]:
+def cache_tensor_sizes(make: Callable[..., None]) -> Callable[..., None]:
     """As `make`, which makes a tensor of a type; its shape in Triton's own numbers is kept, by the object that the type has."""
     found: dict[int, tuple[Any, Any, Any]] = {}
 

@@ -30,7 +30,7 @@ DTYPES = {
 INTEGERS = frozenset(name for name in DTYPES if "int" in name) | {"int1"}
 
 
-class Quick:
+class FastOperators:
     """Makes of a method of `tensor`, by its name, one that needs fewer calls. `handle_of`: the interpreter's TensorHandle."""
 
     def __init__(self, core: Any, handle_of: Any) -> None:

@@ -74,7 +74,7 @@ def make_request(
     )
 
 
-def finish(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
+def apply_outputs(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
     """Apply token 7 for everything that samples."""
     events = scheduler.apply(batch, [StepOutput([7]) if item.samples else StepOutput() for item in batch.items])
     scheduler.check_invariants()
@@ -83,7 +83,7 @@ def finish(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
 
 def step(scheduler: Scheduler) -> ScheduledBatch:
     batch = scheduler.schedule()
-    finish(scheduler, batch)
+    apply_outputs(scheduler, batch)
     return batch
 
 
@@ -95,5 +95,5 @@ def drain(scheduler: Scheduler, steps_max: int = 1000) -> None:
     raise AssertionError("somebody starves")
 
 
-def plan(batch: ScheduledBatch) -> list[tuple[str, int]]:
+def planned_tokens(batch: ScheduledBatch) -> list[tuple[str, int]]:
     return [(item.request.request_id, item.num_tokens) for item in batch.items]

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.support import forked
+from tests.support import forked_processes
 
 ADMIN_TOKEN = "gha_token-of-the-tests"
 READY_DEADLINE_S = 300.0
@@ -63,18 +63,18 @@ class Server:
 
     def wait_until_ready(self) -> None:
         """Return when a request would be answered; fail with the log when it would not be in time."""
-        wait_until(lambda: self._alive() and self.ready().status_code == 200, READY_DEADLINE_S, self.log)
+        poll_until(lambda: self._alive() and self.ready().status_code == 200, READY_DEADLINE_S, self.log)
 
     def engine_pid(self) -> int:
         """Return the process id of the engine as soon as the system page, which is a second old at most, has it."""
         found: list[int] = []
 
-        def look() -> bool:
+        def find_engine() -> bool:
             processes = self.admin("GET", "/system")["processes"]
             found[:] = [process["pid"] for process in processes if process["role"] == "engine" and process["pid"] is not None]
             return bool(found)
 
-        wait_until(look, READY_DEADLINE_S, self.log)
+        poll_until(find_engine, READY_DEADLINE_S, self.log)
         return found[0]
 
     def log(self) -> str:
@@ -83,11 +83,11 @@ class Server:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal."""
-        forked.send_signal(self.process, number)
+        forked_processes.send_signal(self.process, number)
 
     def ended(self) -> int:
         """Return the exit status when it has ended."""
-        return forked.ended(self.process, STOP_DEADLINE_S)
+        return forked_processes.wait_for_exit(self.process, STOP_DEADLINE_S)
 
     def stop(self) -> int:
         """End in order and return the exit status."""
@@ -121,16 +121,16 @@ def start_server(
         **options,
     }
     log_path = data_dir / "server.log"
-    ours, theirs = forked.CONTEXT.Pipe(duplex=False)
+    ours, theirs = forked_processes.CONTEXT.Pipe(duplex=False)
     with ours:
         with theirs:
             program = ("tests.support.serve_for_tests", "run", theirs, settings, fake_engine_step_s, truths)
-            process = forked.begin(*program, log=log_path)
+            process = forked_processes.start(*program, log=log_path)
         try:
-            told = ours.recv()
+            greeting = ours.recv()
         except EOFError:
             raise AssertionError(log_path.read_text("utf-8")) from None
-    return Server(**told, process=process, data_dir=data_dir, log_path=log_path)
+    return Server(**greeting, process=process, data_dir=data_dir, log_path=log_path)
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def running_server(model: Path, data_dir: Path, **options: Any) -> Iterator[Serv
         server.kill()
 
 
-def wait_until(condition: Any, deadline_s: float, explain: Any = str) -> None:
+def poll_until(condition: Any, deadline_s: float, explain: Any = str) -> None:
     """Return as soon as `condition()` holds; fail with `explain()` when it does not within `deadline_s`."""
     end_s = time.monotonic() + deadline_s
     while not condition():

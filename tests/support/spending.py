@@ -55,13 +55,13 @@ class Spender:
         """Void a request."""
         await self._ledger.settle(voided(await self.admit(person)))
 
-    async def told(self) -> list[tuple[str, int]]:
+    async def alerts_sent(self) -> list[tuple[str, int]]:
         """Return period and percentage of every alert, in order."""
-        return [told_by(message) for message in await self.alerts.messages()]
+        return [alert_period_and_percent(message) for message in await self.alerts.messages()]
 
 
 @asynccontextmanager
-async def spending(
+async def running_spender(
     alerts: AlertBox,
     epoch_id: str,
     *,
@@ -86,20 +86,20 @@ async def make_price(database: Database, clock: Clock, currency: str = "EUR") ->
     return await prices.add(model="demo", currency=currency, prompt=0, cached_prompt=0, completion=PICOS)
 
 
-def told_by(message: Delivery) -> tuple[str, int]:
+def alert_period_and_percent(message: Delivery) -> tuple[str, int]:
     """Return period and percentage of an alert."""
     data = message.payload["data"]
     return data.get("month") or data["day"], data["percent"]
 
 
-async def budget(database: Database, clock: Clock, person: Person, units: int | None, **changes: Any) -> None:
+async def set_budget(database: Database, clock: Clock, person: Person, units: int | None, **changes: Any) -> None:
     """Give a tenant another monthly budget."""
     limits = {"monthly_budget": None if units is None else units * UNIT}
     await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_BOX)
 
 
 @contextmanager
-def statements_seen() -> Iterator[Sequence[str]]:
+def record_statements() -> Iterator[Sequence[str]]:
     """Yield a list that every statement is appended to which any engine sends meanwhile."""
     seen: list[str] = []
 

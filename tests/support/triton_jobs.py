@@ -19,12 +19,12 @@ from steps.locks import read_lock
 
 from kernels.triton.gate.declared import module_names
 from tests.support import triton_versions
-from tests.support.databases import required
+from tests.support.databases import is_required
 from tests.support.triton_versions import RECORD, REPO, TritonVersion
 
 PROCESSES = 2  # at their priority they leave the processors to whatever else is tested
 LIMIT_S = 3600  # for a slow machine and a record that holds nothing
-LAST_IN_LINE = ("nice", "-n", "10")
+LOW_PRIORITY = ("nice", "-n", "10")
 OLD_INTERPRETER = "ignore:Conversion of an array with ndim:DeprecationWarning"
 """Triton 3.6 turns the bound of a `range` into a number in a way that numpy will refuse from 2.4 on; our lock stays below."""
 
@@ -33,7 +33,7 @@ MODULES = module_names()
 Rows = list[dict[str, Any]]
 
 
-def promised() -> list[str]:
+def locked_versions() -> list[str]:
     """The versions that the lock names, oldest first: the ends of the range that the kernels are written for."""
     return [pin.version for pin in read_lock("triton").pins]
 
@@ -82,7 +82,7 @@ class TritonJobs:
 
     def _test(self, found: TritonVersion, files: Sequence[str]) -> str:
         interpret = not torch.cuda.is_available()
-        fewer = ("-p", "tests.support.case_in_turn")  # what a kernel makes of which case, this environment's own has told
+        fewer = ("-p", "tests.support.one_case_per_test")  # what a kernel makes of which case, this environment's own has told
         command = [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *fewer), "--tb=short", "-W", OLD_INTERPRETER, *files
         ]  # fmt: skip
@@ -98,7 +98,7 @@ class TritonJobs:
         """Exit status, standard output and standard error."""
         environment = found.environment(Path(self._folder.name, found.version), interpret=interpret)
         process = subprocess.Popen(
-            [*LAST_IN_LINE, *command],
+            [*LOW_PRIORITY, *command],
             cwd=REPO,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -120,6 +120,6 @@ class TritonJobs:
 
 def _absent(version: str) -> None:
     reason = f"Triton {version} is not on this machine; `python3 installer test` installs it"
-    if required("triton"):
+    if is_required("triton"):
         pytest.fail(reason)
     pytest.skip(reason)

@@ -3,7 +3,7 @@
 Run as a script: `python -m tests.support.triton_models CAPABILITY=MODEL,… …`, each card in a process of its own. As
 `triton_variants`, whose machinery it is, at the start alone, where an engine asks for all that it will launch; nobody reads or
 writes a weight: only what is touched takes memory. Prints one JSON object a line, for each card and model: how many variants
-were `asked` for, and the `missing` ones by kernel.
+were `card_argument` for, and the `missing` ones by kernel.
 
 A variant is there when the gate has one of the same kernel with the same types, constants, warps, stages and registers. What
 makes no difference to an assembler counts as the same: the number of heads beyond those of a tile, float16 and bfloat16,
@@ -29,7 +29,7 @@ import torch
 from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.tuning import card
 from tests.support import triton_variants
-from tests.support.triton_variants import Case, Memory, Recorder, Stub
+from tests.support.triton_variants import Case, Memory, NullKernel, Recorder
 
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": False}
 QWEN3 = {"vocab_size": 151_936, "head_dim": 128}
@@ -59,21 +59,21 @@ MODELS: dict[str, Case] = {
 Key = tuple[str, ...]
 
 
-class Untouched(Memory):
+class UninitialisedMemory(Memory):
     """What nobody has written is left to the system."""
 
-    def filled(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def filling(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return make
 
 
-class Keys(Recorder):
+class VariantKeys(Recorder):
     """The variants that were asked for, as the gate would name them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.keys: set[Key] = set()
 
-    def note(self, kernel: Any, key: Any, *arguments: Any) -> Stub:
+    def note(self, kernel: Any, key: Any, *arguments: Any) -> NullKernel:
         signature, _, constants, options, *_ = arguments
         named = {kernel.arg_names[path[0]]: value for path, value in constants.items()}
         # A launch makes a constant of a number that is 1, in which the gate sees one like others.
@@ -127,19 +127,19 @@ def case_for(name: str, capability: int) -> Case:
 def main(*cards: str) -> None:
     for module in module_names():
         declared(module)  # which imports it, for all of them once
-    for asked in cards:
-        number, _, names = asked.partition("=")
-        child = multiprocessing.get_context("fork").Process(target=answer, args=(int(number), names.split(",")))
+    for card_argument in cards:
+        number, _, names = card_argument.partition("=")
+        child = multiprocessing.get_context("fork").Process(target=report_card, args=(int(number), names.split(",")))
         child.start()
         child.join()
         if child.exitcode:
             sys.exit(child.exitcode)
 
 
-def answer(capability: int, names: Sequence[str]) -> None:
+def report_card(capability: int, names: Sequence[str]) -> None:
     """Say what models ask for on one card."""
-    recorder = Keys()
-    triton_variants.prepare(recorder, Untouched(), capability)
+    recorder = VariantKeys()
+    triton_variants.prepare(recorder, UninitialisedMemory(), capability)
     compiled = compiled_keys(capability)
     for name in names:
         recorder.begin()
@@ -150,8 +150,10 @@ def answer(capability: int, names: Sequence[str]) -> None:
             triton_variants.engine_of(Path(folder), case_for(name, capability)),
         ):
             pass
-        asked, missing = len(recorder.keys), by_kernel(recorder.keys - compiled)
-        sys.stdout.write(json.dumps({"capability": capability, "model": name, "asked": asked, "missing": missing}) + "\n")
+        num_requested, missing = len(recorder.keys), by_kernel(recorder.keys - compiled)
+        sys.stdout.write(
+            json.dumps({"capability": capability, "model": name, "asked": num_requested, "missing": missing}) + "\n"
+        )
     sys.stdout.flush()
 
 

@@ -51,10 +51,10 @@ from engine.weights import WeightPlan
 from kernels import quantised_linear
 from kernels.ops import HostTokens
 from kernels.triton import early_launch, tuning
-from tests.support.absent_card import AbsentCard
-from tests.support.engines import FREE_ROWS, wanted
+from tests.support.engines import FREE_ROWS, generation_request
+from tests.support.fake_gpu_driver import FakeGpuDriver
 from tests.support.grammars import BYTES
-from tests.support.kernel_tables import replaced
+from tests.support.kernel_tables import replace_table
 
 MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # of an A100, an L40S, an H200 and a B200
 LAYERS = 2
@@ -88,7 +88,7 @@ class Case:
     stored: str = ""
 
 
-def stored_in(
+def quantised_case(
     method: str, mark: str, model: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **settings: Any
 ) -> Case:
     return Case({**(model or {}), "quantization_config": {"quant_method": method, **settings}}, options or {}, mark)
@@ -104,14 +104,14 @@ MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 81
 CASES: dict[str, Case] = {
     "plain": Case({"vocab_size": 32_000}),  # the others have few: the host's sampler takes long, and asks for no kernels
     "window-fp8": Case({**WINDOW, "intermediate_size": WIDE}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "awq": stored_in("awq", "qweight", **AWQ),
+    "awq": quantised_case("awq", "qweight", **AWQ),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
-    "experts-awq": stored_in("awq", "qweight", EXPERTS, **AWQ),
+    "experts-awq": quantised_case("awq", "qweight", EXPERTS, **AWQ),
     "guesses-int8-head": Case({}, {**GUESSES, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}),
-    "draft-fp8-static": stored_in("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
+    "draft-fp8-static": quantised_case("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
     "draft-eager": Case({}, {"speculative_config": DRAFT, "enforce_eager": True}),
     "invariant-fp8": Case({}, {**INVARIANT, **MANY_SEATS, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "invariant-awq-experts": stored_in("awq", "qweight", EXPERTS, INVARIANT, **AWQ),
+    "invariant-awq-experts": quantised_case("awq", "qweight", EXPERTS, INVARIANT, **AWQ),
 }
 """How weights are stored and who guesses are independent: formats without a case of their own are those of one that guesses."""
 LETTERS = "[a-z]*"
@@ -122,42 +122,42 @@ MASKED: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 """What requests want whose tokens wait for a mask, or that the host masks itself."""
 
-THRONGS = (300, 600, 1088)
+BURST_SIZES = (300, 600, 1088)
 """Short requests that come at once, behind all phases, to an engine of so many seats."""
 
-CROWDS = ((0, 0, 0, 0, 0, 0, 1), (0, 1, 1, 2), (0, 0, 0, 0), (0, 0, 5, 40, 100), (0, 0, 0, 0, 1, 2))
+PHASES = ((0, 0, 0, 0, 0, 0, 1), (0, 1, 1, 2), (0, 0, 0, 0), (0, 0, 5, 40, 100), (0, 0, 0, 0, 1, 2))
 """New requests of a step, in phases: alone, some, none, many, some beside those that are left."""
 
 PHASE_STEPS = 8  # in twice as many, traffic launches the same variants; in five it launches fewer
-STEPS = PHASE_STEPS * len(CROWDS)
+STEPS = PHASE_STEPS * len(PHASES)
 
-TURNS = (9, 16, 17, 40, 100, 300)
+TURN_LENS = (9, 16, 17, 40, 100, 300)
 """New tokens behind a long cached prefix, in a step by themselves."""
 
 GARBAGE = 0x5A
 """Every byte of what nobody has written: 1.5e16 in float32, and out of every range as an index."""
 
 
-class Captured(DirectCalls):
+class GraphStandIn(DirectCalls):
     """Runs what is asked for once before its first use, as whoever captures it does. Every other step has no place."""
 
     def __init__(self) -> None:
         self._keys: set[Hashable] = set()
-        self._num_asked = 0
+        self._num_queries = 0
 
     def is_ready(self, key: Hashable) -> bool:
         return key in self._keys
 
     def admits(self, key: Hashable) -> bool:
-        self._num_asked += 1
-        return self._num_asked % 2 == 0
+        self._num_queries += 1
+        return self._num_queries % 2 == 0
 
     def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         function()
         self._keys.add(key)
 
 
-class LeftOnCard(TokenReturn):
+class TokensForHost(TokenReturn):
     """Has steps leave their tokens for the host, as on a GPU, though these are fetched as from a device that is the host."""
 
     def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
@@ -170,7 +170,7 @@ class LeftOnCard(TokenReturn):
 
 
 @cache
-def bytes_and_padding(vocab_size: int) -> Any:
+def padded_byte_trie(vocab_size: int) -> Any:
     return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NEVER] * (vocab_size - BYTES.size))))
 
 
@@ -178,7 +178,7 @@ class GrammarCompiler:
     """Of texts of single bytes, at once: there is no tokenizer."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._trie = bytes_and_padding(vocab_size)
+        self._trie = padded_byte_trie(vocab_size)
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         compiled: Future[CompiledGrammar] = Future()
@@ -189,7 +189,7 @@ class GrammarCompiler:
         """It has no processes."""
 
 
-class Stub:
+class NullKernel:
     """In the place of a compiled kernel: launched, it does nothing."""
 
     function = packed_metadata = None
@@ -205,21 +205,21 @@ class Recorder:
     """Which variants were asked for, by kernel: in the place of compiling them."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, dict[str, bool]] = defaultdict(dict)  # whether a launch did no more than ask
+        self.variants: dict[str, dict[str, bool]] = defaultdict(dict)  # whether a launch did no more than ask
         self._kernels: set[Any] = set()
 
-    def note(self, kernel: Any, key: Any, *arguments: Any) -> Stub:
+    def note(self, kernel: Any, key: Any, *arguments: Any) -> NullKernel:
         """As `JITFunction._do_compile`, whose last argument says that nothing is launched."""
-        self.seen[kernel.__name__][str(key)] = bool(arguments[-1])
+        self.variants[kernel.__name__][str(key)] = bool(arguments[-1])
         self._kernels.add(kernel)
-        stub = kernel.device_caches[0][0][key] = Stub()
+        stub = kernel.device_caches[0][0][key] = NullKernel()
         return stub
 
     def begin(self) -> None:
         """Another engine asks, in a process of its own as it were."""
         for kernel in self._kernels:
             kernel.device_caches.clear()
-        self.seen.clear()
+        self.variants.clear()
         self._kernels.clear()
 
 
@@ -227,12 +227,12 @@ class Memory:
     """What nobody has written holds garbage, or zeros."""
 
     def __init__(self) -> None:
-        self.is_garbage = True
+        self.fills_garbage = True
 
-    def filled(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def filling(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*arguments: Any, **options: Any) -> torch.Tensor:
             tensor = make(*arguments, **options)
-            if self.is_garbage and tensor.device.type == "cpu" and tensor.is_contiguous():
+            if self.fills_garbage and tensor.device.type == "cpu" and tensor.is_contiguous():
                 tensor.view(-1).view(torch.uint8).fill_(GARBAGE)
                 return tensor
             return tensor.zero_()
@@ -240,14 +240,14 @@ class Memory:
         return made
 
 
-def prepare(recorder: Recorder, memory: Memory, capability: int = AbsentCard.capability) -> None:
+def prepare(recorder: Recorder, memory: Memory, capability: int = FakeGpuDriver.capability) -> None:
     """Everything that a machine without a GPU does otherwise; `capability`: of the card that is not there."""
-    card = AbsentCard()
+    card = FakeGpuDriver()
     card.capability = capability
     driver.set_active(card)
     is_early = capability >= early_launch.CAPABILITY_MIN
 
-    def compile_nothing(kernel: Any, *arguments: Any) -> Stub:
+    def compile_nothing(kernel: Any, *arguments: Any) -> NullKernel:
         return recorder.note(kernel, *arguments)
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
@@ -255,9 +255,9 @@ def prepare(recorder: Recorder, memory: Memory, capability: int = AbsentCard.cap
         (tuning, "INTERPRETED_CAPABILITY", capability),
         (tuning, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS[capability]),
         (early_launch, "may_be_early", lambda _: is_early),
-        (torch, "empty", memory.filled(torch.empty)),
-        (torch, "empty_like", memory.filled(torch.empty_like)),
-        (torch.Tensor, "new_empty", memory.filled(torch.Tensor.new_empty)),
+        (torch, "empty", memory.filling(torch.empty)),
+        (torch, "empty_like", memory.filling(torch.empty_like)),
+        (torch.Tensor, "new_empty", memory.filling(torch.Tensor.new_empty)),
         # The two that take longest.
         (torch.nn.functional, "linear", lambda x, weight, *_: zeros((*x.shape[:-1], weight.shape[0]), x.dtype)),
         (torch.nn.functional, "scaled_dot_product_attention", lambda queries, *_, **__: torch.zeros_like(queries)),
@@ -325,12 +325,12 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
         stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
-        stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
-        stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", LeftOnCard))
+        stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", GraphStandIn))
+        stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", TokensForHost))
         for module in ("build", "runner.slot_warm_up"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))
-        stack.enter_context(replaced("cpu", "cuda"))
+        stack.enter_context(replace_table("cpu", "cuda"))
         engine = build_engine(EngineOptions(model=folder, device="cpu", dtype="bfloat16", threads=1, **options))
         if speculative is not None:  # however deep this machine would have it guess
             engine._scheduler._drafting._drafter = AdaptiveDrafter(speculative, FREE_ROWS)  # type: ignore[union-attr]
@@ -338,36 +338,38 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         engine.close()
 
 
-def traffic(engine: Engine, steps: int, seed: int) -> None:
+def send_traffic(engine: Engine, steps: int, seed: int) -> None:
     """Requests of all sizes, alone, some and many at once, sampled in every way."""
     rng, number = random.Random(seed), 0
     for step in range(steps):
-        crowd = rng.choice(CROWDS[step // PHASE_STEPS % len(CROWDS)])
-        for _ in range(crowd):
+        num_new = rng.choice(PHASES[step // PHASE_STEPS % len(PHASES)])
+        for _ in range(num_new):
             length = rng.choice([1, 2, 3, 5, 8, 9, 17, 33, 100, 255, 500, 1500])
             first = rng.randrange(3, 500)
             prompt = range(first, first + length)
-            engine.submit(wanted(str(number), prompt, max_tokens=rng.choice([1, 2, 9, 40]), **sampling(rng)))
+            engine.submit(generation_request(str(number), prompt, max_tokens=rng.choice([1, 2, 9, 40]), **random_sampling(rng)))
             number += 1
         engine.step()
         pairs = [(number, number) for number in range(rng.randrange(4))]
         engine.runner.move(BlockMoves(swap_out=pairs, swap_in=pairs, copies=pairs))  # to where they are
 
 
-def throng(engine: Engine, seed: int) -> None:
+def send_bursts(engine: Engine, seed: int) -> None:
     """More requests at once than a kernel is compiled for: of some, guesses are verified, which need text that repeats."""
     rng = random.Random(seed)
-    for size in THRONGS:
+    for size in BURST_SIZES:
         for number in range(size):
             prompt = [3, 4] * rng.randrange(1, 3) if number % 16 else range(3, 300)
-            engine.submit(wanted(f"{size}-{number}", prompt, max_tokens=rng.choice([2, 3, 4])))
+            engine.submit(generation_request(f"{size}-{number}", prompt, max_tokens=rng.choice([2, 3, 4])))
         while engine.has_requests:
             engine.step()
 
 
-def mask(engine: Engine) -> None:
+def send_masked_requests(engine: Engine) -> None:
     """Requests of each kind that waits for masks, alone and all together."""
-    requests = [wanted(f"masked-{number}", [5, 6, 7], max_tokens=3, **wants) for number, wants in enumerate(MASKED)]
+    requests = [
+        generation_request(f"masked-{number}", [5, 6, 7], max_tokens=3, **options) for number, options in enumerate(MASKED)
+    ]
     for together in (*([request] for request in requests), requests):
         for request in together:
             engine.submit(request)
@@ -375,25 +377,29 @@ def mask(engine: Engine) -> None:
             engine.step()
 
 
-def short_prompts(engine: Engine) -> None:
+def send_short_prompts(engine: Engine) -> None:
     """As many together as are more rows than are launched early, and still few requests; and many."""
     for count, length in itertools.product((2, 7, 20, 31, 60), (3, 7)):
         for number in range(count):
-            engine.submit(wanted(f"{count} of {length}: {number}", range(3 + number, 3 + number + length), max_tokens=2))
+            engine.submit(
+                generation_request(f"{count} of {length}: {number}", range(3 + number, 3 + number + length), max_tokens=2)
+            )
         while engine.has_requests:
             engine.step()
 
 
-def turns(engine: Engine) -> None:
+def send_chat_turns(engine: Engine) -> None:
     """A chat whose prefix is longer than what keys are cut into splits from."""
     prefix = [*range(3, 503)] * 6
-    for number, length in enumerate((1, *TURNS)):
-        engine.submit(wanted(f"turn {number}", [*prefix, *range(600 + number, 600 + number + length)], max_tokens=2))
+    for number, length in enumerate((1, *TURN_LENS)):
+        engine.submit(
+            generation_request(f"turn {number}", [*prefix, *range(600 + number, 600 + number + length)], max_tokens=2)
+        )
         while engine.has_requests:
             engine.step()
 
 
-def embed(engine: Engine) -> None:
+def embed_texts(engine: Engine) -> None:
     """Texts of all lengths, alone and together, beside the steps."""
     text_model = engine.runner.target.text_model  # type: ignore[attr-defined]
     embedders = [Embedder(text_model, PoolingConfig(mode=mode)) for mode in MODES]
@@ -402,7 +408,7 @@ def embed(engine: Engine) -> None:
             embedder.embed([[7] * length for length in lengths])
 
 
-def sampling(rng: random.Random) -> dict[str, Any]:
+def random_sampling(rng: random.Random) -> dict[str, Any]:
     """Most are greedy or have a temperature; the others want what a request may want."""
     return rng.choice(
         [
@@ -416,20 +422,20 @@ def sampling(rng: random.Random) -> dict[str, Any]:
 def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict[str, Any]:
     """What `case` asks for."""
     recorder.begin()
-    memory.is_garbage = True
+    memory.fills_garbage = True
     with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), case) as engine:
-        memory.is_garbage = False
-        at_start = {name: dict(keys) for name, keys in recorder.seen.items()}
-        traffic(engine, steps, seed=0)
+        memory.fills_garbage = False
+        at_start = {name: dict(keys) for name, keys in recorder.variants.items()}
+        send_traffic(engine, steps, seed=0)
         if engine.info.max_num_seqs > LIMITS["max_num_seqs"]:
-            throng(engine, seed=0)
-        mask(engine)
-        short_prompts(engine)
-        turns(engine)
-        embed(engine)
+            send_bursts(engine, seed=0)
+        send_masked_requests(engine)
+        send_short_prompts(engine)
+        send_chat_turns(engine)
+        embed_texts(engine)
     asked = {name: sum(keys.values()) for name, keys in at_start.items()}
     launched = {name: [key for key, only_asked in keys.items() if not only_asked] for name, keys in at_start.items()}
-    late = {name: sorted(set(keys) - set(at_start.get(name, ()))) for name, keys in recorder.seen.items()}
+    late = {name: sorted(set(keys) - set(at_start.get(name, ()))) for name, keys in recorder.variants.items()}
     return {"asked": _filled(asked), "launched_first": _filled(launched), "while_serving": _filled(late)}
 
 

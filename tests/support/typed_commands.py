@@ -16,7 +16,7 @@ import pytest
 from appliance.cli.main import main
 
 
-class Typed(NamedTuple):
+class CommandResult(NamedTuple):
     """What a command line did: its exit status and what it wrote."""
 
     status: int
@@ -40,10 +40,10 @@ class Terminal(io.StringIO):
         return True
 
 
-Run = Callable[..., Typed]
+Run = Callable[..., CommandResult]
 
 
-def commands_of(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def command_runner(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a command on a copy of `database` in `folder`; `at_terminal` is what is typed when it asks, without it there is no
     terminal."""
     for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
@@ -51,12 +51,12 @@ def commands_of(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, c
     shutil.copyfile(database, folder / "gatehouse.db")
     monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(folder))
 
-    def run(*arguments: str, at_terminal: str | None = None) -> Typed:
+    def run(*arguments: str, at_terminal: str | None = None) -> CommandResult:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO() if at_terminal is None else Terminal(at_terminal))
             patch.setattr(sys.stderr, "isatty", lambda: at_terminal is not None)
             status = main(list(arguments))
-        return Typed(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     assert run("tenants", "create", "bob").status == 0
     return run

@@ -16,7 +16,7 @@ from appliance.tenancy.access import WHOLE_BOX
 from tests.support.alerts import TARGET
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import quick_hasher
-from tests.support.strangers import signed_in
+from tests.support.tenant_isolation import session_headers
 
 NEW = {"kind": "webhook", "target": TARGET}
 
@@ -33,7 +33,7 @@ async def person(box: ApiBox, tenant_id: str, role: str) -> dict[str, str]:
     box.services.members._hasher = quick_hasher()
     member = await box.services.members.create(f"{role}@{tenant_id}.example", "a password of tests", "member")
     await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_BOX)
-    return await signed_in(box.services, member)
+    return await session_headers(box.services, member)
 
 
 async def tenant(box: ApiBox, name: str) -> str:

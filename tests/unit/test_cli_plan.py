@@ -12,15 +12,15 @@ import pytest
 from appliance.cli import model_store
 from appliance.cli.main import main
 from appliance.serving.fleet import DEMO_MODEL
-from tests.support.typed_commands import Typed
+from tests.support.typed_commands import CommandResult
 
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> Typed:
+    def run(*arguments: str) -> CommandResult:
         capsys.readouterr()
         status = main(["plan", *arguments])
-        return Typed(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     return run
 

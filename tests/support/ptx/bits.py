@@ -26,7 +26,7 @@ _RELATIONS: dict[str, Callable[..., Array]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-_OF_UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+_UNSIGNED_RELATIONS = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
 @instruction("and or xor not")
@@ -126,8 +126,8 @@ def compare(block: Block, code: Instruction, active: Array) -> None:
     neither: Any = np.isnan(a) | np.isnan(b) if kind.kind == "f" else np.False_
     if relation in ("num", "nan"):
         holds = neither if relation == "nan" else ~neither
-    elif relation in _RELATIONS or relation in _OF_UNSIGNED:
-        holds = _RELATIONS[_OF_UNSIGNED.get(relation, relation)](a, b) & ~neither
+    elif relation in _RELATIONS or relation in _UNSIGNED_RELATIONS:
+        holds = _RELATIONS[_UNSIGNED_RELATIONS.get(relation, relation)](a, b) & ~neither
     else:
         holds = _RELATIONS[relation[:-1]](a, b) | neither
     for name in ("and", "or", "xor"):

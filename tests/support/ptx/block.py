@@ -74,7 +74,7 @@ class Block:
 
     def run(self) -> None:
         """To the end of all threads. Raises Fault."""
-        crews = [self._work(number, members) for number, members in enumerate(self._crews())]
+        crews = [self._run_crew(number, members) for number, members in enumerate(self._crews())]
         while crews:
             stops = {next(crew, None) for crew in crews}
             if len(stops) > 1:
@@ -91,50 +91,50 @@ class Block:
         warps = [self.warps == warp for warp in range(self.num_threads // WARP)]
         return warps if self.order == FORWARD else warps[::-1]
 
-    def _work(self, crew: int, members: Array) -> Iterator[int]:
+    def _run_crew(self, crew: int, members: Array) -> Iterator[int]:
         """Runs one crew; yields the instruction of each barrier that it comes to."""
         program, actions = self.launch.program, self.launch.actions
-        standing = {0: members}  # who is at which instruction
-        while standing:
-            place = min(standing)
-            active = standing.pop(place)
+        parked = {0: members}  # who is at which instruction
+        while parked:
+            place = min(parked)
+            active = parked.pop(place)
             self.crew, self.members = crew, members
-            others = min(standing, default=-1)
+            others = min(parked, default=-1)
             while place != others and (action := actions[place]) is not None:
                 self._perform(action, program.instructions[place], active)
                 place += 1
             if place == others:  # they go on together
-                self._stand(standing, place, active)
+                self._park(parked, place, active)
                 continue
             code = program.instructions[place]
-            taking = active if code.guard is None else active & self.read_predicate(code.guard)
+            taken = active if code.guard is None else active & self.read_predicate(code.guard)
             if code.opcode == "bra":
                 assert isinstance(code.operands[0], Symbol)
-                self._divide(standing, program.labels[code.operands[0].name], taking)
-                self._divide(standing, place + 1, active & ~taking)
+                self._branch(parked, program.labels[code.operands[0].name], taken)
+                self._branch(parked, place + 1, active & ~taken)
             elif code.opcode in ENDS:
-                self._divide(standing, place + 1, active & ~taking)
+                self._branch(parked, place + 1, active & ~taken)
             else:
-                if standing or not np.array_equal(taking, members):
+                if parked or not np.array_equal(taken, members):
                     raise Fault(f"{program.name}: not all threads come to {code.text}")
                 yield place
-                self._stand(standing, place + 1, active)
+                self._park(parked, place + 1, active)
 
-    def _stand(self, standing: dict[int, Array], place: int, threads: Array) -> None:
-        there = standing.get(place)
-        standing[place] = threads if there is None else self._named(there | threads)
+    def _park(self, parked: dict[int, Array], place: int, threads: Array) -> None:
+        there = parked.get(place)
+        parked[place] = threads if there is None else self._canonical_mask(there | threads)
 
-    def _divide(self, standing: dict[int, Array], place: int, threads: Array) -> None:
+    def _branch(self, parked: dict[int, Array], place: int, threads: Array) -> None:
         if threads.any():
-            self._stand(standing, place, self._named(threads))
+            self._park(parked, place, self._canonical_mask(threads))
 
-    def _named(self, threads: Array) -> Array:
+    def _canonical_mask(self, threads: Array) -> Array:
         """Everyone is known by being `everyone`, which saves a selection at each instruction."""
         return self.everyone if threads.all() else threads
 
     def _perform(self, action: Action, code: Instruction, active: Array) -> None:
         if code.guard is not None:
-            active = self._named(active & self.read_predicate(code.guard))
+            active = self._canonical_mask(active & self.read_predicate(code.guard))
             if active is not self.everyone and not active.any():
                 return
         try:
@@ -205,13 +205,13 @@ class Block:
         assert isinstance(operand, Address), operand
         width = operand.base.width if isinstance(operand.base, Register) else 8
         base = self.raw(operand.base, width)
-        return self.chosen(base, active).astype(np.int64) + operand.offset
+        return self.select_active(base, active).astype(np.int64) + operand.offset
 
-    def chosen(self, values: Array, active: Array) -> Array:
+    def select_active(self, values: Array, active: Array) -> Array:
         """[T, …] → [n, …], of those threads that are active."""
         return values if active is self.everyone else values[active]
 
-    def whole_warps(self, active: Array) -> Array:
+    def active_warps(self, active: Array) -> Array:
         """[W]: which warps are active. Raises Fault where a part of one is."""
         warps = active.reshape(-1, WARP)
         if (warps.any(1) != warps.all(1)).any():
@@ -225,7 +225,7 @@ class Block:
             return self._poison(operand)
         if not self.launch.adds_waits:
             raise Fault(f"{operand.name} is read while wgmma is still writing it")
-        products.finish(self)
+        products.wait_all(self)
         return self.registers[operand.name]
 
     def _poison(self, operand: Register) -> Array:

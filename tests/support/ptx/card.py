@@ -16,36 +16,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.absent_card import AbsentCard
+from tests.support.fake_gpu_driver import FakeGpuDriver
 from tests.support.ptx import arithmetic, bits, conversions, copies, matrices, moves, warpgroups, warps
 from tests.support.ptx.block import LOCKSTEP, REVERSE, Action, Block, Launch
-from tests.support.ptx.memory import NO_WORDS, GlobalMemory
+from tests.support.ptx.memory import NO_STORES, GlobalMemory
 from tests.support.ptx.operations import actions_of
-from tests.support.ptx.program import Program, read_program
+from tests.support.ptx.program import Program, parse_program
 
-GROUPS = (arithmetic, bits, conversions, copies, matrices, moves, warpgroups, warps)  # entered by being imported
+INSTRUCTION_MODULES = (arithmetic, bits, conversions, copies, matrices, moves, warpgroups, warps)  # entered by being imported
 THREADS_MAX = 1024
 MULTIPROCESSORS = 132
 SHARED_BYTES_MAX = 227 * 1024
 
 
-class EmulatedCard(AbsentCard):
-    """`order`: in which order warps and blocks run. `edit` changes the text of what is launched. `adds_waits`: as the assembler
-    does, which waits for a product where its result is used too early (ptxas, C7517); else that is a fault. `follows`: launches
+class EmulatedCard(FakeGpuDriver):
+    """`order`: in which order warps and blocks run. `transform_ptx` changes the text of what is launched. `adds_waits`: as the assembler
+    does, which waits for a product where its result is used too early (ptxas, C7517); else that is a fault. `launches_back_to_back`: launches
     follow one another with nothing between them. `launched` counts blocks by kernel."""
 
     def __init__(self) -> None:
         self.utils = self
         self.order = LOCKSTEP
-        self.edit: Callable[[str], str] = str
+        self.transform_ptx: Callable[[str], str] = str
         self.adds_waits = False
         self.launched: Counter[str] = Counter()
         self._reachable: list[torch.Tensor] = []
-        self.follows = False
-        self._stored = NO_WORDS
+        self.launches_back_to_back = False
+        self._stored = NO_STORES
 
     @contextmanager
-    def reaching(self, *tensors: torch.Tensor) -> Iterator[None]:
+    def with_reachable(self, *tensors: torch.Tensor) -> Iterator[None]:
         """Launches may also reach these, whose addresses stand in a table."""
         self._reachable.extend(tensors)
         try:
@@ -77,11 +77,11 @@ class EmulatedCard(AbsentCard):
         self, ptx: str, arguments: list[Any], grid: tuple[int, int, int], shared_bytes: int, *, early: bool = False
     ) -> None:
         """arguments: numbers and tensors. Raises UnknownPtx, and Fault; as on a card, no number is an exception."""
-        program, actions = _loaded(self.edit(ptx))
+        program, actions = _load_program(self.transform_ptx(ptx))
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         numbers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
         scratch = [0] * (len(program.parameters) - len(numbers))  # of a profiler and of Triton: these kernels have none
-        memory = GlobalMemory([*tensors, *self._reachable], self._stored if self.follows else None)
+        memory = GlobalMemory([*tensors, *self._reachable], self._stored if self.launches_back_to_back else None)
         launch = Launch(program, actions, numbers + scratch, memory, grid, shared_bytes, early, self.adds_waits)
         places = [(x, y, z) for z, y, x in itertools.product(*(range(size) for size in reversed(grid)))]
         with np.errstate(all="ignore"):
@@ -92,17 +92,17 @@ class EmulatedCard(AbsentCard):
 
 
 @functools.cache
-def _loaded(ptx: str) -> tuple[Program, list[Action | None]]:
-    program = read_program(ptx)
+def _load_program(ptx: str) -> tuple[Program, list[Action | None]]:
+    program = parse_program(ptx)
     return program, actions_of(program)
 
 
-def forget_programs() -> None:
+def clear_programs() -> None:
     """What was read of launched kernels; it is read again for whoever launches one again."""
-    _loaded.cache_clear()
+    _load_program.cache_clear()
 
 
-def keep_ptx(*arguments: Any) -> tuple[str, str]:
+def keep_ptx_stage(*arguments: Any) -> tuple[str, str]:
     """A hook into Triton's stages (`knobs.runtime.add_stages_inspection_hook`): PTX is the last one. Without arguments Triton
     from 3.7 on asks for a key of its cache."""
     if arguments:
@@ -111,14 +111,14 @@ def keep_ptx(*arguments: Any) -> tuple[str, str]:
     return "ptx", "ptx"
 
 
-def put_in_place() -> EmulatedCard:
+def install() -> EmulatedCard:
     """For the rest of the process. Kernels that are compiled afterwards are not for a card: their cache must be another one."""
     from triton import knobs
     from triton.runtime import driver
 
     card = EmulatedCard()
     driver.set_active(card)
-    knobs.runtime.add_stages_inspection_hook = keep_ptx
+    knobs.runtime.add_stages_inspection_hook = keep_ptx_stage
     knobs.compilation.disable_line_info = True  # nobody reads it here, and it is a third of the text
     knobs.compilation.store_binary_only = True  # nor what a kernel is on its way to PTX
     return card

@@ -9,7 +9,7 @@ import numpy as np
 from tests.support.ptx.block import Block
 from tests.support.ptx.operations import instruction
 from tests.support.ptx.program import Instruction, UnknownPtx
-from tests.support.ptx.types import TYPES, Array, joined, round_bf16, round_e4m3, round_f16
+from tests.support.ptx.types import TYPES, Array, join_halves, round_bf16, round_e4m3, round_f16
 
 _TO_INTEGERS: dict[str, Callable[[Array], Array]] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 _PACKED: dict[str, Callable[[Array], Array]] = {"f16x2": round_f16, "bf16x2": round_bf16, "e4m3x2": round_e4m3}
@@ -22,7 +22,7 @@ def convert(block: Block, code: Instruction, active: Array) -> None:
         raise UnknownPtx("e4m3 without .satfinite")
     if target.name in _PACKED and source.name == "f32":  # two registers into one, the first is the upper half
         upper, lower = (_PACKED[target.name](block.read(operand, source)) for operand in code.operands[1:3])
-        return block.write(code.operands[0], joined(lower, upper), active)
+        return block.write(code.operands[0], join_halves(lower, upper), active)
     values = source.unpack(block.raw_as(code.operands[1], source.width))
     if target.kind == "f":
         return block.write(code.operands[0], target.pack(values), active)

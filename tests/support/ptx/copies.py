@@ -19,10 +19,10 @@ from tests.support.ptx.types import Array
 
 @dataclass(frozen=True)
 class Copy:
-    """sources: [n] in global memory where `taken` [n], zeros elsewhere; targets: [n] in shared memory."""
+    """sources: [n] in global memory where `is_filled` [n], zeros elsewhere; targets: [n] in shared memory."""
 
     sources: Array
-    taken: Array
+    is_filled: Array
     targets: Array
     size: int
     threads: Array
@@ -30,7 +30,7 @@ class Copy:
 
     def arrive(self, block: Block) -> None:
         values = np.zeros((self.sources.size, self.size), np.uint8)
-        values[self.taken] = block.launch.memory.load(self.sources[self.taken], 4, self.size // 4).view(np.uint8)
+        values[self.is_filled] = block.launch.memory.load(self.sources[self.is_filled], 4, self.size // 4).view(np.uint8)
         block.shared.end_copy(self.targets, self.granules, values, self.threads)
 
 
@@ -38,7 +38,7 @@ class Copy:
 class Copies:
     """Of one crew: those that were begun since the last commit, and those that were committed."""
 
-    begun: list[Copy] = field(default_factory=list)
+    uncommitted: list[Copy] = field(default_factory=list)
     groups: list[list[Copy]] = field(default_factory=list)
 
 
@@ -47,12 +47,12 @@ def copy(block: Block, code: Instruction, active: Array) -> None:
     """The threads of a crew commit and wait together."""
     copies = block.copies.setdefault(block.crew, Copies())
     if "shared" in code.modifiers:
-        return copies.begun.append(_begun(block, code, active))
+        return copies.uncommitted.append(_begin_copy(block, code, active))
     if not np.array_equal(active, block.members):
         raise UnknownPtx("threads that wait for copies by themselves")
     if "commit_group" in code.modifiers or "wait_all" in code.modifiers:
-        copies.groups.append(copies.begun)
-        copies.begun = []
+        copies.groups.append(copies.uncommitted)
+        copies.uncommitted = []
     if "commit_group" not in code.modifiers:
         left = int(block.raw(code.operands[0], 4)[0]) if code.operands else 0
         while len(copies.groups) > left:
@@ -61,7 +61,7 @@ def copy(block: Block, code: Instruction, active: Array) -> None:
     return None
 
 
-def _begun(block: Block, code: Instruction, active: Array) -> Copy:
+def _begin_copy(block: Block, code: Instruction, active: Array) -> Copy:
     """A number behind the size says how many bytes count: all, or none for a place that is filled with zeros."""
     if block.launch.early and not block.waited[active].all():
         raise Fault("memory is touched before griddepcontrol.wait")

@@ -17,7 +17,7 @@ from tests.support.ptx.types import POISON, RAW, Array
 
 WARPS_MAX = 32  # of a block
 WORD = 4  # bytes of global memory that count as stored by whoever stored any of them
-NO_WORDS = np.zeros(0, np.int64)
+NO_STORES = np.zeros(0, np.int64)
 GRANULE = 1  # bytes of shared memory that have one owner: e4m3 values are written one by one, by threads of several warps
 _WHO_BITS = 11  # of an owner: a thread below 1024, or one of these
 _OF_WARP = 1024  # several threads of this warp or a later one, each for itself
@@ -30,11 +30,11 @@ class Fault(Exception):
 
 
 class GlobalMemory:
-    """The storages of `tensors`, each up to its own end. `unseen`: words that the launch in front of this one has stored, which
+    """The storages of `tensors`, each up to its own end. `unsynchronised`: words that the launch in front of this one has stored, which
     nobody may count on who has not waited for it; None where nobody asks, nor what this one stores."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor], unseen: Array | None = None) -> None:
-        self._unseen = unseen
+    def __init__(self, tensors: Iterable[torch.Tensor], unsynchronised: Array | None = None) -> None:
+        self._unsynchronised = unsynchronised
         self._stored: list[Array] = []
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         spans = sorted((begin, begin + size) for begin, size in storages.items() if size)
@@ -68,11 +68,11 @@ class GlobalMemory:
     @property
     def stored(self) -> Array:
         """The words that were stored so far, each once, in order."""
-        return np.unique(np.concatenate(self._stored)) if self._stored else NO_WORDS
+        return np.unique(np.concatenate(self._stored)) if self._stored else NO_STORES
 
-    def check_seen(self, addresses: Array, size: int) -> None:
+    def check_visible(self, addresses: Array, size: int) -> None:
         """Raises Fault if any of so many bytes at each address was stored by the launch in front."""
-        if self._unseen is not None and np.isin(_words_of(addresses, size), self._unseen).any():
+        if self._unsynchronised is not None and np.isin(_words_of(addresses, size), self._unsynchronised).any():
             raise Fault("what the kernel in front has stored is read before griddepcontrol.wait")
 
     def load(self, addresses: Array, width: int, count: int) -> Array:
@@ -89,7 +89,7 @@ class GlobalMemory:
         width, count = values.dtype.itemsize, values.shape[1]
         self.check(addresses, width * count, width * count)
         if addresses.size:
-            if self._unseen is not None:
+            if self._unsynchronised is not None:
                 self._stored.append(_words_of(addresses, width * count))
             self._words(width)[((addresses - self._origin) // width)[:, None] + np.arange(count)] = values
 
@@ -111,9 +111,9 @@ class SharedMemory:
         self._size = size
         self.bytes = np.full(size + -size % 16, POISON, np.uint8)
         granules = self.bytes.size // GRANULE
-        self._time = 1
-        self._block_met = 1
-        self._warps_met = np.ones(WARPS_MAX, np.int64)
+        self._epoch = 1
+        self._last_block_barrier = 1
+        self._last_warp_barriers = np.ones(WARPS_MAX, np.int64)
         self._writers = np.zeros(granules, np.int64)
         self._readers = np.zeros(granules, np.int64)
         self._arriving = np.zeros(granules, np.uint8)  # copies under way to here
@@ -122,14 +122,14 @@ class SharedMemory:
 
     def pass_barrier(self) -> None:
         """Every thread sees now what every other did."""
-        self._time += 1
-        self._block_met = self._time
-        self._warps_met[:] = self._time
+        self._epoch += 1
+        self._last_block_barrier = self._epoch
+        self._last_warp_barriers[:] = self._epoch
 
     def pass_warp_barrier(self, warps: Array) -> None:
         """In each of these warps every thread does."""
-        self._time += 1
-        self._warps_met[warps] = self._time
+        self._epoch += 1
+        self._last_warp_barriers[warps] = self._epoch
 
     def load(self, addresses: Array, width: int, count: int, threads: Array) -> Array:
         """[n] addresses → [n, count] raw numbers of `width` bytes each."""
@@ -175,7 +175,7 @@ class SharedMemory:
         if len(warps) == 1:
             self._note_reads(granules, np.full(addresses.size, warps[0] * 32), _AS_WARP + warps[0])
         else:
-            self._readers[granules] = (self._time << _WHO_BITS) + _SEVERAL
+            self._readers[granules] = (self._epoch << _WHO_BITS) + _SEVERAL
         self._multiplied[granules] += 1  # by one for each granule, however often it is named
         return self.bytes.view(RAW[width])[addresses // width], granules
 
@@ -196,23 +196,23 @@ class SharedMemory:
         return granules
 
     def _owners(self, threads: Array) -> Array:
-        owners: Array = (self._time << _WHO_BITS) + threads.astype(np.int64)[:, None]
+        owners: Array = (self._epoch << _WHO_BITS) + threads.astype(np.int64)[:, None]
         return owners
 
     def _races(self, earlier: Array, threads: Array) -> tuple[Array, Array]:
         """[n, granules]: what no barrier orders before those threads, and what their own warp did."""
-        who, warps = earlier & _WHO, (threads // 32)[:, None]
-        in_warp = _warp_of(who) == warps
-        met = np.where(in_warp, self._warps_met[warps], self._block_met)
-        is_own = (who == threads[:, None]) | (in_warp & (who >= _AS_WARP))
+        owner_ids, warps = earlier & _WHO, (threads // 32)[:, None]
+        in_warp = _warp_of(owner_ids) == warps
+        met = np.where(in_warp, self._last_warp_barriers[warps], self._last_block_barrier)
+        is_own = (owner_ids == threads[:, None]) | (in_warp & (owner_ids >= _AS_WARP))
         return ~is_own & (earlier >> _WHO_BITS >= met), in_warp
 
-    def _is_over(self, earlier: Array) -> bool:
+    def _is_ordered(self, earlier: Array) -> bool:
         """Whether a barrier of the block orders all of this before whatever comes now, which is the quickest answer."""
-        return earlier.size == 0 or bool(earlier.max() < self._block_met << _WHO_BITS)
+        return earlier.size == 0 or bool(earlier.max() < self._last_block_barrier << _WHO_BITS)
 
-    def _refuse(self, earlier: Array, threads: Array, what: str) -> None:
-        if self._is_over(earlier):
+    def _refuse_race(self, earlier: Array, threads: Array, what: str) -> None:
+        if self._is_ordered(earlier):
             return
         racing, in_warp = self._races(earlier, threads)
         if racing.any():
@@ -222,22 +222,22 @@ class SharedMemory:
     def _check_reads(self, granules: Array, threads: Array) -> None:
         if self._arriving[granules].any():
             raise Fault("reads what a copy is still under way to")
-        self._refuse(self._writers[granules], threads, "reads what {other} wrote")
+        self._refuse_race(self._writers[granules], threads, "reads what {other} wrote")
 
     def _note_reads(self, granules: Array, threads: Array, as_warp: int | None = None) -> None:
         """as_warp: the owner, where a warp reads as one."""
-        time, of_warp = self._time << _WHO_BITS, _OF_WARP + (threads // 32)[:, None]
+        time, of_warp = self._epoch << _WHO_BITS, _OF_WARP + (threads // 32)[:, None]
         noted = self._owners(threads) if as_warp is None else time + as_warp
         readers = self._readers[granules]
-        if not self._is_over(readers):  # reads do not race, they are several
+        if not self._is_ordered(readers):  # reads do not race, they are several
             racing, in_warp = self._races(readers, threads)
             noted = np.where(racing, time + np.where(in_warp, of_warp, _SEVERAL), noted)
         self._readers[granules] = noted
-        kept = self._readers[granules]
-        lost = kept != noted
+        noted_owners = self._readers[granules]
+        lost = noted_owners != noted
         if lost.any():  # of several threads in this very instruction, one was noted
-            in_warp = _warp_of(kept & _WHO) == of_warp - _OF_WARP
-            self._readers[granules[lost & in_warp]] = (time + np.broadcast_to(of_warp, kept.shape))[lost & in_warp]
+            in_warp = _warp_of(noted_owners & _WHO) == of_warp - _OF_WARP
+            self._readers[granules[lost & in_warp]] = (time + np.broadcast_to(of_warp, noted_owners.shape))[lost & in_warp]
             self._readers[granules[lost & ~in_warp]] = time + _SEVERAL
 
     def _note_writes(self, granules: Array, threads: Array, changed: Array) -> None:
@@ -246,12 +246,12 @@ class SharedMemory:
             raise Fault("writes where a copy is still under way to")
         if self._multiplied[granules].any():
             raise Fault("writes what wgmma is still reading")
-        for owners, did in ((self._readers, "reads"), (self._writers, "wrote")):
-            if not self._is_over(owners[granules]):
-                self._refuse(owners[granules[changed]], threads[changed], f"writes what {{other}} {did}")
+        for owners, action in ((self._readers, "reads"), (self._writers, "wrote")):
+            if not self._is_ordered(owners[granules]):
+                self._refuse_race(owners[granules[changed]], threads[changed], f"writes what {{other}} {action}")
         self._writers[granules] = self._owners(threads)
 
 
-def _warp_of(who: Array) -> Array:
+def _warp_of(owner_ids: Array) -> Array:
     """Of an owner; what no warp is for several."""
-    return np.where(who < _OF_WARP, who // 32, np.where(who < _SEVERAL, who % 32, _SEVERAL))
+    return np.where(owner_ids < _OF_WARP, owner_ids // 32, np.where(owner_ids < _SEVERAL, owner_ids % 32, _SEVERAL))

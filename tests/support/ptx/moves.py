@@ -40,11 +40,11 @@ def load(block: Block, code: Instruction, active: Array) -> None:
         return _load_parameter(block, code, active)
     targets, addresses = parts_of(code.operands[0]), block.addresses(code.operands[1], active)
     if "shared" in space:
-        found = block.shared.load(addresses, kind.width, len(targets), block.chosen(block.threads, active))
+        found = block.shared.load(addresses, kind.width, len(targets), block.select_active(block.threads, active))
     elif "global" in space:
         if any(policy in code.text for policy in READ_EARLY):
             if block.launch.early and not block.waited[active].all():
-                block.launch.memory.check_seen(addresses, kind.width * len(targets))
+                block.launch.memory.check_visible(addresses, kind.width * len(targets))
         else:
             _check_waited(block, active)
         found = block.launch.memory.load(addresses, kind.width, len(targets))
@@ -75,9 +75,9 @@ def _load_parameter(block: Block, code: Instruction, active: Array) -> None:
 def store(block: Block, code: Instruction, active: Array) -> None:
     addresses = block.addresses(code.operands[0], active)
     sources = parts_of(code.operands[1])
-    values = np.stack([block.chosen(block.raw_as(part, code.type.width), active) for part in sources], axis=1)
+    values = np.stack([block.select_active(block.raw_as(part, code.type.width), active) for part in sources], axis=1)
     if "shared" in code.modifiers:
-        block.shared.store(addresses, values, block.chosen(block.threads, active))
+        block.shared.store(addresses, values, block.select_active(block.threads, active))
     elif "global" in code.modifiers:
         _check_waited(block, active)
         block.launch.memory.store(addresses, values)
@@ -114,12 +114,12 @@ def atomic(block: Block, code: Instruction, active: Array) -> None:
         old = memory.load(place, kind.width, 1)
         before[thread] = old[0, 0]
         given = [value[number : number + 1, None] for value in values]
-        memory.store(place, _exchanged(code, old, given))
+        memory.store(place, _atomic_result(code, old, given))
     if has_result:
         block.write(code.operands[0], before, active)
 
 
-def _exchanged(code: Instruction, old: Array, given: list[Array]) -> Array:
+def _atomic_result(code: Instruction, old: Array, given: list[Array]) -> Array:
     """What stands there afterwards. [1, 1] raw, all."""
     if "cas" in code.modifiers:
         return np.where(old == given[0], given[1], old)

@@ -60,7 +60,7 @@ class Symbol:
 
 
 Operand = Register | Constant | Special | Address | Vector | Symbol
-UNWANTED = Symbol("_")
+DISCARDED = Symbol("_")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ _DECIMAL = re.compile(r"\d+\.\d+$")
 _SPECIAL = re.compile(r"%(?:n?tid|n?ctaid)\.[xyz]$|%laneid$|%warpid$")
 
 
-def read_program(ptx: str) -> Program:
+def parse_program(ptx: str) -> Program:
     """The only kernel of a module. Raises UnknownPtx."""
     text = re.sub(r"//[^\n]*", "", ptx)
     entry = _ENTRY.search(text)
@@ -172,12 +172,12 @@ class _Reader:
         if not opcode:
             raise UnknownPtx(statement)
         try:
-            operands = tuple([self._known(part.strip()) for part in _OPERANDS.findall(rest)])
+            operands = tuple([self._cached_operand(part.strip()) for part in _OPERANDS.findall(rest)])
         except UnknownPtx as error:
             raise UnknownPtx(f"{self._program.name}: {error} in: {statement}") from error
         return Instruction(statement, opcode, tuple(part.split("::")[0] for part in modifiers), operands, guard)
 
-    def _known(self, text: str) -> Operand:
+    def _cached_operand(self, text: str) -> Operand:
         known = self._operands.get(text)
         if known is None:
             known = self._operands[text] = self._operand(text)
@@ -185,7 +185,7 @@ class _Reader:
 
     def _operand(self, text: str) -> Operand:
         if text[0] == "{":
-            return Vector(tuple(self._known(part) for part in _parts(text[1:-1])))
+            return Vector(tuple(self._cached_operand(part) for part in _parts(text[1:-1])))
         if text[0] == "[":
             return self._address(text)
         if number := _FLOAT.match(text):

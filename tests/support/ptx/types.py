@@ -75,15 +75,15 @@ def round_e4m3(values: Array) -> Array:
     return bounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
-def halves(bits: Array) -> Array:
+def split_halves(bits: Array) -> Array:
     """[…, T] → [2, …, T] of half the width: the lower bits first."""
     half = RAW[bits.dtype.itemsize // 2]
     shift = bits.dtype.type(8 * half().itemsize)
     return np.stack([bits.astype(half), (bits >> shift).astype(half)])
 
 
-def joined(lower: Array, upper: Array) -> Array:
-    """The reverse of `halves`."""
+def join_halves(lower: Array, upper: Array) -> Array:
+    """The reverse of `split_halves`."""
     wide = RAW[2 * lower.dtype.itemsize]
     bits: Array = lower.astype(wide) | (upper.astype(wide) << wide(8 * lower.dtype.itemsize))
     return bits
@@ -105,7 +105,11 @@ def _float(name: str, made: Any) -> Type:
 
 def _pair(name: str, width: int, widen: Callable[[Array], Array], rounded: Callable[[Array], Array]) -> Type:
     return Type(
-        name, width, "f", lambda bits: widen(halves(bits)), lambda values: joined(rounded(values[0]), rounded(values[1]))
+        name,
+        width,
+        "f",
+        lambda bits: widen(split_halves(bits)),
+        lambda values: join_halves(rounded(values[0]), rounded(values[1])),
     )
 
 

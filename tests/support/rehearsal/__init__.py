@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from tests.support.rehearsal.card import DEFAULT_BYTES, H100, H200, Card, Kind, Schedule, Sync, begin, end
-from tests.support.rehearsal.cuda import in_place_of_cuda
-from tests.support.rehearsal.interpreted import launched_by_triton
+from tests.support.rehearsal.cuda import replace_torch_cuda
+from tests.support.rehearsal.interpreted import launch_interpreted_kernels
 from tests.support.rehearsal.tensors import DEVICE, mode
 
 __all__ = ["DEVICE", "H100", "H200", "Card", "Kind", "Schedule", "Sync", "rehearsal"]
@@ -38,8 +38,8 @@ def rehearsal(
     begin(card)
     try:
         with ExitStack() as stack:
-            stack.enter_context(in_place_of_cuda(card))
-            stack.enter_context(launched_by_triton(runs=runs_kernels))
+            stack.enter_context(replace_torch_cuda(card))
+            stack.enter_context(launch_interpreted_kernels(runs=runs_kernels))
             stack.enter_context(mode())
             if runs_kernels:  # the interpreter compiles nothing, and takes its time
                 stack.enter_context(mock.patch("engine.build.compile_steps"))

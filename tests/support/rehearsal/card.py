@@ -81,14 +81,14 @@ class Stream:
     def add(self, work: Work) -> None:
         """Launch work behind everything in this stream, or write it into the graph that is captured on it."""
         graph = self.card.capture
-        if graph is not None and graph.takes(self):
+        if graph is not None and graph.captures(self):
             graph.works.append(work)
             return
         assert graph is None, "work is launched on a stream that does not belong to the capture under way"
-        self.put(work)
+        self.enqueue(work)
         self.card.progress(self)
 
-    def put(self, work: Work) -> None:
+    def enqueue(self, work: Work) -> None:
         """To the end of the queue, capture or not: what the allocator knows but no stream sees."""
         self.queue.append(work)
         self.launched += 1
@@ -137,8 +137,8 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: object) -> None:
         self.card = current_card()
-        self.times = enable_timing
-        self.sleeps = blocking
+        self.has_timing = enable_timing
+        self.is_blocking = blocking
         self.stream: Stream | None = None
         self.graph: Graph | None = None
         self.position = 0
@@ -146,7 +146,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.card.stream
         capture = self.card.capture
-        if capture is not None and capture.takes(stream):
+        if capture is not None and capture.captures(stream):
             self.graph, self.stream = capture, None
         else:
             self.graph, self.stream, self.position = None, stream, stream.launched
@@ -168,7 +168,7 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds, which mean nothing here."""
-        if not (self.times and end.times):
+        if not (self.has_timing and end.has_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         assert self.stream is not None, "the first event was never recorded"
         assert end.stream is not None, "the second event was never recorded"
@@ -241,39 +241,39 @@ class Card:
         self.stream.run_to(self.stream.launched)
 
     def note(self, kind: str) -> None:
-        self.syncs.append(Sync(kind, lines_of_repo()))
+        self.syncs.append(Sync(kind, repo_stack()))
 
     def refuse_in_capture(self, what: str) -> None:
         if self.capture is not None:
             error = f"CUDA error: operation not permitted when stream is capturing: {what}"
-            self.capture.spoil(error)
+            self.capture.invalidate(error)
             raise RuntimeError(error)
 
     def make_pool(self) -> tuple[int, int]:
         self.num_pools += 1
         return (0, self.num_pools)
 
-    def check_room(self, num_bytes: int) -> None:
+    def check_memory(self, num_bytes: int) -> None:
         """Raise torch.OutOfMemoryError where there is none."""
         if self.allocated_bytes + num_bytes + CONTEXT_BYTES > self.total_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes of {self.total_bytes}")
 
     @property
-    def taken_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """As the driver tells it."""
         return self.reserved_bytes + self.graph_bytes + self.others_bytes + CONTEXT_BYTES
 
-    def take_memory(self, num_bytes: int) -> int:
+    def allocate(self, num_bytes: int) -> int:
         """Count an allocation as torch's allocator does, in units. Raises torch.OutOfMemoryError. → bytes taken"""
-        taken = -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        self.check_room(taken)
-        self.allocated_bytes += taken
+        rounded = -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        self.check_memory(rounded)
+        self.allocated_bytes += rounded
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, -(-self.allocated_bytes // SEGMENT_BYTES) * SEGMENT_BYTES)
-        return taken
+        return rounded
 
 
-def lines_of_repo() -> tuple[str, ...]:
+def repo_stack() -> tuple[str, ...]:
     """Where the host stands, without this package."""
     found = []
     frame: FrameType | None = sys._getframe(2)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tests.support.rehearsal.card import SEGMENT_BYTES, Card, Event, Stream
-from tests.support.rehearsal.graphs import Graph, captured_in, on_stream
-from tests.support.rehearsal.memory import locked
+from tests.support.rehearsal.graphs import Graph, capture_graph, on_stream
+from tests.support.rehearsal.memory import make_page_locked
 from tests.support.rehearsal.tensors import DEVICE
 
 CAPABILITY = (9, 0)
@@ -28,7 +28,7 @@ class HostGenerator(torch.Generator):
         return super().__new__(cls)
 
 
-def stand_ins(card: Card) -> dict[str, Any]:
+def cuda_replacements(card: Card) -> dict[str, Any]:
     """By name in `torch.cuda`."""
     properties = SimpleNamespace(
         name=card.kind.name, major=9, minor=0, multi_processor_count=MULTIPROCESSORS, total_memory=card.total_bytes,
@@ -53,7 +53,7 @@ def stand_ins(card: Card) -> dict[str, Any]:
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: properties,
-        "mem_get_info": lambda *_: (card.total_bytes - card.taken_bytes, card.total_bytes),
+        "mem_get_info": lambda *_: (card.total_bytes - card.used_bytes, card.total_bytes),
         "memory_allocated": lambda *_: card.allocated_bytes,
         "max_memory_allocated": lambda *_: card.peak_bytes,
         "memory_reserved": lambda *_: card.reserved_bytes,
@@ -66,26 +66,26 @@ def stand_ins(card: Card) -> dict[str, Any]:
         "current_stream": lambda *_: card.stream,
         "default_stream": lambda *_: card.streams[0],
         "stream": on_stream,
-        "graph": captured_in,
+        "graph": capture_graph,
         "graph_pool_handle": card.make_pool,
         "is_current_stream_capturing": lambda: card.capture is not None,
     }
 
 
 @contextmanager
-def in_place_of_cuda(card: Card) -> Iterator[None]:
+def replace_torch_cuda(card: Card) -> Iterator[None]:
     """torch sees the card, and makes tensors of Python's numbers for it."""
     with ExitStack() as stack:
-        for name, stand_in in stand_ins(card).items():
+        for name, stand_in in cuda_replacements(card).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         for name in ("tensor", "as_tensor"):
-            stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(getattr(torch, name))))
+            stack.enter_context(mock.patch.object(torch, name, _from_python_numbers(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
-        stack.enter_context(mock.patch.object(torch.Tensor, "to", _with_index(torch.Tensor.to)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", _with_device_index(torch.Tensor.to)))
         yield
 
 
-def _made_of_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _from_python_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """torch makes these in main memory, page-locked where that is asked for, and copies them from there. It locks none that it
     makes of an array (`internal_new_from_data` in torch/csrc/utils/tensor_new.cpp)."""
 
@@ -95,13 +95,13 @@ def _made_of_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             raise RuntimeError("Can't pin tensor constructed from numpy")
         found = make(data, *args, **kwargs)
         if is_locked:
-            found = locked(found)
+            found = make_page_locked(found)
         return found if device is None else found.to(DEVICE if torch.device(device).type == "cuda" else device)
 
     return made
 
 
-def _with_index(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _with_device_index(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """torch asks its CUDA library which card `cuda` is: it is the first."""
 
     def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -23,26 +23,26 @@ class Graph:
         self.streams: list[Stream] = []
         self._pool: object = None
         self._captured = False
-        self._spoilt = ""
+        self._invalid_reason = ""
 
     def __del__(self) -> None:
         if self._captured:
-            self._spoil_other()
-            self._give_back()
+            self._invalidate_other_capture()
+            self._release_memory()
 
-    def _give_back(self) -> None:
+    def _release_memory(self) -> None:
         self.card.graph_bytes -= len(self.works) * LAUNCH_BYTES
 
-    def _spoil_other(self) -> None:
+    def _invalidate_other_capture(self) -> None:
         capture = self.card.capture
         if capture is not None and capture is not self:
-            capture.spoil("another graph was destroyed meanwhile")
+            capture.invalidate("another graph was destroyed meanwhile")
 
-    def spoil(self, why: str) -> None:
+    def invalidate(self, why: str) -> None:
         """Have the capture under way fail at its end."""
-        self._spoilt = self._spoilt or why
+        self._invalid_reason = self._invalid_reason or why
 
-    def takes(self, stream: Stream) -> bool:
+    def captures(self, stream: Stream) -> bool:
         """Whether work on this stream belongs to the capture."""
         return stream in self.streams
 
@@ -67,8 +67,8 @@ class Graph:
         if self.card.stream is not self.streams[0]:
             raise RuntimeError("the capture must end on the stream on which it began")
         self.card.capture = None
-        if self._spoilt:
-            raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {self._spoilt}")
+        if self._invalid_reason:
+            raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {self._invalid_reason}")
         self.card.recording.remove(self._pool)
         self.card.num_captures += 1
         self.card.graph_bytes += len(self.works) * LAUNCH_BYTES
@@ -83,9 +83,9 @@ class Graph:
             self.card.stream.add(work)
 
     def reset(self) -> None:
-        self._spoil_other()
+        self._invalidate_other_capture()
         if self._captured:
-            self._give_back()
+            self._release_memory()
         self.works, self._captured = [], False
 
     def pool(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 @contextmanager
-def captured_in(
+def capture_graph(
     graph: Graph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
     """`torch.cuda.graph`: waits for the device first."""

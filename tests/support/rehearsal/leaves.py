@@ -36,18 +36,18 @@ def _gather(value: Any, found: list[Any]) -> None:
         found.append(value)
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """The same with every value replaced that is not plain. Named tuples stay what they are, sizes become tuples."""
     kind = type(value)
     if kind in PLAIN:
         return value
     if kind is tuple:
-        return tuple([each if type(each) in PLAIN else mapped(function, each) for each in value])
+        return tuple([each if type(each) in PLAIN else map_leaves(function, each) for each in value])
     if kind is list or isinstance(value, list):
-        return [each if type(each) in PLAIN else mapped(function, each) for each in value]
+        return [each if type(each) in PLAIN else map_leaves(function, each) for each in value]
     if kind is dict or isinstance(value, dict):
-        return {name: mapped(function, each) for name, each in value.items()} if value else {}
+        return {name: map_leaves(function, each) for name, each in value.items()} if value else {}
     if isinstance(value, tuple):
-        found = [mapped(function, each) for each in value]
+        found = [map_leaves(function, each) for each in value]
         return kind(*found) if hasattr(value, "_fields") else tuple(found)
     return function(value)

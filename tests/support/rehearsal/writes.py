@@ -9,7 +9,7 @@ import torch
 aten = torch.ops.aten
 
 
-def computed(func: Any, args: Any, kwargs: Any) -> Any:
+def run_operation(func: Any, args: Any, kwargs: Any) -> Any:
     """Call `func`. Raises RuntimeError where it would write different values to one place."""
     if func is aten.index_copy_.default:
         _, dim, index, source = args

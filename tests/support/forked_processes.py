@@ -24,11 +24,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def begin(module: str, function: str, *arguments: Any, log: Path | None = None) -> BaseProcess:
+def start(module: str, function: str, *arguments: Any, log: Path | None = None) -> BaseProcess:
     """Begin `module.function(*arguments)` in a process whose status is what that returns, as of `sys.exit`; it says into `log`
     what it says. Sockets and ends of pipes may be among the arguments, nothing else that only one process has."""
     CONTEXT.set_forkserver_preload([module])
-    process = ForkServerProcess(target=_be, args=(module, function, arguments, str(log or os.devnull)), daemon=True)
+    process = ForkServerProcess(target=_run_function, args=(module, function, arguments, str(log or os.devnull)), daemon=True)
     process.start()
     return process
 
@@ -39,14 +39,14 @@ def send_signal(process: BaseProcess, number: Signals) -> None:
     os.kill(process.pid, number)
 
 
-def ended(process: BaseProcess, deadline_s: float) -> int:
+def wait_for_exit(process: BaseProcess, deadline_s: float) -> int:
     """Return the status of `process` when it has ended; fail when it has not in time."""
     process.join(deadline_s)
     assert process.exitcode is not None, f"it has not ended within {deadline_s} s"
     return process.exitcode
 
 
-def _be(module: str, function: str, arguments: tuple[Any, ...], log: str) -> None:
+def _run_function(module: str, function: str, arguments: tuple[Any, ...], log: str) -> None:
     gc.freeze()  # what was imported, which no collection has to look at
     for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
         del os.environ[name]
@@ -60,6 +60,6 @@ def _be(module: str, function: str, arguments: tuple[Any, ...], log: str) -> Non
 
 
 @atexit.register
-def _end() -> None:
+def _stop_server() -> None:
     """Wait for the server, so that what it took is counted as what its parent took."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from unittest import mock
 
 
 @contextmanager
-def no_more_threads() -> Iterator[None]:
+def forbid_new_threads() -> Iterator[None]:
     """Inside, no thread can be started; those that run go on."""
     with mock.patch.object(threading, "_start_new_thread", side_effect=RuntimeError("can't start new thread")):
         yield

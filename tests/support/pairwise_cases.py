@@ -14,21 +14,21 @@ import pytest
 Pair = tuple[tuple[int, str], ...]
 
 
-def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+def skipped_cases(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return what is not run: each `parametrize` is a parameter, however many names it has."""
     cases: dict[str, dict[pytest.Item, tuple[str, ...]]] = defaultdict(dict)
     for item in items:
         ids = tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
         if len(ids) > 2 and item.get_closest_marker("every_case") is None:
             cases[item.nodeid.partition("[")[0]][item] = ids
-    return [item for of_one_test in cases.values() for item in _others(of_one_test)]
+    return [item for test_cases in cases.values() for item in _redundant_cases(test_cases)]
 
 
-def _others(cases: dict[pytest.Item, tuple[str, ...]]) -> list[pytest.Item]:
+def _redundant_cases(cases: dict[pytest.Item, tuple[str, ...]]) -> list[pytest.Item]:
     """All but some that have each pair: next always one with the most new ones, the first of several."""
-    left: dict[pytest.Item, set[Pair]] = {item: set(combinations(enumerate(ids), 2)) for item, ids in cases.items()}
-    missing: set[Pair] = set().union(*left.values())
+    remaining: dict[pytest.Item, set[Pair]] = {item: set(combinations(enumerate(ids), 2)) for item, ids in cases.items()}
+    missing: set[Pair] = set().union(*remaining.values())
     while missing:
-        chosen = max(left, key=lambda item: len(left[item] & missing))
-        missing -= left.pop(chosen)
-    return list(left)
+        chosen = max(remaining, key=lambda item: len(remaining[item] & missing))
+        missing -= remaining.pop(chosen)
+    return list(remaining)

@@ -16,10 +16,10 @@ from tests.support.clock import FakeClock
 Made = TypeVar("Made")
 Make = Callable[[Database, Clock], Awaitable[Made]]
 Written = list[tuple[Insert, list[dict[str, Any]]]]
-_KEPT: dict[tuple[Make[Any], datetime], tuple[Any, Written]] = {}
+_TEMPLATES: dict[tuple[Make[Any], datetime], tuple[Any, Written]] = {}
 
 
-async def made_in(database: Database, clock: Clock, make: Make[Made]) -> Made:
+async def make_from_template(database: Database, clock: Clock, make: Make[Made]) -> Made:
     """Return what `make` does, and have its rows in `database`.
 
     What it returns must not change. Rows are kept and copied where nothing was done before in the database, and where the
@@ -27,16 +27,16 @@ async def made_in(database: Database, clock: Clock, make: Make[Made]) -> Made:
     """
     if not isinstance(clock, FakeClock) or await _has_rows(database):
         return await make(database, clock)
-    place = (make, clock.now())
-    if place in _KEPT:
-        made, written = _KEPT[place]
+    key = (make, clock.now())
+    if key in _TEMPLATES:
+        made, written = _TEMPLATES[key]
         await database.batch_write(_write, written)
         return made  # type: ignore[no-any-return]
     made = await make(database, clock)
     async with database.reading() as connection:
         found = [(table, (await connection.execute(select(table))).mappings().all()) for table in metadata.sorted_tables]
-    own = [(insert(table), [dict(row) for row in rows]) for table, rows in found if rows and table is not counters]
-    _KEPT[place] = made, own
+    inserts = [(insert(table), [dict(row) for row in rows]) for table, rows in found if rows and table is not counters]
+    _TEMPLATES[key] = made, inserts
     return made
 
 

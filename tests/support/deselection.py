@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 
-def leave_out(config: pytest.Config, items: list[pytest.Item], cases: Collection[pytest.Item]) -> None:
+def deselect(config: pytest.Config, items: list[pytest.Item], cases: Collection[pytest.Item]) -> None:
     """Take `cases` out of `items`; pytest tells their number."""
     if os.environ.get("GATEHOUSE_EVERY_CASE") == "1":
         return

@@ -8,23 +8,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class LoopTurns:
+class LoopIterations:
     """Of the event loop, so far."""
 
     count = 0
 
 
 @asynccontextmanager
-async def counted_turns() -> AsyncIterator[LoopTurns]:
+async def count_iterations() -> AsyncIterator[LoopIterations]:
     """Something that runs in every turn, until the end of the block."""
-    turns = LoopTurns()
+    iterations = LoopIterations()
 
     async def run() -> None:
-        for turns.count in itertools.count(1):
+        for iterations.count in itertools.count(1):
             await asyncio.sleep(0)
 
     other = asyncio.create_task(run())
     try:
-        yield turns
+        yield iterations
     finally:
         other.cancel()

@@ -11,7 +11,7 @@ from sqlalchemy.dialects import sqlite
 from appliance.base.db import Database
 
 
-async def plan_of(database: Database, query: Select[Any]) -> list[str]:
+async def query_plan(database: Database, query: Select[Any]) -> list[str]:
     """Return the lines of SQLite's plan for a query that read usage events.
 
     Parameters stay parameters, as they are sent: of an index on some rows alone the planner knows only what is written out.

@@ -16,7 +16,7 @@ DATABASES = ("sqlite", "postgresql")
 FIXTURES = ("database_url", "empty_database_url")
 
 
-def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+def skipped_cases(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return what is not run: of each case that could be on either database the one whose turn it is not."""
     tests: dict[str, dict[tuple[str, ...], dict[str, pytest.Item]]] = defaultdict(lambda: defaultdict(dict))
     for item in items:
@@ -24,31 +24,36 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
         if database is not None and item.get_closest_marker("on_each_database") is None:
             test, ids = item.nodeid.partition("[")[0], item.callspec._idlist  # type: ignore[attr-defined]
             tests[test][tuple(name for name in ids if name != database)][database] = item
-    found = []
-    alone: dict[str, int] = defaultdict(int)  # tests without cases, by file
+    skipped = []
+    num_single_cases: dict[str, int] = defaultdict(int)  # tests without cases, by file
     for test, cases in tests.items():
-        either = {ids: case for ids, case in cases.items() if len(case) == len(DATABASES)}
-        if len(either) == 1 and next(iter(either.values()))[DATABASES[0]].get_closest_marker("on_either_database"):
+        cases_on_both = {ids: case for ids, case in cases.items() if len(case) == len(DATABASES)}
+        if len(cases_on_both) == 1 and next(iter(cases_on_both.values()))[DATABASES[0]].get_closest_marker(
+            "on_either_database"
+        ):
             file = test.partition("::")[0]
-            found.append(next(iter(either.values()))[DATABASES[alone[file] % len(DATABASES)]])
-            alone[file] += 1
-        elif len(either) > 1:
-            found += [case[DATABASES[1 - turn]] for turn, case in zip(_turns(either), either.values(), strict=True)]
-    return found
+            skipped.append(next(iter(cases_on_both.values()))[DATABASES[num_single_cases[file] % len(DATABASES)]])
+            num_single_cases[file] += 1
+        elif len(cases_on_both) > 1:
+            skipped += [
+                case[DATABASES[1 - database_index]]
+                for database_index, case in zip(_assign_databases(cases_on_both), cases_on_both.values(), strict=True)
+            ]
+    return skipped
 
 
-def _turns(cases: Iterable[tuple[str, ...]]) -> list[int]:
+def _assign_databases(cases: Iterable[tuple[str, ...]]) -> list[int]:
     """Whose turn each case is: as the squares of a chessboard, so that each value of several parameters meets both."""
-    places: dict[tuple[int, str], int] = {}
+    value_index: dict[tuple[int, str], int] = {}
     counts: dict[int, int] = defaultdict(int)
-    turns = []
+    assignments = []
     for ids in cases:
         for value in enumerate(ids):
-            if value not in places:
-                places[value] = counts[value[0]]
+            if value not in value_index:
+                value_index[value] = counts[value[0]]
                 counts[value[0]] += 1
-        turns.append(sum(places[value] for value in enumerate(ids)) % len(DATABASES))
-    return turns
+        assignments.append(sum(value_index[value] for value in enumerate(ids)) % len(DATABASES))
+    return assignments
 
 
 def _database(item: pytest.Item) -> str | None:

@@ -14,7 +14,7 @@ from appliance.console.context import Console
 from appliance.serving.services import Services
 
 
-class Standing:
+class ReusedApp:
     """An application and what stands for services in it: those of one box after another, all with the same settings."""
 
     def __init__(self, services: Services, create: Callable[[Services], Litestar]) -> None:

@@ -24,7 +24,7 @@ from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
 
 SAFE = ("GET", "HEAD", "OPTIONS")
-NOBODY = "nothing"
+NO_SUCH_ID = "nothing"
 Values = dict[str, Any]
 
 
@@ -49,7 +49,7 @@ class Route:
 
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the path with `values` in it; one that is not given is nothing that exists."""
-        return re.sub(r"/?{(\w+):(\w+)}", lambda found: "/" + values.get(found[1], NOBODY), self.path)
+        return re.sub(r"/?{(\w+):(\w+)}", lambda found: "/" + values.get(found[1], NO_SUCH_ID), self.path)
 
 
 def routes_of(app: Litestar) -> list[Route]:
@@ -69,7 +69,7 @@ def _routes(app: Litestar) -> Iterator[Route]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenancy:
+class PopulatedTenant:
     """A tenant with everything that the database can hold of it. `marks` are what nobody else may read."""
 
     person: Person
@@ -113,7 +113,7 @@ class Tenancy:
         return {name: str(10**9) if value.isdigit() else value[:4] + "x" * (len(value) - 4) for name, value in self.ids.items()}
 
 
-async def make_tenancy(services: Services, name: str) -> Tenancy:
+async def make_populated_tenant(services: Services, name: str) -> PopulatedTenant:
     """Return a new tenant `name` with a key, a served request on its bill, and a member of each role."""
     services.members._hasher = quick_hasher()
     tenant = await services.tenants.create(
@@ -134,11 +134,11 @@ async def make_tenancy(services: Services, name: str) -> Tenancy:
         people[role] = member
     _, session = await services.sessions.open(people["viewer"].id, f"{name}'s browser", "192.0.2.8")
     event = await services.reports.event(entry.request_id, access=WHOLE_BOX)
-    others = {"session_id": session.id, "event_id": str(event.id), **await _papers(services, tenant.id, name)}
-    return Tenancy(person=person, people=people, request_id=entry.request_id, others=others)
+    others = {"session_id": session.id, "event_id": str(event.id), **await _make_billing_rows(services, tenant.id, name)}
+    return PopulatedTenant(person=person, people=people, request_id=entry.request_id, others=others)
 
 
-async def _papers(services: Services, tenant_id: str, name: str) -> dict[str, str]:
+async def _make_billing_rows(services: Services, tenant_id: str, name: str) -> dict[str, str]:
     """Make a closed invoice with a line, an allowance, a webhook and something sent to it, and return their ids."""
     now = services.clock.now()
     ids = {f"{what}_id": new_id(what[:3]) for what in ("invoice", "allowance", "webhook", "delivery")}
@@ -156,9 +156,9 @@ async def _papers(services: Services, tenant_id: str, name: str) -> dict[str, st
     allowance = of_tenant | {"id": ids["allowance_id"], "first_month": "2026-01", "monthly_micros": 1}
     webhook = of_tenant | {"id": ids["webhook_id"], "kind": "webhook", "target": f"https://{name}.example/hook"}
     webhook |= {"secret": None, "events": ["invoice.closed"]}
-    told = {"tenant_id": tenant_id, "tenant_name": name, "number": f"{name}-1", "month": "2026-01"}
+    payload = {"tenant_id": tenant_id, "tenant_name": name, "number": f"{name}-1", "month": "2026-01"}
     delivery: Values = {"id": ids["delivery_id"], "webhook_id": ids["webhook_id"], "dedupe_key": f"{name} once"}
-    delivery |= {"event": "invoice.closed", "payload": {"data": told}, "attempts": 1, "delivered_at": now, "created_at": now}
+    delivery |= {"event": "invoice.closed", "payload": {"data": payload}, "attempts": 1, "delivered_at": now, "created_at": now}
     rows: tuple[tuple[Table, Values], ...]
     rows = ((invoices, invoice), (invoice_lines, line), (free_allowances, allowance), (webhooks, webhook), (outbox, delivery))
     async with services.db.writing() as connection:
@@ -167,14 +167,14 @@ async def _papers(services: Services, tenant_id: str, name: str) -> dict[str, st
     return ids
 
 
-async def signed_in(services: Services, member: Member) -> dict[str, str]:
+async def session_headers(services: Services, member: Member) -> dict[str, str]:
     """Return the headers of a browser in which `member` is signed in, good for the interface and for the console."""
     token, session = await services.sessions.open(member.id, "a browser", "192.0.2.7")
     cookie = f"{PLAIN_COOKIE}={token}"
     return {"authorization": "", "cookie": cookie, CSRF_HEADER: session.csrf_token, "sec-fetch-site": "same-origin"}
 
 
-async def contents(services: Services) -> dict[str, list[str]]:
+async def dump_tables(services: Services) -> dict[str, list[str]]:
     """Return every row of every table."""
     async with services.db.reading() as connection:
         tables = metadata.sorted_tables

@@ -9,10 +9,10 @@ from engine.scheduling.drafting import Draft
 from engine.scheduling.request import Request
 from tests.support.tiny_models import VOCAB_SIZE
 
-UNLIKELY = VOCAB_SIZE - 1
+WRONG_TOKEN = VOCAB_SIZE - 1
 
 
-class Foresight:
+class ScriptedDrafter:
     """Guesses what every request is going to say, but for the last of `depth` tokens."""
 
     def __init__(self, answer: Sequence[int], depth: int) -> None:
@@ -23,8 +23,8 @@ class Foresight:
         return True
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
-        said = request.num_output_tokens
-        guesses = [*self._answer[said : said + self._depth - 1], UNLIKELY][:limit]
+        num_generated = request.num_output_tokens
+        guesses = [*self._answer[num_generated : num_generated + self._depth - 1], WRONG_TOKEN][:limit]
         return Draft(len(guesses), guesses)
 
     def read(self, num_running: int) -> None:
@@ -34,8 +34,8 @@ class Foresight:
         """It will not learn."""
 
 
-def foresee(engine: Engine, answer: Sequence[int], depth: int) -> None:
-    """Have the engine guess by `Foresight`."""
+def use_scripted_drafter(engine: Engine, answer: Sequence[int], depth: int) -> None:
+    """Have the engine guess by `ScriptedDrafter`."""
     drafting = engine._scheduler._drafting
     assert drafting is not None
-    drafting._drafter = Foresight(answer, depth)
+    drafting._drafter = ScriptedDrafter(answer, depth)

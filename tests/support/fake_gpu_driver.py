@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.backends.compiler import GPUTarget
 
 
-class AbsentCard:
+class FakeGpuDriver:
     """An H200, unless another capability is said, that is asked what it is, and nothing else."""
 
     capability = 90

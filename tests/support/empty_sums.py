@@ -10,7 +10,7 @@ from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 
 
-class NothingYet:
+class EmptySums:
     """A ledger without events."""
 
     async def read(

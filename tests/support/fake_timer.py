@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from tests.support.clock import FakeClock
 
-TURNS = 10  # of the event loop, so that whoever was woken goes on
+LOOP_ITERATIONS = 10  # of the event loop, so that whoever was woken goes on
 
 
-class PlannedCall:
+class ScheduledCall:
     """A call that is planned."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -23,17 +23,17 @@ class PlannedCall:
         self.call = None
 
 
-class Alarms:
+class FakeTimer:
     """Stands in for the event loop's timer."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
         self._count = itertools.count()
-        self._planned: list[tuple[int, int, PlannedCall]] = []
+        self._planned: list[tuple[int, int, ScheduledCall]] = []
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> PlannedCall:
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> ScheduledCall:
         """Plan `call`."""
-        planned = PlannedCall(call)
+        planned = ScheduledCall(call)
         due_us = round((self._clock.monotonic_s() + delay_s) * 1e6)
         heapq.heappush(self._planned, (due_us, next(self._count), planned))
         return planned
@@ -53,5 +53,5 @@ class Alarms:
 
     async def settle(self) -> None:
         """Let whoever was woken go on."""
-        for _ in range(TURNS):
+        for _ in range(LOOP_ITERATIONS):
             await asyncio.sleep(0)
