@@ -26,7 +26,7 @@ TOTAL_S = 470.0
 @dataclass(frozen=True, slots=True)
 class Part:
     """`target` is the part of the targets whose rows it gives. A run executes each part of a `family` in its own process,
-    one after another, or concurrently where they are `concurrent` each other; a rehearsal executes a family in one process, and
+    one after another, or at the same time if they are `concurrent`; a rehearsal executes a family in one process, and
     the families after the checks in one process as well. `needs` names parts that are included with it: without its warm-up
     it would compile while it measures. A part that is `on_request` runs only when it is named."""
 

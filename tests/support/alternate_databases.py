@@ -1,8 +1,8 @@
-"""Cases of one test take turns on the two databases: which database there is and what a case asks are independent.
+"""Alternates the cases of a test between SQLite and PostgreSQL, as the database and the other parameters are independent.
 
-A test without other parameters meets both databases. So does each case of one that is marked `on_each_database`, because its
-cases themselves are of the databases, as triggers are. In a file that is marked `on_either_database`, because it asks the
-database nothing that others do not test on both, tests take turns, too. Where there is no PostgreSQL, SQLite has all.
+A test without other parameters runs on both databases. So does each case of a test marked `on_each_database`, whose cases are
+about the databases themselves, for example triggers. In a file marked `on_either_database`, whose queries are all tested on
+both elsewhere, the tests alternate too. Without PostgreSQL, everything runs on SQLite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FIXTURES = ("database_url", "empty_database_url")
 
 
 def skipped_cases(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return what is not run: of each case that could be on either database the one whose turn it is not."""
+    """Return the items to skip: for each case that exists on both databases, the one on the database not assigned to it."""
     tests: dict[str, dict[tuple[str, ...], dict[str, pytest.Item]]] = defaultdict(lambda: defaultdict(dict))
     for item in items:
         database = _database(item)
@@ -43,7 +43,7 @@ def skipped_cases(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _assign_databases(cases: Iterable[tuple[str, ...]]) -> list[int]:
-    """Whose turn each case is: as the squares of a chessboard, so that each value of several parameters meets both."""
+    """Assign databases in a chessboard pattern, so that each value of each parameter meets both. → an index per case"""
     value_index: dict[tuple[int, str], int] = {}
     counts: dict[int, int] = defaultdict(int)
     assignments = []
@@ -57,6 +57,6 @@ def _assign_databases(cases: Iterable[tuple[str, ...]]) -> list[int]:
 
 
 def _database(item: pytest.Item) -> str | None:
-    """The database of a test that has one by a fixture's own parameter or another's."""
+    """The database of an item, from the parameter of a database fixture; None if it has none."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return next((params[name] for name in FIXTURES if params.get(name) in DATABASES), None)

@@ -1,6 +1,6 @@
-"""Commands that are typed one after another in one process: what a user's process makes once, for its only command, is kept.
+"""Lets several commands run in one process without rebuilding what a command-line process builds once.
 
-To inspect the parameters of all commands and to register the routes of an application takes longer than most commands do.
+Inspecting the parameters of all commands and registering an application's routes takes longer than most commands.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.support.reused_app import ReusedApp
 
 @contextmanager
 def cache_between_commands() -> Iterator[None]:
-    """The tree of commands, the application, which serves the appliance of one command after another, and what there is to say
-    of the demo model, which nobody changes."""
+    """Cache the command tree, the application (which then serves the appliance of each command), and the check of the demo
+    model, which never changes."""
     with (
         mock.patch.object(main, "build", cache(main.build)),
         mock.patch.object(typer.main, "get_command", cache(typer.main.get_command)),

@@ -1,6 +1,6 @@
-"""Histories of an engine: requests of every kind, when they come and when they are aborted, and what became of them.
+"""Histories of an engine: requests of every kind with their arrivals and aborts, and their results.
 
-`run_alone` is what the plain runner on the CPU says of a request with nobody beside it: what every other runner must say.
+`run_alone` returns the plain CPU runner's result for a request by itself, which every other runner must equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.tiny_models import EOS, VOCAB_SIZE
 
 MAX_LEN = 64
 
-# What a request may ask for. Prompts with scores are computed in the plain way.
+# Sampling options of requests. Prompts with log-probabilities are computed by the plain runner.
 SAMPLING_OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
@@ -55,7 +55,7 @@ LETTERS = Vocabulary((b"",) * 3 + tuple(bytes([byte]) for byte in range(3, VOCAB
 
 
 class LetterGrammars:
-    """Compiles at once, for tokens of one letter."""
+    """Compiles grammars synchronously, for single-letter tokens."""
 
     def __init__(self) -> None:
         self._trie = token_trie(LETTERS)
@@ -66,7 +66,7 @@ class LetterGrammars:
         return done
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """There is nothing to close."""
 
 
 GRAMMARS = LetterGrammars()
@@ -80,7 +80,7 @@ def with_grammars(engine: Engine) -> Engine:
 
 
 class PlannedRequest(NamedTuple):
-    """One request, when it comes, and after how many steps it is aborted, if it is."""
+    """A request, the step at which it arrives, and the number of steps after which it is aborted, if any."""
 
     prompt: tuple[int, ...]
     sampling: str
@@ -121,11 +121,11 @@ repetitive_requests = st.builds(
     arrives=st.integers(0, 12),
     aborted_after=st.none() | st.none() | st.integers(0, 12),
 )
-"""Prompts that say the same again and again, as do the answers of small models."""
+"""Prompts that repeat themselves, as do the outputs of small models."""
 
 
 class EngineLimits(NamedTuple):
-    """What an engine has for its requests: where it is little they wait, come in chunks, are preempted and swapped."""
+    """Resources of an engine: if scarce, requests wait, are chunked, preempted and swapped."""
 
     budget: int
     block_size: int
@@ -160,14 +160,14 @@ engine_limits = st.builds(
 
 @cache
 def run_alone(folder: Path, family: str, prompt: tuple[int, ...], sampling: str, max_tokens: int, seed: int) -> dict[int, Any]:
-    """Tokens and end of each answer from the plain runner, with nobody beside it."""
+    """Results of each answer from the plain runner, as the only request."""
     engine = with_grammars(small_engine(folder / family, max_model_len=MAX_LEN))
     request = PlannedRequest(prompt, sampling, max_tokens, seed, 0, None)
     return answers_by_index(request.submit(engine, "a") + run_to_end(engine, [])["a"])
 
 
 def answers_by_index(events: list[TokenEvent]) -> dict[int, Any]:
-    """By index: tokens, their scores and those of the prompt, reason of the end, and the counts of the last event."""
+    """By index: tokens, log-probabilities of output and prompt, finish reason, and the counts of the last event."""
     results: dict[int, Any] = {}
     for event in events:
         tokens, (own, prompt), *_ = results.get(event.index, ([], ([], [])))
@@ -178,7 +178,7 @@ def answers_by_index(events: list[TokenEvent]) -> dict[int, Any]:
 
 
 def assert_same_scores(results: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
-    """Beside others the logits of a request may differ in the last bits."""
+    """Compare log-probabilities; in a batch, a request's logits may differ in the last bits."""
     assert len(results) == len(expected)
     for one, other in zip(results, expected, strict=True):
         assert (one.rank, one.top_token_ids) == (other.rank, other.top_token_ids)
@@ -187,7 +187,7 @@ def assert_same_scores(results: list[TokenLogprob], expected: list[TokenLogprob]
 
 
 def run_history(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | None) -> list[dict[int, Any]]:
-    """What became of the requests, as the gateway hears it."""
+    """Run the requests; return their results as the gateway reconstructs them."""
     events: dict[str, list[TokenEvent]] = {str(index): [] for index in range(len(requests))}
     step = 0
     while engine.has_requests or step <= max(each.arrives for each in requests):
@@ -216,7 +216,7 @@ def run_history(engine: Engine, requests: list[PlannedRequest], *, preempt_at: i
 
 
 def assert_as_alone(folder: Path, family: str, requests: Sequence[PlannedRequest], found_of: Sequence[dict[int, Any]]) -> None:
-    """What became of each request is what becomes of it alone; an aborted one had begun so."""
+    """Assert that each request has the result that it has alone; of an aborted one, the beginning of it."""
     for results, each in zip(found_of, requests, strict=True):
         expected = run_alone(folder, family, *each[:4])
         for index, (tokens, scored, reason, counts) in results.items():

@@ -1,4 +1,4 @@
-"""What a product of one row is tested with, whatever its weights: added to the stream, and behind that through its norm."""
+"""The test of one-row products for any kind of weight: a product added to the residual stream, then a product of its norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPS = 1e-6
 def check_row(
     before: Weight, behind: Weight, sizes: tuple[int, int, int], gate: Gate | None, dtype: torch.dtype, *, has_bias: bool
 ) -> None:
-    """sizes: width of the stream, columns of `before`, outputs of `behind`, half its rows where it is gated."""
+    """sizes: width of the residual stream, columns of `before`, outputs of `behind` (half its rows if it is gated)."""
     width, columns, inner = sizes
     x = padded_rows(normal(1, columns, dtype=dtype, device=CPU) + 0.5, columns + 16)
     made_of = partial(normal, dtype=dtype, device=CPU)

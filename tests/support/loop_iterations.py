@@ -1,4 +1,4 @@
-"""Counts turns of the event loop: others run meanwhile."""
+"""Counts iterations of the event loop, to show that other tasks could run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 
 
 class LoopIterations:
-    """Of the event loop, so far."""
+    """The number of iterations of the event loop so far."""
 
     count = 0
 
 
 @asynccontextmanager
 async def count_iterations() -> AsyncIterator[LoopIterations]:
-    """Something that runs in every turn, until the end of the block."""
+    """Count the event loop's iterations until the end of the block."""
     iterations = LoopIterations()
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""An OpenID Connect provider with real keys that plays fair, until a test tells it how to cheat."""
+"""A fake OpenID Connect provider with real keys; a test can make it misbehave."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Cheat = Literal["unsigned", "shared_secret", "foreign_key"]
 
 @lru_cache
 def rsa_key(name: str) -> RSAKey:
-    """A key of 2048 bits; the same one for the same name, because making one takes a while."""
+    """A 2048-bit key, cached by name because generating one is slow."""
     return RSAKey.generate_key(2048, {"kid": name, "use": "sig"})
 
 
 def ec_key(name: str) -> ECKey:
-    """A key of the curve P-256."""
+    """A P-256 key."""
     return ECKey.generate_key("P-256", {"kid": name, "use": "sig"})
 
 
 class FakeProvider:
-    """Serves its description, keys, sign-in page, tokens and user info. Whoever comes is `person`.
+    """Serves discovery document, keys, authorization, tokens and user info. Every sign-in is `person`'s.
 
-    `claims` replaces claims of the ID token, None takes one away; `tokens` does so with the answer to a code. `cheat` signs
-    wrongly. `down` is the status of every answer, 0 no answer; whatever the status, there is no JSON with 200.
+    `claims` replaces claims of the ID token, None removes one; `tokens` does the same with the token response. `cheat` signs
+    wrongly. `down` is the status of every response, 0 for a failed connection; 200 responds with HTML instead of JSON.
     """
 
     def __init__(self, clock: Clock, *, issuer: str = ISSUER, external_url: str = "http://gatehouse.test") -> None:
@@ -64,7 +64,7 @@ class FakeProvider:
         self._codes: dict[str, Mapping[str, str]] = {}
 
     def client(self, *, secret: str | None = CLIENT_SECRET, name: str | None = None) -> OidcProvider:
-        """The appliance's side of this provider."""
+        """The appliance's client of this provider."""
         client = Client(issuer=self.issuer, client_id=CLIENT_ID, secret=secret, external_url=self.external_url, name=name)
         return OidcProvider(client, self.clock, transport=httpx.MockTransport(self.handle))
 
@@ -74,7 +74,7 @@ class FakeProvider:
         self._published_keys = [*self._published_keys, key] if keep_old else [key]
 
     def sign_in(self, address: str) -> str:
-        """Return where the provider sends a browser that came to `address` and has signed in."""
+        """Return the address to which the provider redirects a browser that signs in at `address`."""
         answer = self.handle(httpx.Request("GET", address))
         assert answer.status_code == 302, answer.text
         return answer.headers["location"]
@@ -113,7 +113,7 @@ class FakeProvider:
         return httpx.Response(200, json={**described, **self.metadata})
 
     def _keys(self, _request: httpx.Request) -> httpx.Response:
-        symmetric_key = {"kty": "oct", "kid": "first", "k": "c2VjcmV0"}  # a shared key that nobody should believe
+        symmetric_key = {"kty": "oct", "kid": "first", "k": "c2VjcmV0"}  # a symmetric key that no client may trust
         keys = [symmetric_key, *self.broken_keys, *(key.as_dict(private=False) for key in self._published_keys)]
         return httpx.Response(200, json={"keys": keys})
 
@@ -132,7 +132,7 @@ class FakeProvider:
     def _token(self, request: httpx.Request) -> httpx.Response:
         form = {name: values[0] for name, values in parse_qs(request.content.decode(), keep_blank_values=True).items()}
         assert form["grant_type"] == "authorization_code"
-        authorization = self._codes.pop(form.get("code", ""), None)  # a code is good once
+        authorization = self._codes.pop(form.get("code", ""), None)  # a code is valid once
         challenge = (
             base64.urlsafe_b64encode(hashlib.sha256(form.get("code_verifier", "").encode()).digest()).rstrip(b"=").decode()
         )
@@ -162,14 +162,14 @@ class FakeProvider:
         return httpx.Response(200, json={**self.person, **self.user_info})
 
     def id_token(self, nonce: str) -> str:
-        """Return a token about `person` for the sign-in of `nonce`, with whatever is wrong about it."""
+        """Return an ID token for `person` and `nonce`, with the configured faults."""
         now = int(self.clock.now().timestamp())
         person = self.person if self.email_in_token else {"sub": self.person["sub"]}
         claims = {"iss": self.issuer, "aud": CLIENT_ID, "iat": now, "exp": now + TOKEN_LIFE_S, "nonce": nonce, **person}
         claims = {name: value for name, value in {**claims, **self.claims}.items() if value is not None}
         if self.cheat == "unsigned":
             return f"{_encode_json({'alg': 'none'})}.{_encode_json(claims)}."
-        if self.cheat == "shared_secret":  # signed with what everybody knows, as if it were a secret
+        if self.cheat == "shared_secret":  # signed with the public key as if it were a shared secret
             head = f"{_encode_json({'alg': 'HS256', 'kid': self._signing_key.kid})}.{_encode_json(claims)}"
             secret = self._signing_key.as_pem(private=False)
             return f"{head}.{_base64url(hmac.new(secret, head.encode(), hashlib.sha256).digest())}"
@@ -180,7 +180,7 @@ class FakeProvider:
 
 
 def host_of(address: str) -> str:
-    """Return the host that `address` leads to."""
+    """Return the host of `address`."""
     return urlsplit(address).netloc
 
 

@@ -1,7 +1,8 @@
-"""A plugin of pytest (`-p tests.support.one_case_per_test`): of the cases of each test one, of every test in a file the next one.
+"""A pytest plugin (`-p tests.support.one_case_per_test`) that runs one case of each parametrised test, the next test of a file
+the next case.
 
-For kernels under another Triton: what a kernel makes of which case is found out under this environment's own, and what the
-oldest Triton makes of each form of a kernel is executed as machine-level code (tests/ptx).
+For kernels under another Triton: all cases run under this environment's own version, and what the oldest Triton compiles from
+each form of a kernel is executed as PTX (tests/ptx).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.support.deselection import deselect
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the other cases, but for tests that are marked `every_case`."""
+    """Deselect the other cases, except of tests marked `every_case`."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)

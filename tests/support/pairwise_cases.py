@@ -1,7 +1,6 @@
-"""Cases of a test with three independent parameters or more: few that have each pair of their values, not each combination.
+"""Reduces the cases of a test with three or more parameters to a few that cover each pair of values, not each combination.
 
-What goes wrong between two options is found so, and in a few of the cases; a test whose subject is more than that is marked
-`every_case`.
+This finds faults in the interaction of two options with few cases; a test that needs more is marked `every_case`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ Pair = tuple[tuple[int, str], ...]
 
 
 def skipped_cases(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return what is not run: each `parametrize` is a parameter, however many names it has."""
+    """Return the items to skip. Each `parametrize` counts as one parameter, however many names it has."""
     cases: dict[str, dict[pytest.Item, tuple[str, ...]]] = defaultdict(dict)
     for item in items:
         ids = tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
@@ -25,7 +24,7 @@ def skipped_cases(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _redundant_cases(cases: dict[pytest.Item, tuple[str, ...]]) -> list[pytest.Item]:
-    """All but some that have each pair: next always one with the most new ones, the first of several."""
+    """All but a greedy cover of the pairs: each choice is the first case with the most uncovered pairs."""
     remaining: dict[pytest.Item, set[Pair]] = {item: set(combinations(enumerate(ids), 2)) for item, ids in cases.items()}
     missing: set[Pair] = set().union(*remaining.values())
     while missing:

@@ -1,6 +1,6 @@
-"""What Triton's interpreter decides at every operation anew, decided once: which type two operands are computed in, in which
-shape, what a number beside a block becomes. Results are the same objects or the same bits. So in 3.6.0 and 3.9.0, where it
-takes more of a test's time than numpy's work.
+"""Caches decisions that Triton's interpreter repeats for every operation: the computation type and shape of two operands, and
+the conversion of a scalar operand. Results are the same objects or the same bits. For 3.6.0 and 3.9.0, where these decisions
+take more of a test's time than numpy.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from tests.support.quick_operators import FastOperators
 
 CONSTANTS_MAX = 1024
-"""So many numbers are kept as blocks, of 64 KiB at most as a rule; behind them it begins anew."""
+"""Number of scalars cached as blocks, usually of at most 64 KiB; the cache is cleared when it is full."""
 NUMBERS = (bool, int, float)
 
 
 def cache_type_decisions() -> None:
-    """For the rest of the process. Where the language has been replaced already, its functions stay as they are."""
+    """Install the caches for the rest of the process. Functions of an already patched language stay as they are."""
     core = importlib.import_module("triton.language.core")
     interpreter = importlib.import_module("triton.runtime.interpreter")
     semantic = importlib.import_module("triton.language.semantic").TritonSemantic
@@ -38,12 +38,12 @@ def cache_type_decisions() -> None:
 
 
 def compare_identity_first(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """As `equal`; a type is itself."""
+    """`equal`, preceded by a comparison of identity."""
     return lambda one, other: one is other or equal(one, other)
 
 
 def unwrap_plain_values_first(core: Any) -> Callable[[Any], Any]:
-    """As `core._unwrap_if_constexpr`, which looks at what is no constant of Triton's for tuples, lists and constants."""
+    """`core._unwrap_if_constexpr` with a fast path: it checks every value for tuples, lists and constants."""
     unwrap, constant = core._unwrap_if_constexpr, core.constexpr
     plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
 
@@ -57,7 +57,7 @@ def unwrap_plain_values_first(core: Any) -> Callable[[Any], Any]:
 
 
 def cache_computation_types(decide: Callable[..., Any], plain: Any) -> Callable[..., Any]:
-    """As `decide`, the type that operands of two types are computed in. What is refused is refused each time."""
+    """Cache `decide`, which returns the computation type of two operand types. Errors are raised again each time."""
     found: dict[tuple[Any, ...], Any] = {}
 
     def decided(self: Any, one: Any, one_is_number: bool, other: Any, other_is_number: bool, div_or_mod: bool) -> Any:
@@ -72,19 +72,19 @@ def cache_computation_types(decide: Callable[..., Any], plain: Any) -> Callable[
 
 
 def have_same_shape(one: Any, other: Any) -> bool:
-    """Whether two types are both no blocks, or blocks whose shape is one object, as equal shapes are (`quick_interpreter`)."""
+    """Whether two types are both scalar, or blocks with one shape object (equal shapes are one object: `quick_interpreter`)."""
     if one.is_block():
         return other.is_block() and one.shape is other.shape
     return not other.is_block()
 
 
 def skip_broadcast_of_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """As `broadcast`; two of one shape stay as they are."""
+    """`broadcast`, except for operands of equal shapes, which are returned as they are."""
     return lambda self, lhs, rhs: (lhs, rhs) if have_same_shape(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
 
 
 def skip_cast_to_same_type(cast: Callable[..., Any], plain: Any, quick: FastOperators) -> Callable[..., Any]:
-    """As `cast`; what is of the type already stays as it is."""
+    """`cast`, except for values that have the type already, which are returned as they are."""
 
     @wraps(cast)
     def casted(self: Any, value: Any, wanted: Any, fp_downcast_rounding: Any = None) -> Any:
@@ -101,9 +101,9 @@ def skip_cast_to_same_type(cast: Callable[..., Any], plain: Any, quick: FastOper
 
 
 def make_broadcast_types(core: Any) -> Callable[[Any, Any], Any]:
-    """Two tensors for an operation that goes over both at once: their types are of the shape that comes of it, their numbers
-    stay as they are, for numpy broadcasts them itself. None where the shapes do not go together."""
-    shapes: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # by identity; those that were asked for live as long
+    """Return a function that gives two tensors the type of their common shape and leaves the broadcast of their data to numpy;
+    it returns None for incompatible shapes."""
+    shapes: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # by id; the shapes are kept alive
     types: dict[tuple[str, tuple[int, ...]], Any] = {}
     tensor, block, plain = core.tensor, core.block_type, core.dtype
 
@@ -145,9 +145,8 @@ def make_broadcast_types(core: Any) -> Callable[[Any, Any], Any]:
 
 
 def cache_operand_checks(check: Callable[..., Any], core: Any) -> Callable[..., Any]:
-    """As `check`, which makes two operands of one type and one shape. Two that are so already are looked at once for each type;
-    numbers of others are left to numpy to broadcast; what became of a number beside a tensor that stayed as it was is kept,
-    read-only."""
+    """Cache `check`, which converts two operands to one type and shape. Operands that need no conversion are checked once per
+    type; broadcasting is left to numpy; a scalar converted for a tensor that stayed as it was is cached, read-only."""
     tensor, plain, pointer = core.tensor, core.dtype, core.pointer_type
     together = make_broadcast_types(core)
     stay: dict[tuple[Any, ...], bool] = {}
@@ -192,7 +191,7 @@ def cache_operand_checks(check: Callable[..., Any], core: Any) -> Callable[..., 
         elif (left is tensor and right in NUMBERS) or (right is tensor and left in NUMBERS):
             is_left = right is tensor
             number, operand = (lhs, rhs) if is_left else (rhs, lhs)
-            if number == number and (number or type(number) is not float):  # no NaN, and no zero that has a sign
+            if number == number and (number or type(number) is not float):  # neither NaN nor a signed zero
                 key = (type(number), number, is_left, operand.type.name, *flags)
                 constant = constants.get(key)
                 if constant is None:
@@ -210,7 +209,7 @@ def cache_operand_checks(check: Callable[..., Any], core: Any) -> Callable[..., 
 
 
 def cache_width_checks(check: Callable[[Any], None], core: Any) -> Callable[[Any], None]:
-    """As `check`, which refuses numbers wider than their type; how wide a type may be is kept by its name."""
+    """Cache `check`, which rejects data wider than its type: the largest accepted width of each type, by name."""
     widest: dict[str, int] = {}
 
     def checked(self: Any) -> None:
@@ -225,8 +224,8 @@ def cache_width_checks(check: Callable[[Any], None], core: Any) -> Callable[[Any
 
 
 def patch_without_signature_check(core: Any, semantic: Any, quick: FastOperators) -> Callable[..., None]:
-    """As the interpreter's `_patch_attr`, which lets a function of the language know that it is interpreted: called at once,
-    without a dictionary and a check for that. `quick` has methods of a tensor that need fewer calls."""
+    """The interpreter's `_patch_attr`, which passes the semantic to functions of the language, without building a dictionary
+    and inspecting the function at every call. `quick` provides faster methods of tensors."""
     checking = core.builtin(lambda: None).__code__
 
     def patch(owner: object, name: str, member: Any, builder: Any, scope: Any) -> None:

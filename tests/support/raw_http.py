@@ -1,5 +1,5 @@
-"""HTTP/1.1 with as little work as possible: for load on the gateway from a process that shares its cores. Sends JSON, reads
-answers with a length and event streams in chunks; whatever else a server might do is an error."""
+"""A minimal HTTP/1.1 client that generates load from a process sharing the gateway's cores. Sends JSON, and reads responses
+with a content length and chunked event streams; anything else from a server is an error."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 
 class ConnectionLost(Exception):
-    """The server has gone."""
+    """The server closed the connection."""
 
 
 @dataclass(slots=True)
 class ResponseHead:
-    """Status and headers of an answer; header names are in lower case."""
+    """Status and headers of a response; header names are in lower case."""
 
     status: int
     headers: dict[str, str]
 
 
 class RawHttpClient:
-    """One connection to 127.0.0.1, used for one request after another. Raises Cut when the server goes."""
+    """One connection to 127.0.0.1, used for one request after another. Raises ConnectionLost if the server closes it."""
 
     def __init__(self, port: int, authorization: str) -> None:
         self._port = port
@@ -32,7 +32,7 @@ class RawHttpClient:
         self._writer: asyncio.StreamWriter | None = None
 
     async def send(self, method: str, path: str, body: Any = None) -> ResponseHead:
-        """Send a request and return the head of its answer; read the rest before the next one, or `abort`."""
+        """Send a request and return the head of the response; read its body before the next request, or `abort`."""
         content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self._authorization}\r\n"
@@ -48,7 +48,7 @@ class RawHttpClient:
             raise ConnectionLost(str(error)) from error
 
     async def content(self, head: ResponseHead) -> bytes:
-        """Return the rest of an answer with a length, or all of a chunked one."""
+        """Return the body of a response, chunked or with a content length."""
         try:
             if "content-length" in head.headers:
                 return await self._read.readexactly(int(head.headers["content-length"]))
@@ -58,7 +58,7 @@ class RawHttpClient:
             raise ConnectionLost(str(error)) from error
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the data of each server-sent event of a chunked answer."""
+        """Yield the data of each server-sent event of a chunked response."""
         remainder = b""
         try:
             async for part in self._chunks():
@@ -71,7 +71,7 @@ class RawHttpClient:
             raise ConnectionLost(str(error)) from error
 
     def abort(self) -> None:
-        """Close the connection at once, whatever runs; the next request opens another."""
+        """Close the connection at once; the next request opens a new one."""
         if self._writer is not None:
             self._writer.transport.abort()
             self._reader = self._writer = None

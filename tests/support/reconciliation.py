@@ -1,10 +1,10 @@
-"""Random months of a ledger, and a plain twin of its books: dictionaries of what was asked for and what it must cost.
+"""Random months of ledger use, compared with a plain model: expected usage and costs in dictionaries.
 
-A history runs from the end of September into December in Berlin: a day of 25 hours, a leap second of step back, hours of step
-back over midnight, prices that change within months, tenants in two currencies, kills, corrections, and invoices closed while
-requests of their month still run. The twin knows no SQL and takes nothing from the ledger but the ids it gave.
+A history runs from the end of September into December in Berlin: a day of 25 hours, a leap second as a step back of the clock,
+steps back of hours across midnight, prices that change within months, tenants in two currencies, kills, corrections, and
+invoices closed while requests of their month still run. The model uses no SQL, and only ids of the ledger.
 
-The ledger runs as the appliance runs it: on SQLite with a journal, where deaths leave lines without rows, else without one.
+The ledger runs as in the appliance: on SQLite with a journal, in which kills leave lines without rows, else without one.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "r
 _TIERS = ("interactive", "standard", "batch")
 _BATCH = 96
 PATIENCE_S = 3600.0
-"""How slow the machine is, or whether it stands still for a while, is no finding."""
+"""Long, because a slow or suspended machine is no fault of the ledger."""
 _LAST_BATCH = 9
-"""So many are admitted, and so many settled, in the moment before a death: too few to go to the tables together."""
+"""Requests admitted, and requests settled, just before a kill: too few to be written to the tables together."""
 
 
 @dataclass(slots=True)
 class ExpectedEvent:
-    """What the twin knows of one request or correction."""
+    """The model's record of one request or correction."""
 
     request_id: str
     tenant_id: str
@@ -80,7 +80,7 @@ class ExpectedEvent:
     event_id: int | None = None
 
     def bill(self, counts: tuple[int, int, int, int]) -> None:
-        """Set the counts, and the cost as the rules of the price book say it, written out."""
+        """Set the counts, and the cost by the rules of the price book, written out."""
         self.counts, self.billed = counts, True
         if self.price is None:
             return
@@ -91,7 +91,7 @@ class ExpectedEvent:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The figures in the order of COLUMNS."""
+        """Values in the order of COLUMNS."""
         return (int(self.is_request), *self.counts, self.cost_picos)
 
 
@@ -120,7 +120,7 @@ class History:
         self.reports = UsageReports(self.database, calendar=self.calendar)
 
     async def run(self, num_requests: int) -> None:
-        """Let `num_requests` happen, and everything around them."""
+        """Run `num_requests` requests, and all other events between them."""
         await self._set_up()
         batch = min(_BATCH, max(4, num_requests // 120))
         rounds = -(-num_requests // batch)
@@ -148,7 +148,7 @@ class History:
         await self._start()
 
     async def _start(self) -> None:
-        """Start as the appliance does: lines of the journal into the tables, then what is pending there."""
+        """Start as the appliance does: replay the journal into the tables, then recover pending requests."""
         self.journal = journal_beside(self.url)
         if self.journal is not None:
             self.replayed += await replay(self.database, self.journal, self.clock, self.calendar)
@@ -173,7 +173,7 @@ class History:
             await self.journal.close()
 
     def _advance_clock(self, seconds: float) -> None:
-        """Move on; over the leap second the clock shows one second twice."""
+        """Advance the clock; at the leap second, one second is shown twice."""
         before = self.clock.now()
         self.clock.advance(seconds)
         if before < LEAP_SECOND <= self.clock.now():
@@ -189,7 +189,7 @@ class History:
         ahead = timedelta(seconds=self.rng.choice([0, 0, 3600, 86400 * 3]) + self.rng.random())
         try:
             await self._add_price(model, currency, self.clock.now() + ahead)
-        except InvalidValue:  # the clock was stepped back behind one that is there
+        except InvalidValue:  # the clock was stepped back before an existing price
             return
 
     async def _add_price(self, model: str, currency: str, effective_from: datetime | None) -> None:
@@ -209,7 +209,7 @@ class History:
         )
 
     async def _requests(self, count: int) -> None:
-        """Admit some at once and settle some, of these or of earlier ones."""
+        """Admit some requests at once and settle some, these or earlier ones."""
         await self._open(count)
         await self._settle(int(len(self.open) * self.rng.uniform(0.5, 1.0)))
 
@@ -235,12 +235,12 @@ class History:
         return entry
 
     def _price_in_force(self, model: str, currency: str, at: datetime) -> Price | None:
-        """The plain twin of the price book: of all prices that have begun, the one that began last."""
+        """The model of the price book: the latest price that is in effect."""
         begun = [price for price in self.prices if (price.model, price.currency) == (model, currency)]
         return max((price for price in begun if price.effective_from <= at), key=lambda p: p.effective_from, default=None)
 
     async def _settle(self, count: int) -> None:
-        """Settle some: all at once, whose rows are waited for, or in portions, so that each has its line in the journal."""
+        """Settle some requests: all at once, written directly to rows, or in portions, each of which gets a journal line."""
         chosen = self._take_running(count)
         is_split = self.journal is not None and self.rng.random() < 0.5
         size = self.rng.randrange(1, TOGETHER_FROM) if is_split else max(count, 1)
@@ -250,12 +250,12 @@ class History:
         await self._note_events(chosen)
 
     def _take_running(self, count: int) -> list[ExpectedEvent]:
-        """Take `count` of those that run."""
+        """Remove and return `count` running requests."""
         self.rng.shuffle(self.open)
         return [self.open.pop() for _ in range(count)]
 
     async def _note_events(self, chosen: list[ExpectedEvent]) -> None:
-        """Read the ids of the events of these."""
+        """Store the event ids of these requests."""
         of_usage = select(usage_events.c.request_id, usage_events.c.id).where(usage_events.c.kind == "usage")
         of_chosen = usage_events.c.request_id.in_([fact.request_id for fact in chosen])
         async with self.database.reading() as connection:
@@ -279,8 +279,8 @@ class History:
         return prompt, self.rng.randrange(prompt + 1), self.rng.randrange(5000), rejected
 
     async def _kill(self) -> None:
-        """The process dies: some of what ran was checkpointed before, the rest had no token."""
-        # What came last has its lines, where there is a journal, and no rows.
+        """Kill the process: half of the running requests had a checkpoint, the others no token."""
+        # With a journal, the last requests have lines there but no rows.
         for fact in self.rng.sample(self.open, len(self.open) // 2):
             fact.counts = fact.planned
             prompt, cached, completion, rejected = fact.counts
@@ -301,7 +301,7 @@ class History:
         await self._note_events(promised)
 
     async def _die_before_the_rows(self, journal: Journal) -> list[ExpectedEvent]:
-        """Admit and settle some while no round comes to its COMMIT, and die; return those that are promised to be billed."""
+        """Admit and settle some requests while no transaction can commit, then kill; return those that must be billed."""
         await self._start_ledger()
         self.database.gate = asyncio.Event()
         await self._open(_LAST_BATCH)
@@ -313,7 +313,7 @@ class History:
         return promised
 
     async def _correct(self) -> None:
-        """Take back or add tokens of something that was billed, once: twice would need a memory of what is left."""
+        """Correct the tokens of a billed request, only once: a second correction would need its remaining tokens."""
         candidates = [fact for fact in self.facts if fact.event_id is not None and fact.billed and fact.is_request]
         for fact in self.rng.sample(candidates, min(3, len(candidates))):
             prompt, cached, completion, rejected = fact.counts
@@ -334,7 +334,7 @@ class History:
             fact.event_id = None
 
     async def close_months(self, chance: float) -> None:
-        """Close what is over, for some tenants at once and for some much later."""
+        """Close months that are over, for some tenants at once and for others much later."""
         for person, _currency in self.people:
             month = self._next_month.get(person.tenant.id, "2026-09")
             if self.clock.now() < self.calendar.next_month_start(month) or self.rng.random() > chance:
@@ -352,7 +352,7 @@ _NUM_OF_ACTIONS = {"step_back": 12, "price": 25, "kill": 6, "correct": 12}
 
 
 async def check(history: History) -> dict[str, int]:
-    """Hold every view of the ledger against the twin; return the totals that all of them came to."""
+    """Compare every view of the ledger with the model; return the common totals."""
     billed = [fact for fact in history.facts if fact.billed]
     assert all(fact.settled for fact in history.facts)
     await _check_events(history, billed)
@@ -408,7 +408,7 @@ async def _rollup_rows(database: Database) -> dict[tuple[Any, ...], list[int]]:
 
 
 def _start(fact: ExpectedEvent, bucket: str) -> datetime:
-    """The beginning of the bucket, found without the calendar under test."""
+    """The start of the bucket, computed without the calendar under test."""
     if bucket == "minute":
         return fact.admitted_at.replace(second=0, microsecond=0)
     if bucket == "hour":
@@ -426,7 +426,7 @@ def _add_row(row: list[int], fact: ExpectedEvent) -> None:
 
 
 async def _check_reports(history: History, billed: list[ExpectedEvent]) -> None:
-    """The usage API's reports: whole, and of periods that begin and end anywhere."""
+    """Check the usage API's reports: of the whole history, and of arbitrary periods."""
     everything = (BEGIN - timedelta(days=2), END + timedelta(days=2))
     for bucket in ("hour", "day"):
         for size in range(len(GROUPS) + 1):
@@ -462,7 +462,7 @@ async def _check_report(
 
 
 async def _check_invoices(history: History, billed: list[ExpectedEvent]) -> None:
-    """Every tenant's invoices, the last one a draft, come to the sum of its events before rounding; so does each month."""
+    """Check that every tenant's invoices, the last a draft, add up to its events before rounding, in total and per month."""
     history.clock.advance(max((END - history.clock.now()).total_seconds(), 0))
     for _ in range(3):
         await history.close_months(1.0)
@@ -486,7 +486,7 @@ async def _check_invoices(history: History, billed: list[ExpectedEvent]) -> None
 
 
 async def _check_batch_lines(history: History, invoice: Invoice) -> None:
-    """Lines of batch work come to the batch work behind the invoice, the others to the rest; adjustments stand apart."""
+    """Check that lines of batch work add up to the invoice's batch events and other lines to the rest; adjustments apart."""
     invoiced: dict[tuple[bool, bool], int] = defaultdict(int)
     for line in invoice.lines:
         invoiced[line.kind == ADJUSTMENT, line.batch] += line.exact_picos
@@ -502,7 +502,7 @@ async def _check_batch_lines(history: History, invoice: Invoice) -> None:
 
 
 async def reconcile(database: Database, url: str, num_requests: int, seed: int) -> tuple[History, dict[str, int]]:
-    """Live through a random history of `num_requests` in `database`, which is that of `url`, and check it."""
+    """Run a random history of `num_requests` in `database` (at `url`) and check it."""
     history = History(FailingDatabase.around(database), url, FakeClock(BEGIN), random.Random(seed))
     await history.run(num_requests)
     return history, await check(history)

@@ -1,4 +1,4 @@
-"""What is made in one empty database after another is made once: from then on its rows are copied, in one transaction."""
+"""Builds the same content of an empty database once and copies its rows, in one transaction, from then on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TEMPLATES: dict[tuple[Make[Any], datetime], tuple[Any, Written]] = {}
 
 
 async def make_from_template(database: Database, clock: Clock, make: Make[Made]) -> Made:
-    """Return what `make` does, and have its rows in `database`.
+    """Return the result of `make`, whose rows are then in `database`.
 
-    What it returns must not change. Rows are kept and copied where nothing was done before in the database, and where the
-    clock stands still: only then does it make the same twice.
+    The result must be immutable. Rows are only copied into an empty database and with a `FakeClock`: otherwise `make` would
+    not produce the same again.
     """
     if not isinstance(clock, FakeClock) or await _has_rows(database):
         return await make(database, clock)
@@ -41,7 +41,7 @@ async def make_from_template(database: Database, clock: Clock, make: Make[Made])
 
 
 async def _has_rows(database: Database) -> bool:
-    """Return whether something was done in `database`: whatever is done is in the audit log."""
+    """Return whether `database` has been used: every action is in the audit log."""
     async with database.reading() as connection:
         return (await connection.execute(select(audit_head.c.id))).first() is not None
 

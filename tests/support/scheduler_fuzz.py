@@ -1,4 +1,4 @@
-"""A scheduler with everything around it faked, and random lives in it: what the property tests and the 10,000 scripts share.
+"""A scheduler with fakes for everything around it, and random scripts for it: shared by property tests and the 10,000 scripts.
 
     python -m tests.support.scheduler_fuzz 10000 [first seed]
 
@@ -39,7 +39,7 @@ Content = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSetup:
-    """What a life is lived in."""
+    """Sizes, tenants and options of one script."""
 
     num_blocks: int = 12
     block_size: int = 2
@@ -64,7 +64,7 @@ class SchedulerSetup:
 
 
 class FakeCache:
-    """What device and host blocks hold: (owner, tokens up to here) of each written slot. Stands in for keys and values."""
+    """Content of device and host blocks: (owner, tokens up to here) of each written slot, in place of keys and values."""
 
     def __init__(self, world: SchedulerSetup) -> None:
         self._size = world.block_size
@@ -89,7 +89,7 @@ class FakeCache:
                         target[second * self._size + offset] = content
 
     def compute(self, batch: ScheduledBatch) -> None:
-        """Write the slots of the batch, then check that every request reads its own prefix and nobody else's."""
+        """Write the slots of the batch, then check that every request reads only its own prefix."""
         targets: set[int] = set()
         for item in batch.items:
             tokens = [*item.request.token_ids, *item.draft_token_ids]
@@ -114,13 +114,13 @@ class FakeCache:
         return owner, tuple(tokens[: position + 1])
 
     def _is_global(self, tokens: list[int], position: int) -> bool:
-        """A fork may hold the beginning of a globally shared block, from a parent that filled it."""
+        """Whether the prefix is globally shared: a fork may hold the beginning of such a block, filled by its parent."""
         num_global = len(self._global_prefix) // self._size * self._size
         return self._caches and position < num_global and tuple(tokens[: position + 1]) == self._global_prefix[: position + 1]
 
 
 class RandomDrafter:
-    """Guesses at random, and counts what came of it."""
+    """Drafts random tokens, and counts drafted and accepted ones."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -134,7 +134,7 @@ class RandomDrafter:
         return Draft(depth, [self._rng.randrange(1, 3) for _ in range(depth)]) if depth else NO_DRAFT
 
     def read(self, num_running: int) -> None:
-        """It has no text to read."""
+        """Do nothing: it reads no text."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafted
@@ -144,10 +144,10 @@ class RandomDrafter:
 
 @dataclass
 class GapMeter:
-    """Service per weight, counted from the batches alone, of accounts while they are backlogged together.
+    """Service per weight, computed from batches alone, of accounts that are backlogged at the same time.
 
-    `gap` is the largest difference that two of them gathered over any interval in which both were backlogged throughout. It,
-    `bound` and `largest_step` are counted in `scale`-ths of a picosecond, of which every weight makes whole numbers.
+    `gap` is the largest difference between two accounts over any interval in which both were backlogged throughout. `gap`,
+    `bound` and `largest_step` are in units of 1 / `scale` picoseconds, so that division by any weight is exact.
     """
 
     quantum_ps: int
@@ -161,7 +161,7 @@ class GapMeter:
 
     @property
     def bound(self) -> int:
-        """2(U + Q) with U = cap + the largest service that one step gave one account, or a secured request beyond the cap."""
+        """2(U + Q), where U = cap + the largest service of one account in one step, or a secured request beyond the cap."""
         return 2 * (self.scale * (self.cap_ps + self.recovery_ps + self.quantum_ps) + self.largest_step)
 
     def charge(self, batch: ScheduledBatch) -> None:
@@ -180,7 +180,7 @@ class GapMeter:
             self.largest_step = max(self.largest_step, cost * self.scale // account.weight)
 
     def observe(self, backlogged: set[Account], joined: set[Account]) -> None:
-        """`joined`: those whose backlog began since the last look."""
+        """`joined`: accounts whose backlog began since the last call."""
         chosen = sorted(backlogged, key=lambda account: (account.priority, account.tenant_id))[:10]
         served = {account: self.service[account] * self.scale // account.weight for account in chosen}
         ranges: dict[tuple[Account, Account], tuple[int, int]] = {}
@@ -200,7 +200,7 @@ class GapMeter:
 
 
 class SchedulerFuzz:
-    """Adds, forks, aborts, preempts, fails, expires and steps in any order; `check` holds after each."""
+    """Operations on a scheduler (add, fork, abort, preempt, fail, expire, step), in any order; `check` must hold after each."""
 
     def __init__(self, world: SchedulerSetup, rng: random.Random) -> None:
         self.world = world
@@ -344,7 +344,7 @@ class SchedulerFuzz:
             del self.live[request]
 
     def drain(self) -> None:
-        """Whatever happened before, everybody comes to an end."""
+        """Step until idle: every request must end, whatever happened before."""
         for _ in range(STEPS_TO_DRAIN_MAX):
             if not self.scheduler.has_requests:
                 break
@@ -378,12 +378,12 @@ class SchedulerFuzz:
         self.joined = set()
 
     def check_work_is_conserved(self, batch: ScheduledBatch) -> None:
-        """No seat is idle while somebody could start, but for those ahead of others and behind one that is not passed."""
+        """Check that no seat is idle while a request could start, except of accounts that are ahead or behind a reservation."""
         scheduler, policy = self.scheduler, self.policy
         has_seat = scheduler.num_running < self.limits.max_num_seqs
         if not has_seat or batch.num_tokens == self.limits.max_num_batched_tokens or all_wait_for_one(policy):
             return
-        if batch.moves.swap_out:  # what arrives on the host by this step was not there yet when it was planned
+        if batch.moves.swap_out:  # blocks swapped out by this step were not on the host yet when it was scheduled
             return
         for backlog in policy.backlogs.values():
             accounts = list(backlog)
@@ -398,7 +398,7 @@ class SchedulerFuzz:
 
 
 def all_wait_for_one(policy: FairPolicy) -> bool:
-    """Whether nothing else may start before one request: one that was passed too often, or one of a class that was."""
+    """Whether all others must wait for one request that, or whose class, was overtaken too often."""
     return policy._reserved is not None or policy._overdue_class() is not None
 
 
@@ -425,13 +425,13 @@ def random_setup(rng: random.Random) -> SchedulerSetup:
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:
-    """Few different beginnings, so that prefixes are found."""
+    """A prompt with one of few beginnings, so that prefixes are shared."""
     period = rng.choice((2, 3, 3, 5))
     return [2 if position % period == period - 1 else 1 for position in range(length)]
 
 
 def run_random_script(seed: int, num_actions: int = 120) -> SchedulerFuzz:
-    """One script from beginning to end. Some tenants flood, others come now and then."""
+    """Run one script to the end. Some tenants flood, others send requests now and then."""
     rng = random.Random(seed)
     life = SchedulerFuzz(random_setup(rng), rng)
     longest = life.limits.max_model_len

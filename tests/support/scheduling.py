@@ -1,4 +1,4 @@
-"""A scheduler without a model, and steps in it: for unit tests."""
+"""A scheduler without a model, and its steps, for unit tests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_request(
 
 
 def apply_outputs(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
-    """Apply token 7 for everything that samples."""
+    """Apply token 7 as the output of every item that samples."""
     events = scheduler.apply(batch, [StepOutput([7]) if item.samples else StepOutput() for item in batch.items])
     scheduler.check_invariants()
     return events

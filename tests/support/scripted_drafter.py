@@ -1,4 +1,4 @@
-"""Guesses that are right for as long as a test wants them to be."""
+"""A drafter whose guesses are right up to a given depth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRONG_TOKEN = VOCAB_SIZE - 1
 
 
 class ScriptedDrafter:
-    """Guesses what every request is going to say, but for the last of `depth` tokens."""
+    """Guesses `depth` tokens of a known answer, all right but the last."""
 
     def __init__(self, answer: Sequence[int], depth: int) -> None:
         self._answer = answer
@@ -28,14 +28,14 @@ class ScriptedDrafter:
         return Draft(len(guesses), guesses)
 
     def read(self, num_running: int) -> None:
-        """It has no text to read."""
+        """Do nothing: it reads no text."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """It will not learn."""
+        """Do nothing: it does not adapt."""
 
 
 def use_scripted_drafter(engine: Engine, answer: Sequence[int], depth: int) -> None:
-    """Have the engine guess by `ScriptedDrafter`."""
+    """Make the engine draft with a `ScriptedDrafter`."""
     drafting = engine._scheduler._drafting
     assert drafting is not None
     drafting._drafter = ScriptedDrafter(answer, depth)

@@ -1,4 +1,4 @@
-"""Runs the appliance for tests in a process of its own, and tells where it listens; or a command beside it."""
+"""Runs the appliance for tests in a process of its own and reports its address; or runs a command."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from appliance.serving.model_folder import ModelFolder
 
 
 def run(connection: Connection, options: dict[str, Any], fake_engine_step_s: float | None, truths: Path | None) -> None:
-    """Serve until told to stop: with a stand-in engine that takes so long per token, if that is given, and writes into the
-    folder `truths` what it counts itself."""
+    """Serve until stopped. With `fake_engine_step_s`, a fake engine takes that long per token, and writes its own counts to the
+    folder `truths` if given."""
 
     def listening(started: Started) -> None:
         first = started.first_start
@@ -52,7 +52,7 @@ def _use_fake_engine(step_s: float, truths: Path | None) -> None:
 
 
 def run_command(arguments: Sequence[str], environ: Mapping[str, str], stdout: Path, stderr: Path) -> int:
-    """Be `gatehouse` with these arguments and variables, which writes into two files what it says; return its status."""
+    """Run `gatehouse` with these arguments and variables, and its output in two files; return its exit status."""
     os.environ.update(environ)
     for path, descriptor in ((stdout, sys.stdout.fileno()), (stderr, sys.stderr.fileno())):
         with path.open("wb") as file:

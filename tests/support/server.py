@@ -1,4 +1,4 @@
-"""A real appliance in a process of its own: started, spoken to over HTTP, stopped or killed."""
+"""A real appliance in a process of its own: started, used over HTTP, stopped or killed."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Server:
         return httpx.get(f"{self.url}/health/ready", timeout=10)
 
     def wait_until_ready(self) -> None:
-        """Return when a request would be answered; fail with the log when it would not be in time."""
+        """Wait until requests are answered; fail with the log after READY_DEADLINE_S."""
         poll_until(lambda: self._alive() and self.ready().status_code == 200, READY_DEADLINE_S, self.log)
 
     def engine_pid(self) -> int:
-        """Return the process id of the engine as soon as the system page, which is a second old at most, has it."""
+        """Return the engine's process id once the system page, which is at most a second old, shows it."""
         found: list[int] = []
 
         def find_engine() -> bool:
@@ -78,7 +78,7 @@ class Server:
         return found[0]
 
     def log(self) -> str:
-        """Return the end of what the appliance has logged."""
+        """Return the end of the appliance's log."""
         return self.log_path.read_text("utf-8", "replace")[-6000:]
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -86,16 +86,16 @@ class Server:
         forked_processes.send_signal(self.process, number)
 
     def ended(self) -> int:
-        """Return the exit status when it has ended."""
+        """Wait for the end and return the exit status."""
         return forked_processes.wait_for_exit(self.process, STOP_DEADLINE_S)
 
     def stop(self) -> int:
-        """End in order and return the exit status."""
+        """Stop gracefully and return the exit status."""
         self.send_signal(signal.SIGTERM)
         return self.ended()
 
     def kill(self) -> None:
-        """End as a power cut would, if it has not ended yet."""
+        """Kill it, if it is still running."""
         self.process.kill()
         self.ended()
 
@@ -107,7 +107,7 @@ class Server:
 def start_server(
     model: Path, data_dir: Path, *, fake_engine_step_s: float | None = None, truths: Path | None = None, **options: Any
 ) -> Server:
-    """Start an appliance on a free port and return when it listens. A stand-in engine writes its own counts to `truths`."""
+    """Start an appliance on a free port and return once it listens. A fake engine writes its own counts to `truths`."""
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = {
         "data_dir": str(data_dir),
@@ -135,7 +135,7 @@ def start_server(
 
 @contextmanager
 def running_server(model: Path, data_dir: Path, **options: Any) -> Iterator[Server]:
-    """Yield an appliance that is ready, and leave nothing of it running."""
+    """Yield a ready appliance, and kill it afterwards."""
     server = start_server(model, data_dir, **options)
     try:
         server.wait_until_ready()
@@ -145,7 +145,7 @@ def running_server(model: Path, data_dir: Path, **options: Any) -> Iterator[Serv
 
 
 def poll_until(condition: Any, deadline_s: float, explain: Any = str) -> None:
-    """Return as soon as `condition()` holds; fail with `explain()` when it does not within `deadline_s`."""
+    """Return as soon as `condition()` holds; fail with `explain()` after `deadline_s`."""
     end_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end_s, f"not within {deadline_s} s: {explain()}"

@@ -1,4 +1,4 @@
-"""What somebody with the database in hand could do: the triggers put away, rows changed or removed that were to stay."""
+"""Tampering with the database directly: disables triggers, then changes or deletes immutable rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IMMUTABLE_TABLES = ("audit_log", "usage_events", "invoices", "invoice_lines", "p
 
 
 async def tamper(database: Database, *statements: str) -> None:
-    """Execute `statements` as if no trigger kept any row."""
+    """Execute `statements` with the triggers disabled."""
     async with database.writing() as connection:
         await disable_triggers(connection)
         for statement in statements:
@@ -19,7 +19,7 @@ async def tamper(database: Database, *statements: str) -> None:
 
 
 async def disable_triggers(connection: AsyncConnection) -> None:
-    """Let this transaction change what is kept. On SQLite the triggers do not come back."""
+    """Let this transaction change immutable rows. On SQLite the triggers stay dropped."""
     if connection.dialect.name == "sqlite":
         disable = [f"DROP TRIGGER IF EXISTS {table}_no_{event}" for table in IMMUTABLE_TABLES for event in EVENTS]
     else:

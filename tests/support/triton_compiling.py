@@ -1,7 +1,7 @@
-"""Small kernels compiled together for an H200 that is not there: `python -m tests.support.triton_compiling` tells how it went.
+"""Compiles small kernels together for an H200 without a GPU: `python -m tests.support.triton_compiling` reports the results.
 
-Triton's compiler is the real one; the card loads whatever it is given and notes what it is to run. One JSON object, an entry
-for each of the functions below that is named `when_…`.
+Triton's compiler is the real one; the fake driver accepts any binary and records launches. Prints one JSON object with an entry
+for each of the functions below whose name begins with `when_`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def wrong_kernel(out: tl.tensor, BLOCK: tl.constexpr) -> None:
 
 
 class Card(FakeGpuDriver):
-    """Asked what it is, and for a launch."""
+    """A fake driver that records launches."""
 
     def __init__(self) -> None:
         self.utils = self
@@ -59,7 +59,7 @@ class Card(FakeGpuDriver):
         return 0, 0, 8, 0, 1024
 
     def unload_module(self, module: Any) -> None:
-        """There is none."""
+        """Nothing was loaded."""
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         return lambda *_: self.launched.append(metadata.name)
@@ -105,7 +105,7 @@ def when_found_on_disk() -> dict[str, Any]:
 
 
 def when_asked_again_meanwhile() -> dict[str, Any]:
-    """As by the second layer of a model, while the first one's are being compiled."""
+    """As a model's second layer does while the first one's kernels are being compiled."""
     fill_kernel.device_caches.clear()
     describe, described = fill_kernel._pack_args, []
 
@@ -137,9 +137,9 @@ def when_it_cannot_be_loaded() -> dict[str, Any]:
 
 
 def when_one_never_ends() -> dict[str, Any]:
-    """The thread is left to itself: the process ends all the same."""
+    """The thread is abandoned; the process can still end."""
     fill_kernel.device_caches.clear()
-    launch(fill_kernel, SIZES[2:])  # which sets what compiles
+    launch(fill_kernel, SIZES[2:])  # which sets `compile`
     compile_function = fill_kernel.compile
 
     def hang(*_: Any, **__: Any) -> Any:
@@ -182,7 +182,7 @@ def when_another_thread_launches_what_is_being_compiled() -> dict[str, Any]:
 def when_two_wait_for_each_other() -> dict[str, Any]:
     barrier = threading.Barrier(2, timeout=BARRIER_S)
     fill_kernel.device_caches.clear()
-    launch(fill_kernel, SIZES[2:])  # which sets what compiles
+    launch(fill_kernel, SIZES[2:])  # which sets `compile`
     compile_function = fill_kernel.compile
 
     def compile_beside(*arguments: Any, **options: Any) -> Any:
@@ -196,7 +196,7 @@ def when_two_wait_for_each_other() -> dict[str, Any]:
 
 
 def when_all_parse_at_once() -> dict[str, Any]:
-    """While a tree is made garbage is collected, and others run meanwhile: two that parse at a time fail within a few turns."""
+    """Garbage collection during parsing lets other threads run: two concurrent parses would fail within a few iterations."""
     fill_kernel.device_caches.clear()
     launch(fill_kernel, SIZES[2:])
     compile_function = fill_kernel.compile

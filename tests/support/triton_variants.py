@@ -1,10 +1,10 @@
-"""Which variants of Triton's kernels an engine asks for, at its start and while it serves, on a machine without a GPU.
+"""Which Triton kernel variants an engine requests at its start and while serving, on a machine without a GPU.
 
-Run as a script: `python -m tests.support.triton_variants CASE …`. Launches go through Triton's own binder, which decides by its
-arguments (types, alignment of pointers, numbers that are 1 or divisible by 16, constants) which variant is meant; nothing is
-compiled and no kernel runs. What they would have written is garbage at the start, where nobody may read it, and zeros while
-serving, as tokens come from it. Prints one JSON object a line, for each case and kernel: how many variants were `asked` for by
-launches that run nothing, and which ones came otherwise, `launched_first` at the start or `while_serving`.
+Run as a script: `python -m tests.support.triton_variants CASE …`. Launches go through Triton's own binder, which selects the
+variant by the arguments (types, pointer alignment, integers that are 1 or divisible by 16, constants); nothing is compiled and
+no kernel runs. Outputs are garbage at the start, when they must not be read, and zeros while serving, because tokens come from
+them. Prints one JSON object per line, for each case and kernel: the number of variants `asked` for by warm-up launches, and the
+variants first requested otherwise: `launched_first` at the start, or `while_serving`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ ATTENTION, MLP = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model by what of its configuration is other than `MODEL`'s, and the options it is served with. `stored`: the linear
-    modules of the checkpoint are quantised, by the name of the tensor that says so."""
+    """A model, as differences from the configuration `MODEL`, and its serving options. `stored`: if the checkpoint's linear
+    modules are quantised, the name of the tensor that indicates it."""
 
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -96,13 +96,13 @@ def quantised_case(
 
 AWQ: dict[str, Any] = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 WIDE = 2304
-"""Of so many outputs 16 for each program are enough for all multiprocessors of an H200."""
+"""So many outputs that programs of 16 each occupy all multiprocessors of an H200."""
 WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
 INVARIANT = {"batch_invariant": True}
 GUESSES = {"speculative_config": SpeculativeOptions(method="ngram")}
 MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
 CASES: dict[str, Case] = {
-    "plain": Case({"vocab_size": 32_000}),  # the others have few: the host's sampler takes long, and asks for no kernels
+    "plain": Case({"vocab_size": 32_000}),  # the others have fewer: the host sampler is slow and launches no kernels
     "window-fp8": Case({**WINDOW, "intermediate_size": WIDE}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "awq": quantised_case("awq", "qweight", **AWQ),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
@@ -113,33 +113,33 @@ CASES: dict[str, Case] = {
     "invariant-fp8": Case({}, {**INVARIANT, **MANY_SEATS, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "invariant-awq-experts": quantised_case("awq", "qweight", EXPERTS, INVARIANT, **AWQ),
 }
-"""How weights are stored and who guesses are independent: formats without a case of their own are those of one that guesses."""
+"""Weight formats and speculation are independent: formats without a case of their own are in a case with speculation."""
 LETTERS = "[a-z]*"
 MASKED: tuple[dict[str, Any], ...] = (
     {"guided_regex": LETTERS}, {"guided_regex": LETTERS, "temperature": 0.7},
     {"guided_regex": LETTERS, "temperature": 0.7, "typical_p": 0.9}, {"guided_regex": LETTERS, "prompt_logprobs": 1},
     {"bad_words_token_ids": [[3, 4]]},
 )  # fmt: skip
-"""What requests want whose tokens wait for a mask, or that the host masks itself."""
+"""Sampling options whose tokens wait for a mask, or are masked on the host."""
 
 BURST_SIZES = (300, 600, 1088)
-"""Short requests that come at once, behind all phases, to an engine of so many seats."""
+"""Numbers of short requests submitted at once after all phases, if the engine has many seats."""
 
 PHASES = ((0, 0, 0, 0, 0, 0, 1), (0, 1, 1, 2), (0, 0, 0, 0), (0, 0, 5, 40, 100), (0, 0, 0, 0, 1, 2))
-"""New requests of a step, in phases: alone, some, none, many, some beside those that are left."""
+"""Numbers of new requests per step, by phase: single, some, none, many, some among remaining ones."""
 
-PHASE_STEPS = 8  # in twice as many, traffic launches the same variants; in five it launches fewer
+PHASE_STEPS = 8  # twice as many launch the same variants, five launch fewer
 STEPS = PHASE_STEPS * len(PHASES)
 
 TURN_LENS = (9, 16, 17, 40, 100, 300)
-"""New tokens behind a long cached prefix, in a step by themselves."""
+"""Numbers of new tokens after a long cached prefix, each in a step of its own."""
 
 GARBAGE = 0x5A
-"""Every byte of what nobody has written: 1.5e16 in float32, and out of every range as an index."""
+"""Every byte of uninitialised memory: 1.5e16 in float32, and out of range as an index."""
 
 
 class GraphStandIn(DirectCalls):
-    """Runs what is asked for once before its first use, as whoever captures it does. Every other step has no place."""
+    """Runs each function once before its first use, as a capture does. Admits only every other step."""
 
     def __init__(self) -> None:
         self._keys: set[Hashable] = set()
@@ -158,7 +158,7 @@ class GraphStandIn(DirectCalls):
 
 
 class TokensForHost(TokenReturn):
-    """Has steps leave their tokens for the host, as on a GPU, though these are fetched as from a device that is the host."""
+    """Makes steps write their tokens for the host, as on a GPU, but returns them directly, as on a CPU."""
 
     def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
         super().__init__(max_rows, max_scores, device=device)
@@ -175,7 +175,7 @@ def padded_byte_trie(vocab_size: int) -> Any:
 
 
 class GrammarCompiler:
-    """Of texts of single bytes, at once: there is no tokenizer."""
+    """Compiles grammars over single bytes synchronously, as there is no tokenizer."""
 
     def __init__(self, vocab_size: int) -> None:
         self._trie = padded_byte_trie(vocab_size)
@@ -186,11 +186,11 @@ class GrammarCompiler:
         return compiled
 
     def close(self) -> None:
-        """It has no processes."""
+        """There is nothing to close."""
 
 
 class NullKernel:
-    """In the place of a compiled kernel: launched, it does nothing."""
+    """Replaces a compiled kernel; a launch does nothing."""
 
     function = packed_metadata = None
 
@@ -202,21 +202,21 @@ class NullKernel:
 
 
 class Recorder:
-    """Which variants were asked for, by kernel: in the place of compiling them."""
+    """Records requested variants, by kernel, instead of compiling them."""
 
     def __init__(self) -> None:
-        self.variants: dict[str, dict[str, bool]] = defaultdict(dict)  # whether a launch did no more than ask
+        self.variants: dict[str, dict[str, bool]] = defaultdict(dict)  # whether a warm-up launch requested it
         self._kernels: set[Any] = set()
 
     def note(self, kernel: Any, key: Any, *arguments: Any) -> NullKernel:
-        """As `JITFunction._do_compile`, whose last argument says that nothing is launched."""
+        """Replaces `JITFunction._do_compile`, whose last argument is true for warm-up launches."""
         self.variants[kernel.__name__][str(key)] = bool(arguments[-1])
         self._kernels.add(kernel)
         stub = kernel.device_caches[0][0][key] = NullKernel()
         return stub
 
     def begin(self) -> None:
-        """Another engine asks, in a process of its own as it were."""
+        """Reset for another engine, as in a new process."""
         for kernel in self._kernels:
             kernel.device_caches.clear()
         self.variants.clear()
@@ -224,7 +224,7 @@ class Recorder:
 
 
 class Memory:
-    """What nobody has written holds garbage, or zeros."""
+    """Fills uninitialised memory with garbage, or with zeros."""
 
     def __init__(self) -> None:
         self.fills_garbage = True
@@ -241,7 +241,7 @@ class Memory:
 
 
 def prepare(recorder: Recorder, memory: Memory, capability: int = FakeGpuDriver.capability) -> None:
-    """Everything that a machine without a GPU does otherwise; `capability`: of the card that is not there."""
+    """Replace what differs on a machine without a GPU; `capability`: of the emulated card."""
     card = FakeGpuDriver()
     card.capability = capability
     driver.set_active(card)
@@ -258,7 +258,7 @@ def prepare(recorder: Recorder, memory: Memory, capability: int = FakeGpuDriver.
         (torch, "empty", memory.filling(torch.empty)),
         (torch, "empty_like", memory.filling(torch.empty_like)),
         (torch.Tensor, "new_empty", memory.filling(torch.Tensor.new_empty)),
-        # The two that take longest.
+        # The two slowest operations.
         (torch.nn.functional, "linear", lambda x, weight, *_: zeros((*x.shape[:-1], weight.shape[0]), x.dtype)),
         (torch.nn.functional, "scaled_dot_product_attention", lambda queries, *_, **__: torch.zeros_like(queries)),
     )
@@ -267,13 +267,13 @@ def prepare(recorder: Recorder, memory: Memory, capability: int = FakeGpuDriver.
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """As torch's, but where there are many the system has them: what nobody reads takes no time."""
+    """torch.zeros through the operating system's zero pages: unread memory costs no time."""
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
 
 def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
-    """In the place of reading them: what of every format is allowed."""
+    """Replaces loading: valid values for every format."""
     for name, place in plan.places.items():
         if isinstance(place, torch.Tensor):
             place.zero_()
@@ -282,7 +282,7 @@ def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
 
 
 def weights_for(name: str, place: Any) -> torch.Tensor:
-    """Inputs of values are rounded by another scale than those of queries and keys."""
+    """Valid values for a weight; the input scale of values differs from that of queries and keys."""
     kind = name.rpartition(".")[2]
     if kind in ("qweight", "qzeros"):
         return torch.zeros(place.tensor.shape, dtype=torch.int32)
@@ -296,7 +296,7 @@ def weights_for(name: str, place: Any) -> torch.Tensor:
 
 
 def stored_names(case: Case) -> set[str]:
-    """Of the tensors that say that a module is quantised."""
+    """Names of the tensors that mark a module as quantised."""
     if not case.stored:
         return set()
     experts = case.model.get("num_experts", 0)
@@ -306,7 +306,7 @@ def stored_names(case: Case) -> set[str]:
 
 
 def mode_without_graphs(_: ModelConfig, options: EngineOptions, **__: Any) -> StepMode:
-    """That of a GPU, whose graphs have a stand-in here."""
+    """The step mode of a GPU without graphs, which `GraphStandIn` replaces."""
     return StepMode.of(options, "cuda").without_graphs()
 
 
@@ -332,14 +332,14 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))
         stack.enter_context(replace_table("cpu", "cuda"))
         engine = build_engine(EngineOptions(model=folder, device="cpu", dtype="bfloat16", threads=1, **options))
-        if speculative is not None:  # however deep this machine would have it guess
+        if speculative is not None:  # independent of the depth calibrated on this machine
             engine._scheduler._drafting._drafter = AdaptiveDrafter(speculative, FREE_ROWS)  # type: ignore[union-attr]
         yield engine
         engine.close()
 
 
 def send_traffic(engine: Engine, steps: int, seed: int) -> None:
-    """Requests of all sizes, alone, some and many at once, sampled in every way."""
+    """Submit requests of all sizes, single, some and many at once, with all kinds of sampling."""
     rng, number = random.Random(seed), 0
     for step in range(steps):
         num_new = rng.choice(PHASES[step // PHASE_STEPS % len(PHASES)])
@@ -351,11 +351,11 @@ def send_traffic(engine: Engine, steps: int, seed: int) -> None:
             number += 1
         engine.step()
         pairs = [(number, number) for number in range(rng.randrange(4))]
-        engine.runner.move(BlockMoves(swap_out=pairs, swap_in=pairs, copies=pairs))  # to where they are
+        engine.runner.move(BlockMoves(swap_out=pairs, swap_in=pairs, copies=pairs))  # each block to itself
 
 
 def send_bursts(engine: Engine, seed: int) -> None:
-    """More requests at once than a kernel is compiled for: of some, guesses are verified, which need text that repeats."""
+    """Submit more requests at once than a kernel is compiled for; repetitive prompts make some of them verify guesses."""
     rng = random.Random(seed)
     for size in BURST_SIZES:
         for number in range(size):
@@ -366,7 +366,7 @@ def send_bursts(engine: Engine, seed: int) -> None:
 
 
 def send_masked_requests(engine: Engine) -> None:
-    """Requests of each kind that waits for masks, alone and all together."""
+    """Submit requests of each kind that waits for masks, one by one and all together."""
     requests = [
         generation_request(f"masked-{number}", [5, 6, 7], max_tokens=3, **options) for number, options in enumerate(MASKED)
     ]
@@ -378,7 +378,7 @@ def send_masked_requests(engine: Engine) -> None:
 
 
 def send_short_prompts(engine: Engine) -> None:
-    """As many together as are more rows than are launched early, and still few requests; and many."""
+    """Submit short prompts together: few requests with more rows than are launched early, and many."""
     for count, length in itertools.product((2, 7, 20, 31, 60), (3, 7)):
         for number in range(count):
             engine.submit(
@@ -389,7 +389,7 @@ def send_short_prompts(engine: Engine) -> None:
 
 
 def send_chat_turns(engine: Engine) -> None:
-    """A chat whose prefix is longer than what keys are cut into splits from."""
+    """Submit chat turns whose prefix is so long that its keys are split."""
     prefix = [*range(3, 503)] * 6
     for number, length in enumerate((1, *TURN_LENS)):
         engine.submit(
@@ -400,7 +400,7 @@ def send_chat_turns(engine: Engine) -> None:
 
 
 def embed_texts(engine: Engine) -> None:
-    """Texts of all lengths, alone and together, beside the steps."""
+    """Embed texts of all lengths, single and in batches."""
     text_model = engine.runner.target.text_model  # type: ignore[attr-defined]
     embedders = [Embedder(text_model, PoolingConfig(mode=mode)) for mode in MODES]
     for lengths in ((1,), (2,), (9,), (17,), (100,), (500,), (1500,), (3, 1), (40, 40, 5), (1,) * 30, (700, 20)):
@@ -409,7 +409,7 @@ def embed_texts(engine: Engine) -> None:
 
 
 def random_sampling(rng: random.Random) -> dict[str, Any]:
-    """Most are greedy or have a temperature; the others want what a request may want."""
+    """Random sampling options: mostly greedy or with a temperature."""
     return rng.choice(
         [
             {}, {}, {}, {"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9},
@@ -420,7 +420,7 @@ def random_sampling(rng: random.Random) -> dict[str, Any]:
 
 
 def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict[str, Any]:
-    """What `case` asks for."""
+    """The variants that `case` requests."""
     recorder.begin()
     memory.fills_garbage = True
     with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), case) as engine:

@@ -1,4 +1,4 @@
-"""Commands as they are typed, on an appliance that does not run and has the tenant `bob`."""
+"""Runs command lines on a stopped appliance that has the tenant `bob`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from appliance.cli.main import main
 
 
 class CommandResult(NamedTuple):
-    """What a command line did: its exit status and what it wrote."""
+    """Exit status and output of a command line."""
 
     status: int
     out: str
     err: str
 
     def json(self) -> Any:
-        """What it wrote with --json, of a failure too."""
+        """The output of --json, also of a failed command."""
         return json.loads(self.out)
 
     def done(self) -> Any:
-        """The same of a command that did not fail."""
+        """The output of --json; fails unless the command succeeded."""
         assert self.status == 0, self.out + self.err
         return self.json()
 
 
 class Terminal(io.StringIO):
-    """What somebody types at a terminal."""
+    """Standard input from a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -44,8 +44,8 @@ Run = Callable[..., CommandResult]
 
 
 def command_runner(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command on a copy of `database` in `folder`; `at_terminal` is what is typed when it asks, without it there is no
-    terminal."""
+    """Return a function that runs a command on a copy of `database` in `folder`. `at_terminal`: input typed at a terminal;
+    without it there is no terminal."""
     for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
         monkeypatch.delenv(name)
     shutil.copyfile(database, folder / "gatehouse.db")

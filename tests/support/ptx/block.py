@@ -1,8 +1,8 @@
-"""One block of threads at work: registers, who runs when, branches and barriers (PTX ISA 6, operands; 9.7.12 and 9.7.13).
+"""Execution of one thread block: registers, scheduling, branches and barriers (PTX ISA 6, operands; 9.7.12 and 9.7.13).
 
-Threads that run together are a crew: the whole block (`LOCKSTEP`, the quickest), or each warp by itself up to the next barrier,
-from the first warp on (`FORWARD`) or from the last (`REVERSE`). In a crew those at the lowest instruction run first, so that
-branches meet again behind them.
+Threads that execute together form a crew: the whole block (`LOCKSTEP`, the fastest), or each warp separately up to the next
+barrier, in order (`FORWARD`) or in reverse order (`REVERSE`). Within a crew, threads at the lowest instruction run first, so
+that branches reconverge.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Action = Callable[["Block", Instruction, Array], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """arguments: a number for each parameter of the program. `early`: before the wait of griddepcontrol no memory is touched.
-    `adds_waits`: the result of a product that is read too early is waited for."""
+    """arguments: a number for each parameter of the program. `early`: memory must not be accessed before griddepcontrol.wait.
+    `adds_waits`: wait for a product whose result is read too early."""
 
     program: Program
     actions: list[Action | None]
@@ -73,7 +73,7 @@ class Block:
         self._constants: dict[tuple[int, int], Array] = {}
 
     def run(self) -> None:
-        """To the end of all threads. Raises Fault."""
+        """Run all threads to their end. Raises Fault."""
         crews = [self._run_crew(number, members) for number, members in enumerate(self._crews())]
         while crews:
             stops = {next(crew, None) for crew in crews}
@@ -92,9 +92,9 @@ class Block:
         return warps if self.order == FORWARD else warps[::-1]
 
     def _run_crew(self, crew: int, members: Array) -> Iterator[int]:
-        """Runs one crew; yields the instruction of each barrier that it comes to."""
+        """Run one crew; yield the instruction of each barrier that it reaches."""
         program, actions = self.launch.program, self.launch.actions
-        parked = {0: members}  # who is at which instruction
+        parked = {0: members}  # threads by the instruction at which they continue
         while parked:
             place = min(parked)
             active = parked.pop(place)
@@ -103,7 +103,7 @@ class Block:
             while place != others and (action := actions[place]) is not None:
                 self._perform(action, program.instructions[place], active)
                 place += 1
-            if place == others:  # they go on together
+            if place == others:  # they reconverge
                 self._park(parked, place, active)
                 continue
             code = program.instructions[place]
@@ -129,7 +129,7 @@ class Block:
             self._park(parked, place, self._canonical_mask(threads))
 
     def _canonical_mask(self, threads: Array) -> Array:
-        """Everyone is known by being `everyone`, which saves a selection at each instruction."""
+        """Return the object `everyone` for a full mask, which avoids a selection at each instruction."""
         return self.everyone if threads.all() else threads
 
     def _perform(self, action: Action, code: Instruction, active: Array) -> None:
@@ -146,11 +146,11 @@ class Block:
             raise
 
     def read(self, operand: Operand, kind: Type) -> Array:
-        """[T], or [2, T] of a packed type: what is computed with."""
+        """Operand values: [T], or [2, T] of a packed type."""
         return kind.unpack(self.raw(operand, kind.width))
 
     def raw(self, operand: Operand, width: int) -> Array:
-        """[T] raw bits. A register must be as wide as the instruction says."""
+        """[T] raw bits. A register must have the width of the instruction."""
         if isinstance(operand, Register):
             bits = self.registers.get(operand.name)
             if bits is None:
@@ -158,14 +158,14 @@ class Block:
             if operand.width != width:
                 raise Fault(f"{operand.name} has {8 * operand.width} bits, {8 * width} are read")
             return bits
-        key = (id(operand), width)  # which lives as long as the program
+        key = (id(operand), width)  # operands live as long as the program
         known = self._constants.get(key)
         if known is None:
             known = self._constants[key] = self._constant(operand, width)
         return known
 
     def raw_as(self, operand: Operand, width: int) -> Array:
-        """As `raw`, the lower bits of a register that is wider, as `st` and `cvt` read (PTX ISA 9.4.1)."""
+        """`raw`, or the lower bits of a wider register, as read by `st` and `cvt` (PTX ISA 9.4.1)."""
         if isinstance(operand, Register) and operand.width > width:
             return self.raw(operand, operand.width).astype(RAW[width])
         return self.raw(operand, width)
@@ -181,7 +181,7 @@ class Block:
         return ~held if operand.negated else held
 
     def write(self, operand: Operand, bits: Array, active: Array) -> None:
-        """bits: [T], raw and as wide as the register, for those threads that are active."""
+        """bits: [T] raw, of the register's width; only active threads write."""
         if not isinstance(operand, Register):
             assert operand == Symbol("_"), operand
             return
@@ -195,24 +195,24 @@ class Block:
         self.registers[operand.name] = bits
 
     def write_wider(self, operand: Operand, values: Array, active: Array) -> None:
-        """Integers [T] extended by their sign, or zeros, to a register that may be wider, as `ld` and `cvt` write."""
+        """Integers [T], sign- or zero-extended to a possibly wider register, as written by `ld` and `cvt`."""
         if isinstance(operand, Register) and operand.width > values.dtype.itemsize:
             values = values.astype(NUMBERS[values.dtype.kind, operand.width])
         self.write(operand, values.view(RAW[values.dtype.itemsize]), active)
 
     def addresses(self, operand: Operand, active: Array) -> Array:
-        """[n] int64, of those threads that are active."""
+        """[n] int64, of active threads."""
         assert isinstance(operand, Address), operand
         width = operand.base.width if isinstance(operand.base, Register) else 8
         base = self.raw(operand.base, width)
         return self.select_active(base, active).astype(np.int64) + operand.offset
 
     def select_active(self, values: Array, active: Array) -> Array:
-        """[T, …] → [n, …], of those threads that are active."""
+        """[T, …] → [n, …], of active threads."""
         return values if active is self.everyone else values[active]
 
     def active_warps(self, active: Array) -> Array:
-        """[W]: which warps are active. Raises Fault where a part of one is."""
+        """[W] bool: the active warps. Raises Fault if only a part of a warp is active."""
         warps = active.reshape(-1, WARP)
         if (warps.any(1) != warps.all(1)).any():
             raise Fault("a part of a warp comes to what a whole warp must do together")
@@ -239,7 +239,7 @@ class Block:
         return self._special(operand.name).astype(RAW[width])
 
     def _special(self, name: str) -> Array:
-        """Threads of these kernels have one dimension."""
+        """Value of a special register; blocks of these kernels are one-dimensional."""
         register, _, axis = name.lstrip("%").partition(".")
         number = "xyz".index(axis or "x")
         if register == "tid":
@@ -253,5 +253,5 @@ class Block:
 
 
 def parts_of(operand: Operand) -> tuple[Operand, ...]:
-    """Those of a vector; anything else is its own only part."""
+    """The parts of a vector; any other operand is its only part."""
     return operand.parts if isinstance(operand, Vector) else (operand,)

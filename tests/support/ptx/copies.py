@@ -1,7 +1,7 @@
-"""Copies that arrive later, fences, and kernels that start before the one in front has ended (PTX ISA 9.7.9.25: cp.async;
-9.7.13: membar, fence, griddepcontrol).
+"""Asynchronous copies, fences, and kernels that start before their predecessor has ended (PTX ISA 9.7.9.25: cp.async; 9.7.13:
+membar, fence, griddepcontrol).
 
-A copy reads and writes at its `wait_group`, as late as a card may; until then nobody reads or writes where it goes.
+A copy reads and writes at its `wait_group`, as late as is possible on a card; until then no access to its target is allowed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Copy:
 
 @dataclass
 class Copies:
-    """Of one crew: those that were begun since the last commit, and those that were committed."""
+    """Copies of one crew: those since the last commit, and the committed groups."""
 
     uncommitted: list[Copy] = field(default_factory=list)
     groups: list[list[Copy]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Copies:
 
 @instruction("cp", "async ca cg shared global L2 commit_group wait_group wait_all")
 def copy(block: Block, code: Instruction, active: Array) -> None:
-    """The threads of a crew commit and wait together."""
+    """All threads of a crew must commit and wait together."""
     copies = block.copies.setdefault(block.crew, Copies())
     if "shared" in code.modifiers:
         return copies.uncommitted.append(_begin_copy(block, code, active))
@@ -62,7 +62,7 @@ def copy(block: Block, code: Instruction, active: Array) -> None:
 
 
 def _begin_copy(block: Block, code: Instruction, active: Array) -> Copy:
-    """A number behind the size says how many bytes count: all, or none for a place that is filled with zeros."""
+    """An operand after the size is the number of bytes to read: all, or none for a target filled with zeros."""
     if block.launch.early and not block.waited[active].all():
         raise Fault("memory is touched before griddepcontrol.wait")
     target, source, size = code.operands[:3]
@@ -77,13 +77,13 @@ def _begin_copy(block: Block, code: Instruction, active: Array) -> Copy:
 
 @instruction("fence membar", "proxy async shared acq_rel sc gpu sys cta gl")
 def fence(block: Block, code: Instruction, active: Array) -> None:
-    """Blocks run one after another, so that each sees what those before it did; wgmma reads what was stored before a fence."""
+    """Blocks run one after another, so each sees the stores of those before it; wgmma may read what precedes a proxy fence."""
     if "proxy" in code.modifiers:
         block.shared.fence_proxies()
 
 
 @instruction("griddepcontrol", "wait launch_dependents")
 def depend(block: Block, code: Instruction, active: Array) -> None:
-    """What comes next waits by itself, so that letting it start changes nothing here."""
+    """`launch_dependents` has no effect here, because dependents wait for themselves."""
     if "wait" in code.modifiers:
         block.waited |= active

@@ -1,7 +1,7 @@
-"""Matrices in the registers of a warp (PTX ISA 9.7.14.5: mma with .m16n8k16 and .m16n8k32, ldmatrix, stmatrix).
+"""Matrix fragments in the registers of a warp (PTX ISA 9.7.14.5: mma with .m16n8k16 and .m16n8k32, ldmatrix, stmatrix).
 
-Lane l of a warp is in group g = l / 4 and has place t = l % 4 there. An accumulator of 16 rows and 8 columns holds rows g and
-g + 8, columns 2t and 2t + 1; of what is multiplied a register holds 4 bytes that are neighbours along the summed dimension.
+Lane l of a warp is in group g = l / 4, at position t = l % 4. In a 16 x 8 accumulator it holds rows g and g + 8, columns 2t and
+2t + 1; a register of an operand holds 4 bytes that are consecutive along the summed dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def elements(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
 
 
 def a_operand(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
-    """[W, 16, k]: four registers, rows g and g + 8 of the first half of the columns, then of the second."""
+    """Operand A: [W, 16, k] from four registers: rows g and g + 8 of the first half of the columns, then of the second."""
     held = elements(block, registers, kind)
     warps, each = held.shape[1], held.shape[-1]
     halves = held.reshape(2, 2, warps, 8, 4, each)  # of the columns, of the rows
@@ -33,7 +33,7 @@ def a_operand(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
 
 
 def b_operand(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
-    """[W, k, 8]: two registers, column g of the first half of the rows, then of the second."""
+    """Operand B: [W, k, 8] from two registers: column g of the first half of the rows, then of the second."""
     held = elements(block, registers, kind)
     warps, each = held.shape[1], held.shape[-1]
     halves = held.reshape(2, warps, 8, 4, each)  # of the rows
@@ -55,7 +55,7 @@ def pack_accumulators(matrix: Array) -> Array:
 
 @instruction("mma", "sync aligned m16n8k16 m16n8k32 row col e4m3")
 def multiply(block: Block, code: Instruction, active: Array) -> None:
-    """D = A · B + C, summed in float64 and rounded to float32: a card sums in an order of its own."""
+    """D = A · B + C, summed in float64 and rounded to float32; the order of summation on a card is unspecified."""
     result, kinds, addend = code.modifiers[-4], code.modifiers[-3:-1], code.modifiers[-1]
     if (result, addend) != ("f32", "f32") or kinds[0] != kinds[1]:
         raise UnknownPtx(code.text)
@@ -69,7 +69,7 @@ def multiply(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("ldmatrix stmatrix", "sync aligned m8n8 x1 x2 x4 trans shared")
 def move_matrices(block: Block, code: Instruction, active: Array) -> None:
-    """Lanes 8i to 8i + 7 name the rows of matrix i; lane l holds two neighbours of row l / 4, with .trans of column l / 4."""
+    """Lanes 8i to 8i + 7 give the row addresses of matrix i; lane l holds two elements of row l / 4 (with .trans: column)."""
     block.active_warps(active)
     is_load = code.opcode == "ldmatrix"
     operand, address = code.operands if is_load else code.operands[::-1]

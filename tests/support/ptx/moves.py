@@ -1,4 +1,4 @@
-"""Between registers and memory (PTX ISA 9.7.9: mov, ld, st, prefetch, createpolicy; 9.7.13.5: atom)."""
+"""Data movement between registers and memory (PTX ISA 9.7.9: mov, ld, st, prefetch, createpolicy; 9.7.13.5: atom)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.ptx.types import NUMBERS, RAW, Array
 
 CACHES = "L1 L2 ca cg cs wt nc v2 v4 v8"
 READ_EARLY = ("L1::evict_first", "L1::evict_last")
-"""How a kernel says that no kernel in front of it writes what it reads: `kernels.triton.early_launch`."""
+"""Cache policies by which a kernel marks inputs that no preceding kernel writes: `kernels.triton.early_launch`."""
 ORDERS = "volatile weak relaxed acquire release acq_rel gpu sys cta"
 
 
@@ -51,7 +51,7 @@ def load(block: Block, code: Instruction, active: Array) -> None:
     else:
         raise UnknownPtx("another space of addresses")
     for number, target in enumerate(targets):
-        values = np.empty(block.num_threads, kind.raw)  # of those that are not active nothing is written
+        values = np.empty(block.num_threads, kind.raw)  # inactive threads write nothing
         values[... if active is block.everyone else active] = found[:, number]
         block.write_wider(target, values.view(NUMBERS[kind.kind, kind.width]), active)
     return None
@@ -87,13 +87,13 @@ def store(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("prefetch", "global L2")
 def prefetch(block: Block, code: Instruction, active: Array) -> None:
-    """Nothing is read, but what would be read is there. Allowed before the wait for the kernel in front."""
+    """Check the address only. Allowed before the wait for the preceding kernel."""
     block.launch.memory.check(block.addresses(code.operands[0], active), 1, 1)
 
 
 @instruction("createpolicy", "fractional L2")
 def create_policy(block: Block, code: Instruction, active: Array) -> None:
-    """A hint for the cache, which holds no numbers of its own here."""
+    """A cache hint, without effect here."""
     block.write(code.operands[0], np.zeros(block.num_threads, np.uint64), active)
 
 
@@ -102,7 +102,7 @@ _ATOMIC = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwis
 
 @instruction("atom red", f"global add min max exch and or cas {ORDERS}")
 def atomic(block: Block, code: Instruction, active: Array) -> None:
-    """One thread after another."""
+    """Executed thread by thread."""
     kind, has_result = code.type, code.opcode == "atom"
     address, *sources = code.operands[1:] if has_result else code.operands
     _check_waited(block, active)
@@ -120,7 +120,7 @@ def atomic(block: Block, code: Instruction, active: Array) -> None:
 
 
 def _atomic_result(code: Instruction, old: Array, given: list[Array]) -> Array:
-    """What stands there afterwards. [1, 1] raw, all."""
+    """The new value in memory. All are [1, 1] raw."""
     if "cas" in code.modifiers:
         return np.where(old == given[0], given[1], old)
     if "exch" in code.modifiers:

@@ -1,4 +1,4 @@
-"""What the threads of a warp do together (PTX ISA 9.7.9: shfl; 9.7.13: vote, redux, match, elect, bar.warp)."""
+"""Warp-level operations (PTX ISA 9.7.9: shfl; 9.7.13: vote, redux, match, elect, bar.warp)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REDUCTIONS = {
 
 @instruction("shfl", "sync bfly idx up down")
 def shuffle(block: Block, code: Instruction, active: Array) -> None:
-    """Each thread takes the value of another lane, its own where that would be outside of the warp."""
+    """Each thread reads another lane's value, or its own if that lane is outside the warp."""
     target, source, distance, clamp, _ = code.operands
     mode = code.modifiers[1]
     block.active_warps(active)
@@ -52,11 +52,11 @@ def vote(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("bar", "warp sync")
 def wait_for_warp(block: Block, code: Instruction, active: Array) -> None:
-    """The threads of a warp run together here, but see by right what another did only behind this."""
+    """Threads of a warp execute in lockstep here, but accesses within a warp are only ordered by this barrier."""
     block.shared.pass_warp_barrier(np.flatnonzero(block.active_warps(active)))
 
 
 @instruction("trap")
 def trap(block: Block, code: Instruction, active: Array) -> None:
-    """What a kernel that finds something wrong does (PTX ISA 9.7.19)."""
+    """A kernel detected an error (PTX ISA 9.7.19)."""
     raise Fault("trap")

@@ -1,4 +1,4 @@
-"""What stands in for `torch.cuda` while a card is rehearsed: an H200 or an H100 by name, with a gigabyte of memory."""
+"""Replaces `torch.cuda` during a rehearsal: an H200 or H100 by name, with a gigabyte of memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.support.rehearsal.tensors import DEVICE
 
 CAPABILITY = (9, 0)
 MULTIPROCESSORS = 4
-"""As few as under the interpreter: kernels with a fixed grid stay cheap."""
+"""As few as under the interpreter, so that kernels with a fixed grid stay cheap."""
 
 
 class HostGenerator(torch.Generator):
-    """What draws for the card draws here."""
+    """A CPU generator in place of one on the card."""
 
     def __new__(cls, device: object = None) -> HostGenerator:
         return super().__new__(cls)
 
 
 def cuda_replacements(card: Card) -> dict[str, Any]:
-    """By name in `torch.cuda`."""
+    """Replacements by their name in `torch.cuda`."""
     properties = SimpleNamespace(
         name=card.kind.name, major=9, minor=0, multi_processor_count=MULTIPROCESSORS, total_memory=card.total_bytes,
         L2_cache_size=card.kind.l2_bytes, shared_memory_per_block_optin=227 << 10, warp_size=32,
@@ -74,7 +74,7 @@ def cuda_replacements(card: Card) -> dict[str, Any]:
 
 @contextmanager
 def replace_torch_cuda(card: Card) -> Iterator[None]:
-    """torch sees the card, and makes tensors of Python's numbers for it."""
+    """Let torch use the card, also for tensors made from Python numbers."""
     with ExitStack() as stack:
         for name, stand_in in cuda_replacements(card).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
@@ -86,8 +86,8 @@ def replace_torch_cuda(card: Card) -> Iterator[None]:
 
 
 def _from_python_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch makes these in main memory, page-locked where that is asked for, and copies them from there. It locks none that it
-    makes of an array (`internal_new_from_data` in torch/csrc/utils/tensor_new.cpp)."""
+    """torch creates these tensors in main memory, page-locked if requested, and copies them to the device. It cannot pin those
+    made from an array (`internal_new_from_data` in torch/csrc/utils/tensor_new.cpp)."""
 
     def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, is_locked = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
@@ -102,7 +102,7 @@ def _from_python_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 def _with_device_index(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch asks its CUDA library which card `cuda` is: it is the first."""
+    """Resolve `cuda` to the first card, for which torch would ask its CUDA library."""
 
     def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return to(tensor, *(_first(each) for each in args), **{name: _first(each) for name, each in kwargs.items()})

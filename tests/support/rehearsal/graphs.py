@@ -1,9 +1,9 @@
-"""Captured work: what `torch.cuda.CUDAGraph` is while a card is rehearsed.
+"""Captured work: replaces `torch.cuda.CUDAGraph` during a rehearsal.
 
-A capture keeps the operations with the memory and the numbers that they were launched with, and a replay launches these again:
-a number that Python computed, a tensor that was made anew or freed since, shows as a wrong result. What no capture may do
-raises: to wait for the device, to copy from pageable memory, to lock memory. A capture fails at its end if it was asked for
-such a thing or if another graph was destroyed meanwhile, and torch 2.11 then goes on recording into its pool of memory.
+A capture stores operations with the memory and scalars that they were launched with, and a replay launches these again: scalars
+computed in Python and tensors reallocated or freed since then lead to wrong results. Operations that no capture permits raise:
+waiting for the device, copying from pageable memory, pinning memory. A capture fails at its end after such an operation, or if
+another graph was destroyed meanwhile, and torch 2.11 then keeps recording into its memory pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.rehearsal.card import LAUNCH_BYTES, Stream, Work, current_car
 
 
 class Graph:
-    """Works in the order in which they were captured, flattened where a capture forks."""
+    """Captured works in order, flattened where a capture forks."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.card = current_card()
@@ -39,11 +39,11 @@ class Graph:
             capture.invalidate("another graph was destroyed meanwhile")
 
     def invalidate(self, why: str) -> None:
-        """Have the capture under way fail at its end."""
+        """Make the current capture fail at its end."""
         self._invalid_reason = self._invalid_reason or why
 
     def captures(self, stream: Stream) -> bool:
-        """Whether work on this stream belongs to the capture."""
+        """Whether work on this stream belongs to this capture."""
         return stream in self.streams
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
@@ -110,7 +110,7 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 def capture_graph(
     graph: Graph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
-    """`torch.cuda.graph`: waits for the device first."""
+    """`torch.cuda.graph`; waits for the device first."""
     card = current_card()
     card.wait_for_all("torch.cuda.graph")
     with on_stream(stream or Stream()):

@@ -1,4 +1,4 @@
-"""torch's indexing in Python: its own asks for a CUDA device before a tensor's class is asked."""
+"""torch's indexing in Python: its own implementation needs a CUDA device before it dispatches to a tensor subclass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def get_item(tensor: torch.Tensor, key: Any) -> torch.Tensor:
 
 
 def split_index(tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """torch's indexing in two steps: a view by numbers, slices, None and dots; then tensors by dimension."""
+    """Split an index in two steps: a view by integers, slices, None and Ellipsis; then index tensors by dimension."""
     keys = list(key) if isinstance(key, tuple) else [key]
     spent = sum(0 if each is None or each is Ellipsis else each.dim() if is_mask(each) else 1 for each in keys)
     if not any(each is Ellipsis for each in keys):

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on a rehearsed card: the interpreter runs them when the stream comes to them."""
+"""Triton kernels on an emulated card: the interpreter runs them when the stream reaches them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.rehearsal.tensors import refuse_host, to_host
 
 @contextmanager
 def launch_interpreted_kernels(*, runs: bool = True) -> Iterator[None]:
-    """Kernels are launched, and run when the stream comes to them, or, unless `runs`, never: their outputs stay garbage.
-    Addresses of the host are refused as Triton does, but for page-locked memory."""
+    """Launch kernels on the stream, which run when it reaches them or, unless `runs`, never, so that outputs stay garbage. Like
+    Triton, reject host pointers except to page-locked memory."""
     executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
     execute = executor.__call__
 

@@ -1,4 +1,4 @@
-"""Products with quantised weights for `table`: the exact references, with the weights spelt out once when they are bound."""
+"""Products with quantised weights for `table`: the exact references, with weights dequantised once when they are bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _dequantise_on_host(weight: Any) -> torch.Tensor:
-    """[N, K] float32 on the card; read on the host, as some layouts are read number by number."""
+    """[N, K] float32 on the card; dequantised on the host, as some layouts are read element by element."""
     tensors = {each.name: getattr(weight, each.name) for each in fields(weight)}
     here = {name: value.cpu() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     return dequantise(replace(weight, **here)).to(DEVICE)

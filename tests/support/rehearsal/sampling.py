@@ -1,4 +1,4 @@
-"""The choice of tokens for `table`: the one for CPUs, launched whole, as it looks at values."""
+"""Sampling for `table`: the CPU implementation as one launch, because it depends on values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation's results will be like, before it runs: torch computes it on its meta device, once for each kind."""
+"""Shapes, strides and dtypes of an operation's outputs before it runs, from torch's meta device, cached per signature."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.rehearsal.leaves import map_leaves
 
 
 class Geometry:
-    """Size, strides and dtype of a tensor that does not exist yet."""
+    """Size, strides and dtype of a future tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.of = tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
@@ -21,7 +21,7 @@ _cached_shapes: dict[Any, Any] = {}
 
 
 def output_geometry(func: Any, args: Any, kwargs: Any) -> Any:
-    """What torch says that the results will be like; None when it cannot tell."""
+    """The outputs with `Geometry` in place of tensors; None if torch cannot infer them."""
     key = func, repr(map_leaves(_describe, (args, kwargs)))
     if key not in _cached_shapes:
         _cached_shapes[key] = _compute_on_meta(func, args, kwargs)

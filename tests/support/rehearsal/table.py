@@ -1,9 +1,9 @@
-"""The operations of a rehearsed card in torch instead of Triton: what histories of many steps are rehearsed with.
+"""Operations of an emulated card in torch instead of Triton, for rehearsals of many steps.
 
-The interpreter takes a tenth of a second for a layer, too much for hundreds of steps. Here an operation is the one of the table
-for CPUs: most of these look at no value and are launched by torch, operation by operation. Those that look at values, as no
-kernel on a card may, are launched whole: RETURNING and WRITING here, and `sample` in the module beside this one. Experts of a
-mixture stay those that ask the host, so that their steps are not captured.
+The interpreter takes a tenth of a second per layer, too long for hundreds of steps. Here operations are those of the CPU table:
+most do not depend on values, and torch launches them one by one. Those that read values, as no kernel may, become one launch
+each: RETURNING and WRITING here, and `sample` in `sampling`. Mixtures of experts keep the implementation that synchronises with
+the host, so their steps are not captured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRITING = (
 
 
 def launch_whole(function: Callable[..., Any]) -> Callable[..., None]:
-    """A function over tensors of the CPU, which writes into its arguments, as one launch."""
+    """Make one launch of a function over CPU tensors that writes to its arguments."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         refuse_host((args, kwargs))
@@ -44,7 +44,7 @@ def launch_whole(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def launch_with_output(function: Callable[..., Any], make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """One that writes into `out` and returns it; `make` allocates it unless it is given."""
+    """Make one launch of a function that writes to `out` and returns it; `make` allocates `out` if it is not given."""
 
     def launch(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         out = make(*args) if out is None else out
@@ -83,7 +83,7 @@ OPERATIONS = replace(
 
 @contextmanager
 def replace_triton_operations() -> Iterator[None]:
-    """What is made for cards meanwhile takes these operations, and the products of `quantised`."""
+    """Inside the block, models built for cards use these operations and the products of `quantised`."""
     found = quantised_linear._found
 
     def bound(name: str, device_type: str) -> Callable[..., Any]:

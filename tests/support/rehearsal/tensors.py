@@ -1,13 +1,13 @@
-"""A tensor that says it is on an NVIDIA GPU and lies in main memory: operations on it are launched, not computed.
+"""A tensor that reports an NVIDIA GPU as its device and is stored in main memory: operations on it are launched, not computed.
 
-`CardTensor` holds a CPU tensor, `data`. `dispatch` gets every operation of torch that touches one, or that makes one:
+`CardTensor` wraps a CPU tensor, `data_on_host`. `dispatch` receives every torch operation that uses or creates one:
 
-- a view is made at once, as it reads nothing;
-- an operation's outputs are allocated with the shapes that torch computes on its meta device, full of garbage, and what fills
-  them is launched on the current stream;
-- what needs a value on the host waits for the stream, and is noted;
-- copies from and to the host are `copies`; a tensor of the host in any other place is an error, as on a GPU, but for numbers
-  (tensors without dimensions) and for indices, which torch copies.
+- views are created at once, as they read nothing;
+- outputs of operations are allocated, filled with garbage, with the shapes from torch's meta device, and the computation is
+  launched on the current stream;
+- operations that need a value on the host wait for the stream, and the wait is recorded;
+- copies from and to the host are handled separately; as on a GPU, any other use of a host tensor is an error, except of scalars
+  (tensors without dimensions) and indices, which torch copies.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
-# Results whose sizes depend on values: torch waits for them on a GPU.
+# Output sizes or results depend on values: on a GPU, torch waits for these.
 SYNCHRONOUS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount",
 }  # fmt: skip
-# Taken whole: torch would take the first apart by the device that it thinks it has, and the others to no end.
+# Not decomposed: torch would decompose the first for the device that it reports, and the others without need.
 NOT_DECOMPOSED = {"aten::scaled_dot_product_attention", "aten::rms_norm", "aten::linear", "aten::matmul"}
 EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 class CardTensor(torch.Tensor):
-    """`data`: the same tensor in main memory; `memory`: the allocation that it stands on."""
+    """`data_on_host`: the same tensor in main memory; `memory`: its allocation."""
 
     data_on_host: torch.Tensor
     memory: Memory
@@ -80,7 +80,7 @@ class CardTensor(torch.Tensor):
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self.numpy()
 
-    # torch asks its CUDA library for a device in these, before anybody else is asked.
+    # In these methods torch needs its CUDA library before it dispatches.
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> CardTensor:
         found: CardTensor = aten.copy_.default(self, source, non_blocking)
@@ -125,9 +125,9 @@ class CardTensor(torch.Tensor):
     def __setitem__(self, key: Any, value: Any) -> None:
         place, indices = split_index(self, key)
         if isinstance(value, torch.Tensor) and not indices:
-            value = value.view(value.shape[max(0, value.dim() - place.dim()) :])  # dimensions of 1 in front do not count
+            value = value.view(value.shape[max(0, value.dim() - place.dim()) :])  # leading dimensions of 1 are ignored
         if not isinstance(value, torch.Tensor):
-            if not indices:  # a number comes from main memory, for which the host waits (THPVariable_setitem)
+            if not indices:  # a scalar is copied from main memory, synchronously (THPVariable_setitem)
                 place.copy_(torch.tensor(value, dtype=self.dtype))
                 return
             value = torch.full((), value, dtype=self.dtype)
@@ -144,7 +144,7 @@ class CardTensor(torch.Tensor):
 
 
 class RehearsalMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what makes tensors of nothing, on the card or in page-locked memory."""
+    """Intercepts factory functions, for tensors on the card or in page-locked memory."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -159,7 +159,7 @@ def mode() -> RehearsalMode:
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
-    """An operation of torch, as a GPU would take it."""
+    """Execute a torch operation as on a GPU."""
     name = func._schema.name
     if name == "aten::is_pinned":
         return not isinstance(args[0], CardTensor) and is_page_locked(args[0])
@@ -201,12 +201,12 @@ def _can_decompose(func: Any) -> bool:
 
 
 def _with_index(value: Any) -> Any:
-    """torch would ask its CUDA library which card is meant."""
+    """Resolve `cuda`, for which torch would ask its CUDA library."""
     return DEVICE if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def to_host(value: Any) -> Any:
-    """What an operation gets when it runs: tensors in main memory, and the CPU where the card was meant."""
+    """Arguments for execution: tensors in main memory, and the CPU as the device."""
     if isinstance(value, CardTensor):
         return value.data_on_host
     if isinstance(value, torch.device):
@@ -217,7 +217,7 @@ def to_host(value: Any) -> Any:
 
 
 def refuse_host(values: Any) -> None:
-    """Raise what Triton does for an address of the host; a kernel can use page-locked memory."""
+    """Raise Triton's error for pageable host memory; kernels can access page-locked memory."""
     for each in leaves_of(values):
         if isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) and not is_page_locked(each):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
@@ -230,11 +230,11 @@ def _host_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _of_one_device(name: str, value: Any) -> Any:
-    """Raises what torch does for a tensor of the host among those of the card; numbers are taken as they are now."""
+    """Raise torch's error for a host tensor among device tensors; scalars are passed by their current value."""
     if not isinstance(value, torch.Tensor) or isinstance(value, CardTensor):
         return value
     if value.dim() == 0:
-        return value.clone()  # a launch takes the value, not the place
+        return value.clone()  # a launch copies the value
     if name in INDEXED:
         return _copy_indices(value)
     raise RuntimeError(
@@ -243,7 +243,7 @@ def _of_one_device(name: str, value: Any) -> Any:
 
 
 def _copy_indices(index: torch.Tensor) -> torch.Tensor:
-    """Indices of the host, which torch copies from pageable memory."""
+    """Copy host indices to the card, as torch does, from pageable memory."""
     return _from_host(index.clone(), index.dtype, non_blocking=False, pageable=True)
 
 
@@ -268,13 +268,13 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_synchronously(func: Any, args: Any, kwargs: Any) -> Any:
-    """The host waits for the stream, as it needs a value."""
+    """Wait for the stream, because the host needs a value, and compute."""
     current_card().wait_for_value(func._schema.name)
     return compute_now(func, args, kwargs)
 
 
 def compute_now(func: Any, args: Any, kwargs: Any) -> Any:
-    """Results at once; new tensors are on the card, and those that were given stay what they are."""
+    """Compute at once; new tensors are on the card, and returned arguments keep their identity."""
     host_args, host_kwargs = _host_arguments(args, kwargs)
     with torch.inference_mode():
         found = func(*host_args, **host_kwargs)
@@ -319,7 +319,7 @@ def _launch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that are results as well, in the order of the results."""
+    """The arguments that are also outputs, in the order of outputs."""
     return [
         args[index] if index is not None and index < len(args) else kwargs.get(name) for index, name in _output_arguments(func)
     ]
@@ -327,7 +327,7 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 @cache
 def _output_arguments(func: Any) -> list[tuple[int | None, str]]:
-    """Where they stand among the arguments, by place, None where they have none, and by name."""
+    """Index (None if keyword-only) and name of each argument that is also an output."""
     schema = func._schema
     by_set: dict[str, tuple[int | None, str]] = {}
     for index, each in enumerate(schema.arguments):
@@ -346,8 +346,8 @@ def _from_host(source: torch.Tensor, dtype: torch.dtype, *, non_blocking: bool, 
 
 
 def copy_from_host(target: CardTensor, source: torch.Tensor, *, non_blocking: bool, pageable: bool | None = None) -> None:
-    """Only one piece of page-locked memory, of the same dtype, is read while the host goes on; torch makes a pageable copy of
-    anything else first."""
+    """Copy to the card. Only contiguous page-locked memory of the same dtype is read asynchronously; anything else is first
+    copied to pageable memory, as by torch."""
     card, place = current_card(), target.data_on_host
     if pageable is None:
         pageable = not is_page_locked(source)
@@ -375,7 +375,7 @@ def copy_to_host(target: torch.Tensor, source: CardTensor, *, non_blocking: bool
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target, source, *rest = args
     non_blocking = bool(rest[0] if rest else kwargs.get("non_blocking", False))
-    torch.empty(source.shape, device="meta").expand(target.shape)  # raises where it does not fit
+    torch.empty(source.shape, device="meta").expand(target.shape)  # raises if the shapes do not match
     if isinstance(target, CardTensor) and isinstance(source, CardTensor):
         to, of = target.data_on_host, source.data_on_host
         current_card().stream.add(lambda: to.copy_(of))
