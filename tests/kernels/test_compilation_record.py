@@ -1,4 +1,4 @@
-"""The record of what was compiled: what it saves, and that nothing changed gets past it."""
+"""The record of compiled kernels: what it saves, and that no change goes undetected."""
 
 from __future__ import annotations
 

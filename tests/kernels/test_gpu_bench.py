@@ -1,4 +1,4 @@
-"""The bench that needs a GPU, rehearsed without one: every row that it must give comes, and what is too good never passes."""
+"""The GPU bench, rehearsed without a GPU: every promised row appears, and implausible ones never pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench that needs a GPU on other cards than its goals name: what fits, what is judged, and what is only told."""
+"""The GPU bench on cards other than the one of its goals: what fits, what is judged, and what is only reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows of the bench that needs a GPU are computed from: errors that hang on no luck, and no bytes that a kernel leaves."""
+"""Inputs of the GPU bench: errors that do not depend on chance, and bytes counted as kernels move them."""
 
 from __future__ import annotations
 

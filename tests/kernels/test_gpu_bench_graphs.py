@@ -1,4 +1,4 @@
-"""Timed steps of the bench for GPUs are whole captured graphs: its own steps in their order, over engines without a device."""
+"""Timed steps of the GPU bench are whole captured graphs: its own steps in order, over engines without a device."""
 
 from __future__ import annotations
 

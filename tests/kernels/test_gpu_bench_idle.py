@@ -1,4 +1,4 @@
-"""How idle a GPU is in a steady step: from traces and steps whose true answer is known, and none of whose faults may pass."""
+"""The idle share of a GPU, from traces and steps with known answers; no measurement fault may pass."""
 
 from __future__ import annotations
 

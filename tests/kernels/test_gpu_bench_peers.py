@@ -1,4 +1,4 @@
-"""What the peers of a GPU run get: the conversations that we had, all at once, and a warm-up like ours. Without a model."""
+"""The peers of the GPU bench get our conversations, all at once, and a warm-up like ours. Without a model."""
 
 from __future__ import annotations
 

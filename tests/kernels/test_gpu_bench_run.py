@@ -1,4 +1,4 @@
-"""How a run of the bench for GPUs goes on when something hangs, and what it leaves: results, logs, a summary."""
+"""A run of the GPU bench continues when something hangs, and leaves results, logs and a summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The noise that kernels make of a seed, and the numbers of the engine, which has no torch where it makes them."""
+"""Gumbel noise from a seed in the kernels equals the engine's, which computes it without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests that run in Triton's interpreter here pass with the other versions too that the kernels are written for."""
+"""The interpreter tests also pass under the other supported versions of Triton."""
 
 from __future__ import annotations
 

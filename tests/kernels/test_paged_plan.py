@@ -1,4 +1,4 @@
-"""Plans over block tables: made once for a step, of tables that are copied as they lie."""
+"""Plans over block tables: made once per step, from tables that are copied as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights stand for exactly what the checkpoints' layouts say, bit by bit, and quantised ones are near the originals."""
+"""Packed weights equal the checkpoints' layouts bit by bit, and quantised ones approximate the originals."""
 
 from __future__ import annotations
 

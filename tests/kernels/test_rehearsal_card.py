@@ -1,4 +1,4 @@
-"""The rehearsed card itself: it does late what a GPU may do late, and refuses what CUDA and torch refuse."""
+"""The emulated card itself: it is as late as a GPU may be, and rejects what CUDA and torch reject."""
 
 from __future__ import annotations
 

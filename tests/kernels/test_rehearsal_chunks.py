@@ -1,4 +1,4 @@
-"""Steps with chunks of prompts on a rehearsed card: one graph each, whatever the model's depth, with the tokens of the CPU."""
+"""Steps with prompt chunks on an emulated card: one graph each, whatever the model's depth, with the CPU's tokens."""
 
 from __future__ import annotations
 

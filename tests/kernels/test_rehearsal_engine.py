@@ -1,4 +1,4 @@
-"""The code that serves on a GPU, on a card that is rehearsed: its tokens are those of the plain runner on the CPU."""
+"""The GPU serving code on an emulated card gives the plain CPU runner's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that cannot be captured, and engines without any, on a card that is rehearsed: the tokens stay, and it is told."""
+"""Graphs that cannot be captured, and engines without graphs, on an emulated card: the same tokens, and it is reported."""
 
 from __future__ import annotations
 

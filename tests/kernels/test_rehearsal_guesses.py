@@ -1,4 +1,4 @@
-"""Guesses of one request are attended in groups by the kernels that serve on a GPU: the tokens are those of plain decoding."""
+"""Guesses of one request are attended in groups by the serving kernels: the tokens equal plain decoding."""
 
 from __future__ import annotations
 

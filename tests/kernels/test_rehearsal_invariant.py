@@ -1,4 +1,4 @@
-"""Batch-invariant steps over slots on a rehearsed card: captured, launched ahead, and with the bits of the plain runner."""
+"""Batch-invariant steps over slots on an emulated card: captured, launched ahead, with the plain runner's bits."""
 
 from __future__ import annotations
 

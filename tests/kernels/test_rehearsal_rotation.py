@@ -1,5 +1,4 @@
-"""Which steps rotate inside their attention: those of few rows, in which each request has one. Their tokens are those of any
-other."""
+"""Which steps rotate inside attention: those with few rows and one row per request. Tokens are the same."""
 
 from __future__ import annotations
 

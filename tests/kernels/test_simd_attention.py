@@ -1,4 +1,4 @@
-"""Attention over pages, compiled for this processor, against the loops: contexts, heads, windows, chunks; bit by bit alone."""
+"""Compiled CPU attention over pages against loops: contexts, heads, windows, chunks; the same bits alone."""
 
 from __future__ import annotations
 

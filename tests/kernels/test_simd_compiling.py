@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: in a folder of the user's, and nowhere for longer than the process when that cannot be."""
+"""Compiled CPU kernels are cached in a user's folder, or only for the process if that is impossible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that asks for large pages: tensors like any others, whatever the system says."""
+"""Memory with large pages behaves as any other, whatever the system answers."""
 
 from __future__ import annotations
 

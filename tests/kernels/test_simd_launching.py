@@ -1,4 +1,4 @@
-"""Operations in a sequence: the bits of those that are called one by one, for any number of rows, and nothing left out."""
+"""A sequence of operations has the bits of single calls, for any number of rows, and omits none."""
 
 from __future__ import annotations
 

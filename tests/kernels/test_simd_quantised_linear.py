@@ -1,4 +1,4 @@
-"""Products with weights in 8 and 4 bits, compiled for this processor, against the reader of single numbers."""
+"""Compiled CPU products with 8- and 4-bit weights against an element-wise decoder."""
 
 from __future__ import annotations
 

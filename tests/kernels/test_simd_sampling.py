@@ -1,4 +1,4 @@
-"""Choosing tokens in compiled vectors: the very tokens of the definition, whatever rows ask for and however many threads."""
+"""Compiled CPU sampling gives the definition's tokens, for any options and number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step does between slots and layers, in compiled vectors, against its definition and with guarded outputs."""
+"""Compiled CPU operations between slots and layers against their definition, with guarded outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Few queries behind a long context: several programs share the keys of a tile, and what they found is put together."""
+"""Few queries after a long context: several programs share the keys of a tile, and their results are merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in four launches against one token and one expert at a time: empty, crowded and unequal experts."""
+"""Mixtures of experts in four launches against single tokens and experts: empty, crowded and unequal experts."""
 
 from __future__ import annotations
 

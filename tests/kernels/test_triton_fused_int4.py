@@ -1,4 +1,4 @@
-"""Fused products with weights of 4 bits against what the packed codes stand for, in float32."""
+"""Fused products with 4-bit weights against the dequantised codes in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of one row with what stands around them, for weights of 16 and 8 bits, against float32."""
+"""Fused products of one row, with 16- and 8-bit weights, against float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of batch-invariant engines: right, and a row has the same bits in any batch, chunk and place."""
+"""Kernels of batch-invariant engines: correct, and a row has the same bits in any batch, chunk and position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with weights of 16 and 8 bits against exact ones: awkward sizes, poison around what may be read, divided columns."""
+"""Products with 16- and 8-bit weights against exact ones: awkward sizes, poison around inputs, split columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits against what the packed codes stand for: every group size, divided columns, permutations."""
+"""Products with 4-bit weights against the dequantised codes: every group size, split columns, permutations."""
 
 from __future__ import annotations
 

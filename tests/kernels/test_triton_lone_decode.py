@@ -1,4 +1,4 @@
-"""The decode of one request in one launch, against rotation, cache write and attention one after the other."""
+"""The decode of a single request in one launch, against separate rotation, cache write and attention."""
 
 from __future__ import annotations
 

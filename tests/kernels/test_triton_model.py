@@ -1,4 +1,4 @@
-"""A whole model through the table of Triton kernels: the tokens of the table for CPUs, by the plain and the overlapped loop."""
+"""A whole model on the Triton operation table gives the CPU table's tokens, in the plain and the overlapped loop."""
 
 from __future__ import annotations
 

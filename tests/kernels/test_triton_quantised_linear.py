@@ -1,4 +1,4 @@
-"""Products with quantised weights find the kernels of their device, and these take what the engine hands them."""
+"""Products with quantised weights use their device's kernels, which accept the engine's inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with quantised weights through the table of Triton kernels: their tokens, their launches, what reads their heads."""
+"""Quantised models on the Triton operation table: tokens, launches, and output heads."""
 
 from __future__ import annotations
 

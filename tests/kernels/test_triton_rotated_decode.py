@@ -1,4 +1,4 @@
-"""Rotation, cache write and attention of decodes in one launch, against the two operations one after the other."""
+"""Rotation, cache write and decode attention in one launch, against separate operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of experts in one launch against its definition: awkward numbers, ties, what is no number, rows of padding."""
+"""Expert selection in one launch against its definition: awkward values, ties, NaN, padding rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels beside the sampler: grammars' masks, log-probabilities, counts of tokens, judging drafts, head and argmax."""
+"""Kernels around the sampler: grammar masks, log-probabilities, token counts, rejection of drafts, head and argmax."""
 
 from __future__ import annotations
 

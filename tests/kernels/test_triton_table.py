@@ -1,4 +1,4 @@
-"""What the log of a start says of operations is where they come from."""
+"""The operations logged at the start are the ones in use."""
 
 from __future__ import annotations
 

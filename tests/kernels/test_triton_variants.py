@@ -1,4 +1,4 @@
-"""No step of ordinary traffic asks for a kernel that was not compiled at the start: a compiler takes seconds, and all wait."""
+"""Ordinary traffic requests no kernel that was not compiled at the start: compiling takes seconds, and everybody waits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Engines that guess over slots, by prompt lookup or with a draft model, say what the plain runner says without guesses,
-whatever happens meanwhile."""
+"""Engines with speculation over slots, by prompt lookup or a draft model, give the plain runner's tokens in any history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of grammars to compile: whoever floods them waits behind himself, and every grammar ends once."""
+"""Queues of grammars to compile: a flood delays only itself, and every grammar ends once."""
 
 from __future__ import annotations
 

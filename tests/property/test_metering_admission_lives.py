@@ -1,4 +1,4 @@
-"""Admission under random use: what is taken comes back, a refusal changes nothing, and a wait that is told is exact."""
+"""Admission under random use: reservations are returned, refusals change nothing, and reported waits are exact."""
 
 from __future__ import annotations
 

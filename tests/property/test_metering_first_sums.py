@@ -1,4 +1,4 @@
-"""What is read of owners of limits at their first meeting, all at once, is what a plain look at every event finds for each."""
+"""Sums read for many owners at once equal a plain scan of all events for each."""
 
 from __future__ import annotations
 

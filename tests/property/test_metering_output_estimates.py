@@ -1,4 +1,4 @@
-"""What answers are expected to take, under random use: the 90th percentile, and bursts of long answers that are never cheap."""
+"""Output estimates under random use: the 90th percentile, and bursts of long answers are never underestimated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests of console and commands."""
+"""Fixtures for unit tests of the console and commands."""
 
 from __future__ import annotations
 

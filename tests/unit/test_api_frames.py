@@ -1,4 +1,4 @@
-"""What a stream sends: a comment when nothing happens, the error when it cannot go on, and durations as clients know them."""
+"""Stream frames: comments while idle, an error when the stream fails, and durations in clients' formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invoices, allowances, seller and economics over HTTP: shapes, files, roles, and errors that are named."""
+"""Invoices, allowances, seller and economics over HTTP: response shapes, files, roles, and errors that name the field."""
 
 from __future__ import annotations
 

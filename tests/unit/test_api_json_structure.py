@@ -1,4 +1,5 @@
-"""What reading a body may cost is bounded before it is read, by what stands outside of its strings; long ones take turns."""
+"""The cost of parsing a body is bounded before parsing, by its structure outside of strings; long bodies are parsed one by
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The administrators' API of people, and of limits that belong to no tenant."""
+"""The administrators' API of members, and of limits that belong to no tenant."""
 
 from __future__ import annotations
 

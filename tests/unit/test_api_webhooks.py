@@ -1,4 +1,4 @@
-"""Webhooks over the administrators' API: the whole life of one, who may do what, and absurd input."""
+"""Webhooks in the administrators' API: their life cycle, roles, and invalid input."""
 
 from __future__ import annotations
 

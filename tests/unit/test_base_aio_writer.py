@@ -1,4 +1,4 @@
-"""Writes of the kernel: the bytes stand where they should, and whatever it does not write, the journal's thread does."""
+"""Writes by the kernel: correct bytes, and a fallback to the journal's thread for whatever the kernel does not write."""
 
 from __future__ import annotations
 

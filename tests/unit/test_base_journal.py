@@ -1,4 +1,4 @@
-"""The journal: what `append` promised is read after a death, what it did not promise is not, and no file grows without end."""
+"""The journal: records acknowledged by `append` survive a crash, others do not, and no file grows without bound."""
 
 from __future__ import annotations
 

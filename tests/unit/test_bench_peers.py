@@ -1,4 +1,4 @@
-"""The bench of peers without any peer: requests, the rule of discarding, what follows from rounds, the wire to a worker."""
+"""The peer bench without any peer: requests, discarding of rounds, evaluation, and the protocol with workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands as they are typed: what they print for a person and for a program, and their exit status."""
+"""Command lines: output for people and programs, and exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gatehouse plan` as it is typed: parts that add up, what would help, and options that are refused by name."""
+"""`gatehouse plan`: parts that add up, suggested remedies, and options rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gatehouse simulate` as it is typed: tables, JSON, and errors that name what is wrong."""
+"""`gatehouse simulate`: tables, JSON, and errors that name the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Would this request pass? The page says what the limits would say, and takes nothing."""
+"""The limit check page shows what the limits would decide, and reserves nothing."""
 
 from __future__ import annotations
 

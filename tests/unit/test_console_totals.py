@@ -1,4 +1,4 @@
-"""What heads of pages sum up: the day and the month of the billing time zone, as budgets and invoices do."""
+"""Totals in page headers use days and months of the billing time zone, as budgets and invoices do."""
 
 from __future__ import annotations
 

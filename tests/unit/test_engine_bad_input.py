@@ -1,4 +1,4 @@
-"""Bad input is answered with a typed error that names the field, and whoever runs beside it does not notice."""
+"""Bad input gets a typed error that names the field, without affecting concurrent requests."""
 
 from __future__ import annotations
 

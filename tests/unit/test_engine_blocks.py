@@ -1,4 +1,4 @@
-"""Blocks: who holds them, who is evicted first, what is wasted."""
+"""Blocks: ownership, order of eviction, and waste."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is served next and at whose cost: rounds, weights, pausing, classes, deadlines; and the two plain policies."""
+"""Who is served next and who is charged: rounds, weights, pausing, classes, deadlines; and the two plain policies."""
 
 from __future__ import annotations
 

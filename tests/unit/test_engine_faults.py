@@ -1,4 +1,4 @@
-"""Faults put into each stage of a step: only the culprit ends, with an error that says where; its neighbours do not notice."""
+"""Faults injected into each stage of a step end only the request at fault, with an error that names the stage."""
 
 from __future__ import annotations
 

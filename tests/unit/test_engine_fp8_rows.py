@@ -1,4 +1,4 @@
-"""Rows in 8 bits that are made before the product that reads them are those that it would have made itself."""
+"""Rows quantised to 8 bits before a product equal those that the product would make itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bad request among good ones, steps that raise, limits of single requests, and the figures of the engine."""
+"""One bad request among good ones, steps that raise, per-request limits, and the engine's figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What many answers to one long prompt cost the steps in which all others wait: counted, not timed."""
+"""The cost of many answers to one long prompt for the steps of all other requests: counted, not timed."""
 
 from __future__ import annotations
 

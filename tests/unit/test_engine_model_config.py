@@ -1,4 +1,4 @@
-"""What config.json means for each family: defaults where it is silent, older spellings, and windows layer by layer."""
+"""Interpretation of config.json by family: defaults, older spellings, and windows per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model directory may hold, and the one clear error for each thing it may not."""
+"""The permitted content of a model directory, and one clear error for everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps launched ahead: what is booked when, failures under way, and buffers that rotate. Without a model."""
+"""Steps launched ahead: bookkeeping, failures of pending steps, and rotating buffers. Without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options `quantization` and `kv_cache_dtype`: what is done on the fly, what is said about it, what is refused."""
+"""The options `quantization` and `kv_cache_dtype`: quantisation on the fly, its reporting, and rejected combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request may cost the step loop, in which all others wait: counted, not timed."""
+"""The cost of one request for the step loop, on which all others wait: counted, not timed."""
 
 from __future__ import annotations
 

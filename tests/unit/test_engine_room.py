@@ -1,4 +1,4 @@
-"""Room: who gives way for whom, that it is for good, and who takes the place."""
+"""Making room: who is preempted for whom, that it is permanent, and who takes the place."""
 
 from __future__ import annotations
 

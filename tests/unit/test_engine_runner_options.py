@@ -1,4 +1,4 @@
-"""Options of the engine that reach the device half: what is refused, by name, and what memory and caches are made of them."""
+"""Engine options for the device: those rejected by name, and the resulting memory and caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order and bounds of scheduling: decodes first, chunks, overtaking that ends, preemption of the youngest, prefix sharing."""
+"""Order and bounds of scheduling: decodes first, chunks, bounded overtaking, preemption of the youngest, shared prefixes."""
 
 from __future__ import annotations
 

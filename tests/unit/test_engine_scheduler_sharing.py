@@ -1,4 +1,4 @@
-"""What requests share: answers of one prompt, equal prefixes at the same time, global prefixes, and blocks in main memory."""
+"""Sharing between requests: answers of one prompt, concurrent equal prefixes, global prefixes, and blocks in main memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification of guesses: by equality with what plain decoding draws, and by rejection with the distribution it draws from."""
+"""Verification of drafts: by equality with plain decoding, and by rejection sampling with its distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine tells of its start: all of its time, part by part."""
+"""An engine's report of its start accounts for all of its time."""
 
 from __future__ import annotations
 

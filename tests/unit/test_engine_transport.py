@@ -1,4 +1,4 @@
-"""Frames: what is sent arrives, in any pieces; what is no frame is refused; a peer that is gone or stuck is noticed."""
+"""Frames: delivered in any pieces; anything else is rejected; a closed or stuck peer is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiler beside the step loop: deadlines, the cache, and who is hurt by a text that explodes."""
+"""The grammar compiler process: deadlines, the cache, and the effects of an exploding grammar."""
 
 from __future__ import annotations
 

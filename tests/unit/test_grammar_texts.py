@@ -1,4 +1,4 @@
-"""Regular expressions, choices and grammars of the caller: what they accept, and what is refused by name."""
+"""The caller's regular expressions, choices and grammars: what they accept, and what is rejected by name."""
 
 from __future__ import annotations
 

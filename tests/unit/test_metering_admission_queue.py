@@ -1,4 +1,4 @@
-"""The admission queue: a request that a limit refuses may wait a moment for room; in order, all or nothing, never for long."""
+"""The admission queue: a request refused by a limit may wait briefly for room; in order, all or nothing."""
 
 from __future__ import annotations
 

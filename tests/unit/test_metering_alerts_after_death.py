@@ -1,4 +1,4 @@
-"""A threshold that was reached by what a dead process left is told by the next start, once, also of a month that is over."""
+"""A threshold reached by requests of a dead process is reported once by the next start, also for a past month."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch work from the order to the invoice: served last, priced with the batch share, and never mixed up with other work."""
+"""Batch work from the request to the invoice: served last, priced at the batch share, and kept apart from other work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budget alerts: told in the transaction that settles, once per threshold, month and budget, and again for a raised budget."""
+"""Budget alerts: in the settling transaction, once per threshold, month and budget, and again for a raised budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrections are new signed events: they add up with the one they correct, and never to less than nothing."""
+"""Corrections are new signed events: they add up with the corrected one, never to less than zero."""
 
 from __future__ import annotations
 

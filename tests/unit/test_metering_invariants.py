@@ -1,4 +1,4 @@
-"""`gatehouse db check`: a sound ledger passes, and each promise that is broken by hand is found and named."""
+"""`gatehouse db check`: a sound ledger passes, and each invariant broken by hand is found and named."""
 
 from __future__ import annotations
 

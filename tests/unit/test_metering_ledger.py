@@ -1,4 +1,4 @@
-"""The ledger: durable before it answers, settled once, in groups, and honest about failure."""
+"""The ledger: durable before it acknowledges, settled once, in groups, and errors are reported."""
 
 from __future__ import annotations
 

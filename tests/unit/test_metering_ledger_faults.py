@@ -1,4 +1,4 @@
-"""The ledger on databases that really fail: a file that cannot grow, a server that drops its connections."""
+"""The ledger on databases that really fail: a file that cannot grow, a server that drops connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger with a journal: an open is durable with its line, its rows follow, and a death in between loses nothing."""
+"""The ledger with a journal: opening is durable with its line, rows follow, and a crash in between loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start knows of the answers that a key got before it: the last ones of the ledger. No request waits for them."""
+"""Output estimates after a start come from a key's last answers in the ledger. No request waits for them."""
 
 from __future__ import annotations
 

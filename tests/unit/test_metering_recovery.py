@@ -1,4 +1,4 @@
-"""After a crash: every request that was admitted stands in the ledger once, and none stays pending."""
+"""After a crash every admitted request is in the ledger once, and none stays pending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`retry-after` where only running requests stand in the way: an estimate from how far they are and how fast they go."""
+"""`retry-after` when only running requests are in the way: an estimate from their progress and speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model without a price in somebody's currency: counted, told of, and refused where the box says so."""
+"""A model without a price in a tenant's currency: counted, reported, and refused if the appliance is set to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every page and every list costs the same number of statements, however many tenants, keys and requests there are."""
+"""Every page and list needs the same number of statements, however many tenants, keys and requests exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delivery: at least once, later and later, many webhooks at once, and after a death again with the same id."""
+"""Alert delivery: at least once, with growing waits, in parallel, and with the same id after a crash."""
 
 from __future__ import annotations
 

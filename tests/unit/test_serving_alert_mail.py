@@ -1,4 +1,4 @@
-"""Alerts by e-mail: what is in the message, TLS in both ways, sign-in, and a mail server that refuses or hangs."""
+"""Alerts by e-mail: content, both kinds of TLS, authentication, and mail servers that refuse or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is looked for now and then: keys that expire, engines that stay away, and a task that outlives a broken database."""
+"""Periodic checks: expiring keys, engines that stay down, and a task that survives database failures."""
 
 from __future__ import annotations
 

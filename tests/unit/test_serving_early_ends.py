@@ -1,4 +1,4 @@
-"""However and wherever a running request ends, its event has the tokens that the engine counted, and says why it ended."""
+"""However a running request ends, its event has the engine's token count and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's end of the engine's socket: one frame per turn, events to their requests, an answer to everybody at the end."""
+"""The gateway's end of the engine socket: one frame per loop iteration, routing of events, and a result for every request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sentence says where the time of a request went, for live and past ones."""
+"""One sentence explains where a request's time went, for live and past requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a request wrote: the engine's clock where the gateway read its tokens later than they came. Who came before it."""
+"""A request's speed comes from the engine's clock, because the gateway may read tokens later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generation ends once, whatever happens: text for its reader, one settlement for its tenant, nothing left behind."""
+"""A generation ends once, whatever happens: text for the reader, one settlement for the tenant, nothing left behind."""
 
 from __future__ import annotations
 

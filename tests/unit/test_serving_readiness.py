@@ -1,4 +1,4 @@
-"""A model counts as ready when it has lately generated a token, by traffic or by a probe that nobody pays for."""
+"""A model is ready if it has generated a token lately, for traffic or for an unbilled probe."""
 
 from __future__ import annotations
 

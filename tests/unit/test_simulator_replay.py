@@ -1,4 +1,4 @@
-"""The replay: the product's scheduler under a virtual clock, held against what can be worked out by hand, and odd traffic."""
+"""The replay: the product's scheduler under a virtual clock, against results computed by hand, and unusual traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each change of tenants, keys, people, tokens and prices is one entry: by whom, of what, from what to what, and no secret."""
+"""Each change of tenants, keys, people, tokens and prices is one entry: actor, subject, old and new value, no secret."""
 
 from __future__ import annotations
 

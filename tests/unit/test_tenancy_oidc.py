@@ -1,4 +1,4 @@
-"""The provider's word: what is believed of it."""
+"""Verification of an OpenID Connect provider's responses."""
 
 from __future__ import annotations
 
