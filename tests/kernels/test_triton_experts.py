@@ -60,7 +60,7 @@ def test_places_are_sorted_by_expert_and_stay_in_their_order(
     ("num_tokens", "num_experts", "num_chosen", "hidden", "inner"),
     [(1, 4, 2, 17, 5), (3, 8, 3, 64, 33), (40, 2, 1, 130, 16)],
 )
-def test_the_mixture_of_a_few_tokens(
+def test_the_mixture_of_a_few_tokens_matches_the_reference(
     num_tokens: int,
     num_experts: int,
     num_chosen: int,
@@ -82,7 +82,9 @@ def test_the_mixture_of_a_few_tokens(
 
 
 @pytest.mark.parametrize("rows_each", [16, 32, 64, 128])
-def test_every_tile_of_a_crowded_expert(rows_each: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_of_a_crowded_expert_matches_the_reference(
+    rows_each: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiles for `rows_each` tokens an expert, with all tokens at one expert and then none at another."""
     sized = group_tiles(rows_each, 90, gated=True)
     monkeypatch.setattr(kernel, "group_tiles", lambda *_, **__: sized)
@@ -155,7 +157,7 @@ def test_experts_in_codes_are_the_experts_that_their_codes_stand_for(
 
 @pytest.mark.parametrize("packer", ["int8", "int4"])
 @pytest.mark.parametrize("rows_each", [16, 32, 64, 128])
-def test_every_tile_of_a_crowded_expert_in_codes(
+def test_every_tile_of_a_crowded_quantised_expert_matches_the_reference(
     rows_each: int, packer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, and the scales of the expert that nobody chose are poisoned."""

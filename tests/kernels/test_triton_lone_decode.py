@@ -40,7 +40,9 @@ def test_awkward_lengths_equal_the_two_operations(length: int, device: torch.dev
 
 
 @pytest.mark.parametrize("length", [1, 32, 33, 600])
-def test_a_tile_for_each_program_of_a_large_card(length: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_card_with_a_tile_for_each_program_matches_the_reference(
+    length: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lone, "multiprocessors", lambda _: 132)
     compare(RotatedDecodeBatch([length], SHAPE, device))
 
@@ -55,17 +57,17 @@ def test_it_is_the_same_on_every_card_but_for_rounding(
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
 @pytest.mark.parametrize("is_normed", [False, True])
-def test_every_head_size(head_dim: int, is_normed: bool, device: torch.device) -> None:
+def test_every_head_size_matches_the_reference(head_dim: int, is_normed: bool, device: torch.device) -> None:
     compare(RotatedDecodeBatch([67], AttentionShape(16, 4, 2, head_dim), device, is_normed=is_normed))
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_ratio_of_query_to_key_heads_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
     compare(RotatedDecodeBatch([67], AttentionShape(16, *heads, 16), device))
 
 
 @pytest.mark.parametrize(("block_size", "length"), [(32, 65), (64, 130), (128, 200), (8, 50)])
-def test_blocks_of_every_size(block_size: int, length: int, device: torch.device) -> None:
+def test_every_block_size_matches_the_reference(block_size: int, length: int, device: torch.device) -> None:
     compare(RotatedDecodeBatch([length], AttentionShape(block_size, 4, 2, 32), device))
 
 
@@ -76,7 +78,7 @@ def test_a_part_of_the_dimensions_turns(head_dim: int, rotary_dim: int, device: 
 
 @pytest.mark.parametrize("window", [1, 16, 21, 64, 300])
 @pytest.mark.parametrize("length", [1, 50, 90, 333])
-def test_a_window_and_a_soft_cap(window: int, length: int, device: torch.device) -> None:
+def test_a_window_with_capped_scores_matches_the_reference(window: int, length: int, device: torch.device) -> None:
     shape = AttentionShape(16, 2, 1, 32, sliding_window=window, softcap=5.0)
     compare(RotatedDecodeBatch([length], shape, device, is_normed=True))
 
@@ -93,11 +95,11 @@ def test_what_stands_before_the_window_is_not_seen(device: torch.device) -> None
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("length", [0, 2, 65, 300])
-def test_a_cache_of_8_bits(head_dim: int, length: int, device: torch.device) -> None:
+def test_an_8_bit_cache_matches_the_reference(head_dim: int, length: int, device: torch.device) -> None:
     compare(RotatedDecodeBatch([length], AttentionShape(16, 4, 2, head_dim), device, kv_dtype=FP8, is_normed=True))
 
 
-def test_half_precision(device: torch.device) -> None:
+def test_half_precision_matches_the_reference(device: torch.device) -> None:
     compare(RotatedDecodeBatch([300], SHAPE, device, dtype=torch.float16))
 
 

@@ -54,20 +54,22 @@ def weight() -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("on_triton")
-def test_8_bit_integers(x: torch.Tensor, bias: torch.Tensor) -> None:
+def test_8_bit_integers_match_the_reference(x: torch.Tensor, bias: torch.Tensor) -> None:
     packed = ops.pack_int8(weight())
     assert_close(ops.bind_int8(packed, bias)(x), reference.linear_int8(x, packed, bias=bias))
 
 
 @pytest.mark.usefixtures("on_triton")
-def test_4_bits(x: torch.Tensor, bias: torch.Tensor) -> None:
+def test_4_bit_weights_match_the_reference(x: torch.Tensor, bias: torch.Tensor) -> None:
     packed = pack_int4(weight(), 32)
     assert_close(ops.bind_int4(packed, bias)(x), reference.linear_int4(x, packed, bias=bias))
 
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("activations", Activations)
-def test_8_bit_floats_with_inputs_rounded_or_not(activations: Activations, x: torch.Tensor, bias: torch.Tensor) -> None:
+def test_8_bit_floats_match_the_reference_with_inputs_rounded_or_not(
+    activations: Activations, x: torch.Tensor, bias: torch.Tensor
+) -> None:
     packed, scale = ops.pack_fp8(weight()), torch.tensor([0.01])
     product = fp8_product(packed, bias, activations, [(OUTPUTS, scale)])
     found = product(x)

@@ -42,12 +42,12 @@ def test_awkward_lengths_equal_the_two_operations(lengths: list[int], device: to
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
 @pytest.mark.parametrize("is_normed", [False, True])
-def test_every_head_size(head_dim: int, is_normed: bool, device: torch.device) -> None:
+def test_every_head_size_matches_the_reference(head_dim: int, is_normed: bool, device: torch.device) -> None:
     compare(RotatedDecodeBatch([67, 5], AttentionShape(16, 4, 2, head_dim), device, is_normed=is_normed))
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_ratio_of_query_to_key_heads_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
     compare(RotatedDecodeBatch([37, 5], AttentionShape(16, *heads, 16), device))
 
 
@@ -58,13 +58,13 @@ def test_a_part_of_the_dimensions_turns(head_dim: int, rotary_dim: int, device: 
 
 
 @pytest.mark.parametrize("window", [1, 16, 21, 64])
-def test_a_window_and_a_soft_cap(window: int, device: torch.device) -> None:
+def test_a_window_with_capped_scores_matches_the_reference(window: int, device: torch.device) -> None:
     shape = AttentionShape(16, 2, 1, 32, sliding_window=window, softcap=5.0)
     compare(RotatedDecodeBatch([1, 50, 22, 90], shape, device, is_normed=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_a_cache_of_8_bits(head_dim: int, device: torch.device) -> None:
+def test_an_8_bit_cache_matches_the_reference(head_dim: int, device: torch.device) -> None:
     shape = AttentionShape(16, 4, 2, head_dim)
     compare(RotatedDecodeBatch([65, 140, 2, 0], shape, device, kv_dtype=FP8, is_normed=True))
 

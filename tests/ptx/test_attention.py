@@ -128,7 +128,9 @@ def test_a_captured_step_with_chunks_tells_decodes_chunks_and_padding_apart(shap
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], FP8, True),
     ],
 )
-def test_decode_steps_that_rotate(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool) -> None:
+def test_rotated_decode_steps_match_the_reference(
+    shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool
+) -> None:
     rotated(RotatedDecodeBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
 
 
@@ -155,7 +157,7 @@ def rotated(batch: RotatedDecodeBatch) -> None:
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, REVERSE),
     ],
 )
-def test_the_decode_of_a_lone_request(
+def test_the_decode_of_a_lone_request_matches_the_reference(
     shape: AttentionShape, length: int, kv_dtype: torch.dtype, is_normed: bool, order: str, card: EmulatedCard
 ) -> None:
     """In reverse the first split comes last, and puts the others together."""
@@ -164,7 +166,7 @@ def test_the_decode_of_a_lone_request(
     assert not counters(CPU).any()
 
 
-def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_several_tiles_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lone_decode, "multiprocessors", lambda _: 2)
     rotated(RotatedDecodeBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
 
@@ -177,7 +179,7 @@ def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], BF16),
     ],
 )
-def test_decode_steps(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype) -> None:
+def test_decode_steps_match_the_reference(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype) -> None:
     Batch(shape, lengths, [1] * len(lengths), kv_dtype).decoded()
 
 
@@ -202,7 +204,7 @@ def test_guesses_of_several_splits_for_each_program(monkeypatch: pytest.MonkeyPa
     Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).prefilled()
 
 
-def test_half_precision() -> None:
+def test_half_precision_matches_the_reference() -> None:
     Batch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).decoded()
     Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).prefilled()
 
@@ -273,7 +275,9 @@ def test_keys_of_few_queries_are_cut_into_splits(
         (AttentionShape(BLOCK, 2, 1, 256, sliding_window=60, softcap=50.0), [110], [40], BF16),
     ],
 )
-def test_chunks_of_prompts(shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype) -> None:
+def test_prompt_chunks_match_the_reference(
+    shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype
+) -> None:
     Batch(shape, lengths, counts, kv_dtype).prefilled()
 
 

@@ -22,7 +22,7 @@ HIDDEN, INNER, EXPERTS, CHOSEN = 128, 128, 4, 2
 
 
 @pytest.mark.parametrize(("kind", "count"), [("bf16", 5), ("int8", 5), ("fp8", 40), ("int4", 40)])
-def test_mixtures(card: EmulatedCard, kind: str, count: int) -> None:
+def test_mixtures_of_experts_match_the_reference(card: EmulatedCard, kind: str, count: int) -> None:
     pack = PACKERS[kind]
     sizes = ((2 * INNER, HIDDEN), (HIDDEN, INNER))
     bfloat16 = [normal(EXPERTS, *size, dtype=torch.bfloat16, device=CPU, seed=1) / math.sqrt(size[1]) for size in sizes]
@@ -42,7 +42,9 @@ def test_mixtures(card: EmulatedCard, kind: str, count: int) -> None:
     ("dtype", "num_experts", "num_chosen", "normalised"),
     [(torch.bfloat16, 128, 8, True), (torch.float16, 60, 4, False), (torch.float32, 512, 16, True)],
 )
-def test_routers(card: EmulatedCard, dtype: torch.dtype, num_experts: int, num_chosen: int, normalised: bool) -> None:
+def test_routers_match_the_reference(
+    card: EmulatedCard, dtype: torch.dtype, num_experts: int, num_chosen: int, normalised: bool
+) -> None:
     logits = padded_rows(normal(4, num_experts, dtype=dtype, device=CPU) * 3, num_experts + 9)
     logits[2] = logits[2].round()
     slots = torch.tensor([0, -1, 7, 3, -1])[1:]  # begins where no vector may

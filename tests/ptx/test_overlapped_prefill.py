@@ -59,7 +59,9 @@ def test_everything_else_goes_another_way(shape: AttentionShape, kv_bytes: int, 
         (replace(SHAPE, num_heads=7, block_size=KEYS), [257, 3], [40, 2]),
     ],
 )
-def test_chunks_of_prompts(card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int]) -> None:
+def test_prompt_chunks_match_the_reference(
+    card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int]
+) -> None:
     before = card.launched.get(KERNEL, 0)
     Batch(shape, lengths, counts).prefilled()
     assert card.launched[KERNEL] > before

@@ -42,7 +42,7 @@ OURS = Layers.of(decode_inputs, fused_linear, rotated_decode)
 EXACT = Layers.of(reference_inputs, reference_products, reference_decode)
 
 
-def test_inputs_of_a_decode_step() -> None:
+def test_inputs_of_a_decode_step_match_the_reference() -> None:
     lengths = torch.tensor([1, 15, 16, 17, 33, 96, 2], dtype=torch.int32)
     tables = torch.randperm(42, generator=torch.Generator().manual_seed(1)).int().view(7, 6)
     slots = torch.tensor([6, -1, 3, 0, 5, -1, 2, 1, 4], dtype=torch.int32)

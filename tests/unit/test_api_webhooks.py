@@ -40,7 +40,7 @@ async def tenant(box: ApiBox, name: str) -> str:
     return (await box.services.tenants.create(name=name, access=WHOLE_BOX)).id
 
 
-async def test_the_life_of_a_webhook(box: ApiBox) -> None:
+async def test_a_webhook_is_made_changed_rotated_disabled_and_deleted(box: ApiBox) -> None:
     bob = await tenant(box, "bob")
     made = await box.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": bob})
     assert made.pop("secret").startswith("whsec_")
