@@ -154,7 +154,7 @@ async def measure_rate(
         return results
 
     pairs, host = await until_undisturbed(speed_of_host, rounds, run_pair)
-    rates = {kind: [results[kind][0] for results in pairs] for kind in KINDS}
+    rates: Rates = {kind: [results[kind][0] for results in pairs] for kind in KINDS}
     return rates, {kind: [results[kind][1] for results in pairs] for kind in KINDS}, host
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import uvloop
 
 from appliance.api import chat
+from appliance.api.auth import authenticate_tenant
 from appliance.app import Started, serve
 from appliance.base.clock import SystemClock
 from appliance.base.interpreter import prepare_to_serve
@@ -135,7 +136,7 @@ def install_plain_path(generations: Generations) -> None:
     plain_generations = Generations.__new__(Generations)
     plain_generations.__dict__.update(generations.__dict__)
     plain_generations.__dict__.update(_admission=NoAdmission(), _ledger=NoLedger(), _watch=NoWatch(), _generations={})
-    authenticate, start = chat.authenticate_tenant, Generations.start
+    authenticate, start = authenticate_tenant, Generations.start
 
     async def authenticate_or_not(request: Any) -> Principal:
         if request.headers.get("authorization", "").endswith(PLAIN):
@@ -145,7 +146,7 @@ def install_plain_path(generations: Generations) -> None:
     async def start_either(self: Generations, order: Order, *args: Any, **options: Any) -> Generation:
         return await start(plain_generations if order.principal is principal else self, order, *args, **options)
 
-    chat.authenticate_tenant = authenticate_or_not
+    chat.authenticate_tenant = authenticate_or_not  # type: ignore[attr-defined]
     Generations.start = start_either  # type: ignore[method-assign]
 
 
