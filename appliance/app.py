@@ -56,10 +56,11 @@ from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.claim_watch import stop_when_lost
 from appliance.serving.database_watch import DatabaseWatch
-from appliance.serving.fleet import build_models, engine_reading, model_folders
+from appliance.serving.engine_readings import engine_reading
 from appliance.serving.forecasts import Forecasts
 from appliance.serving.generations import Generations
 from appliance.serving.housekeeping import Housekeeping
+from appliance.serving.model_builder import build_models, model_folders
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.serving.request_limits import RequestLimits

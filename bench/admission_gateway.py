@@ -26,7 +26,7 @@ from appliance.base.clock import SystemClock
 from appliance.base.interpreter import prepare_to_serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
-from appliance.serving import fleet
+from appliance.serving import model_builder
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations, Order
 from appliance.serving.model_folder import ModelFolder
@@ -162,7 +162,7 @@ def serve_gateway(folder: Path, answer_s: str, profile: str | None) -> None:
         sys.stdout.write(f"{started.port}\n")
         sys.stdout.flush()
 
-    fleet.engine_command = engine_command  # type: ignore[assignment]
+    model_builder.engine_command = engine_command  # type: ignore[assignment]
     settings = {
         "data_dir": str(folder / "data"),
         "port": 0,

@@ -38,7 +38,7 @@ from appliance.app import Started, serve
 from appliance.base.interpreter import prepare_to_serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
-from appliance.serving import fleet
+from appliance.serving import model_builder
 from appliance.serving.model_folder import ModelFolder
 from bench import rows
 from engine.protocol import EngineFrame
@@ -205,7 +205,7 @@ def serve_gateway(folder: Path, step_s: str, profile: str | None) -> None:
         sys.stdout.write(f"{started.port}\n")
         sys.stdout.flush()
 
-    fleet.engine_command = engine_command  # type: ignore[assignment]
+    model_builder.engine_command = engine_command  # type: ignore[assignment]
     configure_logging("warning", json=False)
     options = {
         "data_dir": str(folder / "data"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, limits, of_text, token_trie
+from engine.grammar.matcher import CompiledGrammar, answer_grammar, limits, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 
@@ -44,7 +44,7 @@ class Ours:
     def compile(self, schema: str) -> CompiledGrammar:
         spec = GrammarSpec("json", schema)
         try:
-            return CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec)
+            return CompiledGrammar(self._trie, answer_grammar(to_lark(spec), first_space=False), spec)
         except GrammarError as error:
             raise Refused(str(error)) from error
 

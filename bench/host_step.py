@@ -31,16 +31,16 @@ import torch
 from bench.rows import row_header, save_row
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
-from engine.grammar.queue import GrammarQueue, LateCompiler
+from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.loop import Engine
 from engine.main import serve
-from engine.memory.device import GraphsTaken
+from engine.memory.device import GraphMemory
 from engine.protocol import EngineFrame, EngineInfo, GatewayFrame, GenerationRequest, SamplingParams
 from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import slot_words
-from engine.sampling.columns import Chosen, ColumnSampler, Kind
+from engine.sampling.columns import ColumnSampler, Kind, SampledTokens
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
@@ -68,9 +68,9 @@ class NoDecoder:
     dtype = None
     device = DEVICE
 
-    def keep_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
+    def allocate_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
 
-    def pass_over(self, rows: list[Any], unknown: Any = None) -> torch.Tensor:
+    def forward_spans(self, rows: list[Any], unknown: Any = None) -> torch.Tensor:
         return torch.zeros(sum(len(row.outputs) for row in rows), 1)
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
@@ -83,8 +83,8 @@ class NoSampler(ColumnSampler):
     def choose(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Kind, masks: torch.Tensor | None = None,
         *, scores_out: torch.Tensor | None = None,
-    ) -> Chosen:  # fmt: skip
-        return Chosen(torch.zeros(len(slots), dtype=torch.int64), None)
+    ) -> SampledTokens:  # fmt: skip
+        return SampledTokens(torch.zeros(len(slots), dtype=torch.int64), None)
 
 
 class NoCalls:
@@ -101,8 +101,8 @@ class NoCalls:
     def run(self, key: Hashable, function: Callable[[], None]) -> None: ...
 
     @property
-    def taken(self) -> GraphsTaken:
-        return GraphsTaken()
+    def graph_memory(self) -> GraphMemory:
+        return GraphMemory()
 
 
 class NoPlainRunner:
@@ -139,7 +139,7 @@ def no_grammars() -> GrammarQueue:
     def compiler() -> GrammarCompiler:
         raise AssertionError("nothing is compiled here")
 
-    return GrammarQueue(LateCompiler(compiler), GrammarMasks(2))
+    return GrammarQueue(LazyCompiler(compiler), GrammarMasks(2))
 
 
 def make_engine(

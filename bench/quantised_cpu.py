@@ -102,7 +102,7 @@ def measure(size: str, quantization: str, rounds: int, batches: list[int], threa
         }  # fmt: skip
         plain, quantised = LLM(str(directory), **shared), LLM(str(source), quantization=quantization, **shared)
         vocab_size = SIZES[size]["vocab_size"]
-        infos = [llm._generator().info for llm in (plain, quantised)]
+        infos = [llm._generating_engine().info for llm in (plain, quantised)]
         results: dict[str, Any] = {
             f"decode, {count} at once": compare(
                 plain, quantised, decode, make_prompts(vocab_size, count, PROMPT_TOKENS), rounds, count * OUTPUT_TOKENS

@@ -1,4 +1,4 @@
-"""Composes an engine from a model directory and options: the only place that knows all of its parts."""
+"""Composes an engine from a model directory and options: the only place where all of its parts meet."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from engine.device import device_name, format_name
 from engine.environment import default_threads
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
-from engine.grammar.queue import GrammarQueue, LateCompiler
+from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
-from engine.memory.device import kv_bytes_left
+from engine.memory.device import free_kv_bytes
 from engine.memory.fit import format_distinct
 from engine.memory.forecast import MeasuredMemory, MemoryMeter, format_parts, underestimated
 from engine.memory.kv_plan import MemoryPlan
@@ -52,7 +52,7 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
-from engine.speculation.prompt_lookup import AdaptiveDrafter
+from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
 from engine.switches import switched_off
@@ -96,29 +96,29 @@ def build_engine(
     torch.set_num_threads(options.threads or default_threads())
     resolved = ResolvedOptions.of(options)
     options, device = resolved.options, resolved.device
-    times.done("kernels")  # a CPU's, compiled or found on disk, when its memory was looked at
+    times.record("kernels")  # a CPU's, compiled or found on disk, when its memory was looked at
     share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
     model, draft = _load_models(resolved, progress=lambda loaded: progress(share * loaded))
-    times.done("weights")
-    cached = _with_caches(resolved, model, draft)
-    times.done("cache")
+    times.record("weights")
+    cached = _allocate_caches(resolved, model, draft)
+    times.record("cache")
     limits = resolved.scheduler_limits(cached.plan)
     meter = MemoryMeter(device)
     meter.begin_run()
     if compiles_at_first_use(device):
         with compiling("steps", lambda ready: progress(share + (1 - share) * ready)):
-            _ask_for_kernels(cached, limits, options)
-        times.done("kernels")  # compiled or found in Triton's cache on disk
+            _compile_kernels(cached, limits, options)
+        times.record("kernels")  # compiled or found in Triton's cache on disk
         for decoder in cached.runner.decoders:
             run_largest_step(decoder, limits, max_guesses=options.max_guesses)
-        times.done("steps")
+        times.record("steps")
     weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
     rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
     measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes)
-    ahead = _over_slots(resolved, cached, limits, meter) if cached.mode.has_slots else None
-    if ahead is not None:
-        measured = meter.with_graphs(measured, ahead.steps.calls.taken)
-        times.done("graphs")
+    slot_runner = _make_slot_runner(resolved, cached, limits, meter) if cached.mode.has_slots else None
+    if slot_runner is not None:
+        measured = meter.with_graphs(measured, slot_runner.steps.calls.graph_memory)
+        times.record("graphs")
     speed = measure_speed(
         resolved.config,
         cached.runner.target,
@@ -126,16 +126,16 @@ def build_engine(
         limits,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
         max_guesses=options.max_guesses,
-        steps=None if ahead is None else SlotTiming(ahead.steps),
+        steps=None if slot_runner is None else SlotTiming(slot_runner.steps),
     )
-    times.done("speed")
-    budget = _step_budget(options, speed.step_times, () if ahead is None else ahead.chunk_sizes)
-    scheduler = _scheduler(resolved, cached.plan, limits, speed, budget)
-    info = _info(resolved, model, cached, measured, load_s=times.total_s)
+    times.record("speed")
+    budget = _make_step_budget(options, speed.step_times, () if slot_runner is None else slot_runner.chunk_sizes)
+    scheduler = _make_scheduler(resolved, cached.plan, limits, speed, budget)
+    info = _make_info(resolved, model, cached, measured, load_s=times.total_s)
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
-    _tell_start(info, _mode_words(cached, ahead), times)
-    grammars = _grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
-    return Engine(scheduler, ahead or cached.runner, info, grammars, step_budget=budget)
+    _log_start(info, _describe_mode(cached, slot_runner), times)
+    grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
+    return Engine(scheduler, slot_runner or cached.runner, info, grammars, step_budget=budget)
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:
@@ -154,40 +154,42 @@ def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]
     return model, load(options.draft_model, resolved.draft)
 
 
-def _with_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedDecoder | None) -> CachedModels:
+def _allocate_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedDecoder | None) -> CachedModels:
     options, device = resolved.options, resolved.device
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading held for a while is given back before the rest is counted
+        torch.cuda.empty_cache()  # release what loading held temporarily before the rest is counted
     kv_bytes = resolved.forecast.fixed_kv_bytes
     if kv_bytes is None:
-        kv_bytes = kv_bytes_left(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)
+        kv_bytes = free_kv_bytes(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)
     plan = resolved.memory_plan(kv_bytes)
-    target = _paged(model, resolved, plan)
-    guesser = None if draft is None else _paged(draft, resolved, plan)
-    decoders = [target] if guesser is None else [target, guesser]
+    target = _make_paged_decoder(model, resolved, plan)
+    draft_decoder = None if draft is None else _make_paged_decoder(draft, resolved, plan)
+    decoders = [target] if draft_decoder is None else [target, draft_decoder]
     mode = resolved.mode.without_graphs() if any(decoder.has_host_sync for decoder in decoders) else resolved.mode
     runner = ModelRunner(
         target,
         Sampler(device),
         BlockMover([cache for decoder in decoders for cache in decoder.kv_caches], plan.num_host_blocks),
         GrammarMasks(target.vocab_size),
-        draft=guesser,
-        guesses_are_equal=mode.has_slots,
+        draft=draft_decoder,
+        accepts_by_equality=mode.has_slots,
     )
     return CachedModels(plan, runner, mode)
 
 
-def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter) -> SlotRunner:
+def _make_slot_runner(
+    resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter
+) -> SlotRunner:
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
     meter.begin_slots()
-    ahead = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
+    slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
     meter.begin_graphs()
-    warm_up(ahead.steps)
-    return ahead
+    warm_up(slot_runner.steps)
+    return slot_runner
 
 
-def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
-    """Launch one step of each kind: within `compiling` that asks for their kernels and runs nothing."""
+def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
+    """Launch one step of each kind: within `compiling` this requests their kernels and runs nothing."""
     runner, speculative = cached.runner, options.speculative_config
     for decoder in runner.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
@@ -198,45 +200,45 @@ def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
         compile_verification(vocab_size, speculative.num_speculative_tokens, device)
 
 
-def _mode_words(cached: CachedModels, ahead: SlotRunner | None) -> str:
+def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None) -> str:
     """How steps are run, in words, and what keeps them from a faster way."""
-    if cached.mode is StepMode.RECORDED and ahead is not None and not ahead.is_recorded:
+    if cached.mode is StepMode.RECORDED and slot_runner is not None and not slot_runner.is_recorded:
         return f"over slots ({NOT_RECORDED})"
     return f"{cached.mode} ({NO_GRAPHS})" if cached.has_no_graphs else cached.mode
 
 
-def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
+def _log_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
     """Log what was started, how long it took and where memory went; scripts that build an engine themselves read it too."""
     log.info("started model=%s runner=%s seats=%d %s", info.model, runner, info.max_num_seqs, times)
     log.info("memory: %s", format_parts(info.memory))
     if info.memory_note is not None:
         log.warning("memory: %s", info.memory_note)
     for part in underestimated(info.memory):
-        taken, predicted = format_distinct(part.measured_bytes or 0, part.predicted_bytes)
-        log.warning("memory: %s took %s, %s were predicted", part.name, taken, predicted)
+        measured, predicted = format_distinct(part.measured_bytes or 0, part.predicted_bytes)
+        log.warning("memory: %s took %s, %s were predicted", part.name, measured, predicted)
 
 
-def _paged(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
+def _make_paged_decoder(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
     device = resolved.device.type
     text_tokens = resolved.options.batched_tokens(device) if device == "cuda" else None
     return PagedDecoder(model.decoder, plan, kv_dtype=resolved.kv_dtype, text_tokens=text_tokens)
 
 
-def _step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:
+def _make_step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:
     if options.inter_token_target_ms is None:
         return None
-    return StepBudget(step_times, BudgetTargets.following(options.inter_token_target_ms / 1000), sizes=sizes)
+    return StepBudget(step_times, BudgetTargets.from_target(options.inter_token_target_ms / 1000), sizes=sizes)
 
 
-def _grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks, *, has_one_caller: bool) -> GrammarQueue:
+def _make_grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks, *, has_one_caller: bool) -> GrammarQueue:
     def compiler() -> GrammarCompiler:
         vocabulary = load_vocabulary(options.model, info.vocab_size, info.eos_token_ids)
         return GrammarCompiler(vocabulary, has_one_caller=has_one_caller)
 
-    return GrammarQueue(LateCompiler(compiler), masks)
+    return GrammarQueue(LazyCompiler(compiler), masks)
 
 
-def _scheduler(
+def _make_scheduler(
     resolved: ResolvedOptions, plan: MemoryPlan, limits: SchedulerLimits, speed: MeasuredSpeed, budget: StepBudget | None
 ) -> Scheduler:
     options = resolved.options
@@ -260,11 +262,11 @@ def _scheduler(
     )
 
 
-def _info(
+def _make_info(
     resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels, measured: MeasuredMemory, *, load_s: float
 ) -> EngineInfo:
     options, device, plan = resolved.options, resolved.device, cached.plan
-    kernels = _kernels(options, model.quantization, resolved.dtype, device)
+    kernels = _describe_kernels(options, model.quantization, resolved.dtype, device)
     return EngineInfo(
         model=options.name or options.model.name,
         architecture=resolved.config.family.architecture,
@@ -286,12 +288,12 @@ def _info(
         kv_cache_dtype=format_name(resolved.kv_dtype),
         kv_scales=cached.runner.target.kv_scales,
         memory=resolved.forecast.parts(measured),
-        memory_note=resolved.forecast.shortened(),
+        memory_note=resolved.forecast.shortened_note(),
         switched_off=switched_off(),
     )
 
 
-def _kernels(options: EngineOptions, quantization: str, dtype: torch.dtype, device: torch.device) -> str:
+def _describe_kernels(options: EngineOptions, quantization: str, dtype: torch.dtype, device: torch.device) -> str:
     words = ops.implementation(dtype, device, batch_invariant=options.batch_invariant)
     if quantization != UNQUANTISED:
         words = f"{words}, {ops.quantised_words(quantization, device)}"

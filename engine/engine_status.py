@@ -16,14 +16,14 @@ from engine.scheduling.scheduler import Scheduler
 
 @dataclass(slots=True)
 class StepFigures:
-    """About steps so far and the last one."""
+    """Figures of the steps so far, and of the last one."""
 
     steps_total: int = 0
     step_ms: float = 0.0
     num_batched_tokens: int = 0
 
-    def count(self, batch: ScheduledBatch, step_s: float) -> None:
-        """Take note of a step."""
+    def record(self, batch: ScheduledBatch, step_s: float) -> None:
+        """Record a step."""
         self.steps_total += 1
         self.num_batched_tokens = batch.num_tokens
         self.step_ms = step_s * 1000

@@ -2,10 +2,10 @@
 
 MKL        picks slow paths for small matrices on AMD processors unless told to stay with AVX2. With AVX2 its results also
            repeat from run to run.
-OpenMP     has a thread that waits for the others of a parallel section spin, by default for milliseconds. Meanwhile the
-           gateway and whatever else shares the cores waits, at times the very thread that is waited for.
-C library  gives memory of some megabytes back as soon as a tensor is freed, to ask for it again a layer later; the system
-           clears every page of it anew each time.
+OpenMP     lets a thread that waits for the others of a parallel section spin, by default for milliseconds. Meanwhile the
+           gateway and whatever else shares the cores waits, at times even the thread that the others wait for.
+C library  returns blocks of some megabytes as soon as a tensor is freed, and requests them again a layer later; the system
+           clears every page of them each time.
 Triton     fuses products and sums to one rounding unless a kernel says that it must not (`kernels.triton.gumbel`). That is
            its default today and will not be from 3.10 on; what tests compile is compiled so (`kernels.triton.gate`).
 """
@@ -25,20 +25,20 @@ log = logging.getLogger("gatehouse.engine")
 FP_FUSION = "TRITON_DEFAULT_FP_FUSION"
 
 SPINS = 10_000
-"""Turns that a waiting thread takes before it sleeps: some 100 µs, longer than a part of a decode step."""
+"""Iterations that a waiting thread spins before it sleeps: some 100 µs, longer than a part of a decode step."""
 
 KEPT_BYTES = 64 << 20
 """Free memory that stays with the process: what the tensors of a step with prompts take, but for the largest models."""
 
 LARGEST_KEPT_BYTES = 32 << 20
-"""Tensors from this size on are given back all the same; the C library takes no larger number."""
+"""Tensors from this size on are returned all the same; the C library accepts no larger threshold."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def prepare_environment() -> None:
-    """Set what helps; what the operator has set himself stays. Logs what could not be set because torch was imported before."""
-    keep_memory()
+    """Set what helps, except what the operator has set. Logs what could not be set because torch was imported before."""
+    configure_malloc()
     os.environ.setdefault(FP_FUSION, "1")
     settings: dict[str, str] = {}
     if "GOMP_SPINCOUNT" not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
@@ -46,14 +46,14 @@ def prepare_environment() -> None:
     if "MKL_CBWR" not in os.environ and _is_amd():
         settings["MKL_CBWR"] = "AVX2"
     if settings and "torch" in sys.modules:
-        told = ", ".join(f"{name}={value}" for name, value in settings.items())
-        log.info("torch was imported before the engine: %s not set, small batches may be slower", told)
+        unset = ", ".join(f"{name}={value}" for name, value in settings.items())
+        log.info("torch was imported before the engine: %s not set, small batches may be slower", unset)
         return
     os.environ.update(settings)
 
 
-def keep_memory() -> None:
-    """Have the C library keep what steps free, if it is glibc and the operator has said nothing about it."""
+def configure_malloc() -> None:
+    """Have the C library keep what steps free, if it is glibc and the operator has not configured its allocator."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

@@ -1,4 +1,4 @@
-"""A step that raises costs nobody but the culprit: the batch is halved until whoever fails is alone. Knows no torch.
+"""A step that raises costs only the request at fault: the batch is halved until that request is alone. Knows no torch.
 
 Repeating a step does no harm, because it only writes the cache slots of its own tokens, with the same values, and draws the
 same tokens. With one culprit among B requests that is about 2 log₂ B passes, most of them small, in one step; afterwards
@@ -22,7 +22,7 @@ ERROR_CHARS_MAX = 500
 
 log = logging.getLogger("gatehouse.engine")
 
-DOING = {
+STAGE_TEXT = {
     "compile": "compiling the grammar of this request",
     "prepare": "preparing this request for the device",
     "draft": "guessing ahead for this request",
@@ -46,11 +46,11 @@ class Runner(Protocol):
 def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
     """Outputs in the order of `items`. An item that raises on its own gets the error, which names the stage. One with guesses
     is tried again without them first: a bad guess must not end a request."""
-    outputs = _halved(runner, items)
-    spoiled = [row for row, output in enumerate(outputs) if output.error is not None and items[row].num_draft_tokens]
-    if spoiled:
-        again = _halved(runner, [_without_guesses(items[row]) for row in spoiled])
-        for row, output in zip(spoiled, again, strict=True):
+    outputs = _run_halving(runner, items)
+    failed = [row for row, output in enumerate(outputs) if output.error is not None and items[row].num_draft_tokens]
+    if failed:
+        retried = _run_halving(runner, [_without_guesses(items[row]) for row in failed])
+        for row, output in zip(failed, retried, strict=True):
             outputs[row] = output
     return outputs
 
@@ -59,20 +59,20 @@ def _without_guesses(item: ScheduledRequest) -> ScheduledRequest:
     return ScheduledRequest(item.request, item.start, item.num_known_tokens, item.samples)
 
 
-def _halved(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+def _run_halving(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
     try:
         return runner.run(items)
     except Exception as error:
         log.exception("step failed stage=%s request_ids=%s", runner.stage, _names(items))
         if len(items) == 1:
-            return [StepOutput(error=failure(runner.stage, error))]
+            return [StepOutput(error=failure_message(runner.stage, error))]
     middle = len(items) // 2
-    return _halved(runner, items[:middle]) + _halved(runner, items[middle:])
+    return _run_halving(runner, items[:middle]) + _run_halving(runner, items[middle:])
 
 
-def failure(stage: str, error: BaseException) -> str:
+def failure_message(stage: str, error: BaseException) -> str:
     """What a caller is told of a request that failed inside the engine."""
-    return f"the engine failed while {DOING.get(stage, stage)}: {type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
+    return f"the engine failed while {STAGE_TEXT.get(stage, stage)}: {type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
 
 
 def _names(items: Sequence[ScheduledRequest]) -> str:

@@ -59,10 +59,10 @@ class Formats:
     kv_element_bytes: int
 
 
-def computed_dtype(wanted: str, stored: str, device_type: str) -> str:
+def computed_dtype(requested: str, stored: str, device_type: str) -> str:
     """`auto` computes in float32 on CPUs (16-bit products are many times slower there), else in the checkpoint's format."""
-    if wanted != "auto":
-        return wanted
+    if requested != "auto":
+        return requested
     return stored if device_type != "cpu" and stored in DTYPE_BYTES else "float32"
 
 
@@ -71,17 +71,17 @@ def has_fp8(capability: tuple[int, int] | None) -> bool:
     return capability is None or capability >= FP8_CAPABILITY
 
 
-def check_quantization(config: ModelConfig, wanted: str | None, head: str | None) -> None:
+def check_quantization(config: ModelConfig, requested: str | None, head: str | None) -> None:
     """Raise `EngineConfigError`, naming the option, where the options of these names contradict the checkpoint."""
     stored = config.quantization
-    if stored is not None and wanted not in (None, stored.method):
+    if stored is not None and requested not in (None, stored.method):
         raise EngineConfigError(
-            "quantization", f"= {wanted!r} cannot be applied: the checkpoint is quantised already ({stored.method})"
+            "quantization", f"= {requested!r} cannot be applied: the checkpoint is quantised already ({stored.method})"
         )
-    if stored is None and wanted not in (None, *ON_THE_FLY):
+    if stored is None and requested not in (None, *ON_THE_FLY):
         raise EngineConfigError(
             "quantization",
-            f"= {wanted!r} cannot be applied to an unquantised checkpoint; supported here: {', '.join(ON_THE_FLY)}",
+            f"= {requested!r} cannot be applied to an unquantised checkpoint; supported here: {', '.join(ON_THE_FLY)}",
         )
     if head is not None and not config.has_head:
         raise EngineConfigError("head_quantization", f"= {head!r} cannot be applied: the model has no output head")

@@ -15,8 +15,8 @@ How many guesses of speculative decoding are accepted is not known beforehand, a
 that looks for guesses is planned after the one before it is settled, and a step that verifies guesses is computed and applied
 at once.
 
-Block moves belong to no single request. If they raise they are repeated once, which is harmless. If they raise again, nobody
-can tell what the blocks hold, and `EngineBroken` follows.
+Block moves belong to no single request. If they raise they are repeated once, which is harmless. If they raise again, the
+content of the blocks is unknown, and `EngineBroken` follows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.errors import EngineBroken, EngineOverloaded, PromptError
 from engine.fault_isolation import Runner, run_isolated
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.spec import GrammarSpec, grammar_spec
-from engine.overlap import AheadRunner, Fallbacks, OverlappedSteps, StepUnderWay
+from engine.overlap import AheadRunner, Fallbacks, InFlightStep, OverlappedSteps
 from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, PlainReason, TokenEvent
 from engine.request_checks import PROMPT_PARAM, check_request
 from engine.sampling.randomness import seed_of_answer
@@ -39,7 +39,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import StepBudget
-from engine.scheduling.token_events import StepEvents, only_event, refusal
+from engine.scheduling.token_events import StepEvents, end_unscheduled, refusal_events
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005
@@ -61,7 +61,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         step_budget: StepBudget | None = None,
     ) -> None:
-        """Steps overlap if `runner` can launch them ahead. `step_budget` is told how long steps took; it should be the
+        """Steps overlap if `runner` can launch them ahead. `step_budget` observes how long steps took; it should be the
         scheduler's."""
         self.info = info
         self._scheduler = scheduler
@@ -72,11 +72,11 @@ class Engine:
         self._live: dict[str, list[Request]] = {}
         self._figures = StepFigures()
         self._failed_steps = 0
-        self._checked_idle = True
+        self._is_idle_checked = True
         self._overlapped: OverlappedSteps | None = None
         if isinstance(runner, AheadRunner):
             self._overlapped = OverlappedSteps(runner, scheduler.advance, self._move)
-        self._under_way: StepUnderWay | None = None
+        self._in_flight_step: InFlightStep | None = None
         self._collected_s = 0.0
 
     @property
@@ -98,20 +98,20 @@ class Engine:
     def has_requests(self) -> bool:
         return bool(self._live)
 
-    def submit(self, wanted: GenerationRequest) -> list[TokenEvent]:
+    def submit(self, submitted: GenerationRequest) -> list[TokenEvent]:
         """Queue a request. One that cannot be run ends at once: the final event of each of its answers says why."""
-        if wanted.request_id in self._live:
-            return refusal(wanted, f"request id {wanted.request_id} is already live", "request_id")
+        if submitted.request_id in self._live:
+            return refusal_events(submitted, f"request id {submitted.request_id} is already live", "request_id")
         try:
-            check_request(wanted, self.info)
-            spec = grammar_spec(wanted.sampling)
+            check_request(submitted, self.info)
+            spec = grammar_spec(submitted.sampling)
         except PromptError as error:
-            return refusal(wanted, str(error), PROMPT_PARAM)
+            return refusal_events(submitted, str(error), PROMPT_PARAM)
         except InvalidOption as error:
-            return refusal(wanted, str(error), error.param)
-        self._checked_idle = False
-        answers = self._make_answers(wanted, spec)
-        self._live[wanted.request_id] = list(answers)
+            return refusal_events(submitted, str(error), error.param)
+        self._is_idle_checked = False
+        answers = self._make_answers(submitted, spec)
+        self._live[submitted.request_id] = list(answers)
         if spec is None:
             self._enqueue(answers)
         else:
@@ -124,15 +124,15 @@ class Engine:
 
     def abort_answer(self, request_id: str, index: int) -> list[TokenEvent]:
         """End one answer of a request and leave the others running."""
-        request = self._take_live(request_id, index)
+        request = self._pop_live(request_id, index)
         return [] if request is None else [self._end(request, FinishReason.ABORTED)]
 
     def abort_all(self) -> list[TokenEvent]:
         """End everything that is live, also after an interrupt within a step: results of steps under way are dropped."""
         self._scheduler.abandon_steps()
         if self._overlapped is not None:
-            self._under_way = None
-            self._overlapped.forget()
+            self._in_flight_step = None
+            self._overlapped.drop_steps()
         return [event for request_id in list(self._live) for event in self.abort(request_id)]
 
     def close(self) -> None:
@@ -144,37 +144,37 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Schedule, run, apply. Does next to nothing when no request is live."""
-        return self.step_in_columns().told()
+        return self.step_in_columns().as_events()
 
     def step_in_columns(self) -> StepEvents:
         """As `step`, without an object for each token."""
         started_s = self._clock()
-        happened = StepEvents(self._admit_parked() + self._expire_parked() + self._scheduler.expire())
-        if self._overlapped is not None and self._under_way is not None and self._scheduler.looks_for_guesses():
-            happened.add(self._collect(self._overlapped, None))
+        step_events = StepEvents(self._admit_parked() + self._expire_parked() + self._scheduler.expire())
+        if self._overlapped is not None and self._in_flight_step is not None and self._scheduler.should_settle_first():
+            step_events.extend(self._collect(self._overlapped, None))
         batch = self._scheduler.schedule()
         if batch.moves:
             self._move(batch.moves)
-        if batch.is_empty and self._under_way is None:
+        if batch.is_empty and self._in_flight_step is None:
             if self._grammars:
                 self._grammars.wait(PARKED_WAIT_S)
         elif self._overlapped is None or batch.num_draft_tokens:
-            happened.add(self._compute(batch, started_s))
+            step_events.extend(self._compute(batch, started_s))
         else:
-            happened.add(self._overlap(self._overlapped, batch, started_s))
-        for event in happened.others:
+            step_events.extend(self._run_overlapped(self._overlapped, batch, started_s))
+        for event in step_events.others:
             if event.finish_reason is not None:
-                self._take_live(event.request_id, event.index)
-        if self._overlapped is not None and self._under_way is not None and not self._live:
+                self._pop_live(event.request_id, event.index)
+        if self._overlapped is not None and self._in_flight_step is not None and not self._live:
             self._collect(self._overlapped, None)  # surplus rows of requests that have ended
-        return happened
+        return step_events
 
     def check_when_idle(self) -> None:
         """Once after work, when nothing is live: whether all blocks came back. Raises `EngineBroken` when they did not, since
         what leaked once may have been shared wrongly, and a new process starts clean."""
-        if self._live or self._checked_idle:
+        if self._live or self._is_idle_checked:
             return
-        self._checked_idle = True
+        self._is_idle_checked = True
         try:
             self.check_invariants()
         except AssertionError as error:
@@ -194,54 +194,54 @@ class Engine:
     def _compute(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
         items = batch.items
         outputs = run_isolated(self._runner, items) if self._overlapped is None else self._overlapped.verify(batch)
-        self._follow_grammars([item.request for item in items], outputs)
+        self._advance_grammars([item.request for item in items], outputs)
         predicted_s = self._predict(batch)
-        happened = StepEvents(self._scheduler.apply(batch, outputs))
+        step_events = StepEvents(self._scheduler.apply(batch, outputs))
         self._observe(batch, predicted_s, self._clock() - max(started_s, self._collected_s))
-        self._judge(outputs)
-        return happened
+        self._count_failure(outputs)
+        return step_events
 
     def _predict(self, batch: ScheduledBatch) -> float:
         return self._step_budget.model.batch_s(batch) if self._step_budget is not None else 0.0
 
     def _observe(self, batch: ScheduledBatch, predicted_s: float, step_s: float) -> None:
-        self._figures.count(batch, step_s)
+        self._figures.record(batch, step_s)
         if self._step_budget is not None:
             self._step_budget.observe(predicted_s, step_s, has_chunk=bool(batch.prefills))
 
-    def _overlap(self, overlapped: OverlappedSteps, batch: ScheduledBatch, started_s: float) -> StepEvents:
-        """Launch a step, then take over the one before it; one that cannot be launched is computed when that is done."""
+    def _run_overlapped(self, overlapped: OverlappedSteps, batch: ScheduledBatch, started_s: float) -> StepEvents:
+        """Launch a step, then collect the one before it; a step that cannot be launched is computed after that."""
         launched = None
         if not batch.is_empty:
-            begun_s = self._clock()
+            launch_started_s = self._clock()
             launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
             if not overlapped.is_synchronous:
-                launched.host_s = self._clock() - begun_s
-        happened = StepEvents() if self._under_way is None else self._collect(overlapped, launched)
+                launched.host_s = self._clock() - launch_started_s
+        step_events = StepEvents() if self._in_flight_step is None else self._collect(overlapped, launched)
         if launched is not None:
             overlapped.complete(launched)
-        self._under_way = launched
+        self._in_flight_step = launched
         if launched is not None and (launched.pending is None or overlapped.is_synchronous):
-            happened.add(self._collect(overlapped, None))
-        return happened
+            step_events.extend(self._collect(overlapped, None))
+        return step_events
 
-    def _collect(self, overlapped: OverlappedSteps, behind: StepUnderWay | None) -> StepEvents:
-        """Take over the step under way; `behind` was launched after it."""
-        step, self._under_way = self._under_way, None
+    def _collect(self, overlapped: OverlappedSteps, successor: InFlightStep | None) -> StepEvents:
+        """Apply the results of the step under way; `successor` was launched after it."""
+        step, self._in_flight_step = self._in_flight_step, None
         assert step is not None, "no step is under way"
-        outputs = overlapped.collect(step, behind)
-        self._follow_grammars(step.in_flight.requests, outputs)
-        happened = self._scheduler.settle(step.in_flight, outputs)
+        outputs = overlapped.collect(step, successor)
+        self._advance_grammars(step.in_flight.requests, outputs)
+        step_events = self._scheduler.settle(step.in_flight, outputs)
         now_s = self._clock()
-        # A host that takes longer to launch a step than the device for it says nothing of the device.
+        # Where the host takes longer to launch a step than the device to compute it, the time says nothing about the device.
         expected_s = max(step.predicted_s, step.host_s) if step.predicted_s else 0.0
         self._observe(step.batch, expected_s, now_s - max(step.launched_s, self._collected_s))
         self._collected_s = now_s
         if any(isinstance(output, int) for output in outputs):
             self._failed_steps = 0
         elif computed := [output for output in outputs if isinstance(output, StepOutput)]:
-            self._judge(computed)
-        return happened
+            self._count_failure(computed)
+        return step_events
 
     def _move(self, moves: BlockMoves) -> None:
         """Move blocks, if need be at a second attempt."""
@@ -249,17 +249,17 @@ class Engine:
             self._runner.move(moves)
         except Exception:
             log.exception("moving blocks failed: trying again")
-            self._move_again(moves)
+            self._retry_move(moves)
 
-    def _move_again(self, moves: BlockMoves) -> None:
+    def _retry_move(self, moves: BlockMoves) -> None:
         try:
             self._runner.move(moves)
         except Exception as error:
             raise EngineBroken(f"blocks cannot be moved: {type(error).__name__}: {error}") from error
 
-    def _follow_grammars(self, requests: Sequence[Request], outputs: list[RowResult] | list[StepOutput]) -> None:
-        """Move grammars on by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
-        if not self._grammars.guides:
+    def _advance_grammars(self, requests: Sequence[Request], outputs: list[RowResult] | list[StepOutput]) -> None:
+        """Advance grammars by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
+        if not self._grammars.has_guided_answers:
             return
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
             if output is None or not request.sampling.is_guided or request.is_finished:
@@ -270,14 +270,14 @@ class Engine:
                 if error is not None:
                     outputs[index] = StepOutput(error=str(error), error_param=error.param)
 
-    def _judge(self, outputs: Sequence[StepOutput]) -> None:
+    def _count_failure(self, outputs: Sequence[StepOutput]) -> None:
         """Count a step that failed for everybody, unless the probe says that its requests were to blame."""
-        failed = all(output.error for output in outputs) and not self._device_works()
+        failed = all(output.error for output in outputs) and not self._is_device_working()
         self._failed_steps = self._failed_steps + 1 if failed else 0
         if self._failed_steps > FAILED_STEPS_MAX:
             raise EngineBroken(f"{self._failed_steps} steps in a row failed for every request, and for a probe")
 
-    def _device_works(self) -> bool:
+    def _is_device_working(self) -> bool:
         """Whether one harmless token can be computed. It needs a free block: the failed requests gave theirs back, and where
         others hold them all, it counts as working, because their own steps will tell."""
         with self._scheduler.probe() as item:
@@ -288,19 +288,19 @@ class Engine:
         if not self._grammars:
             return []
         events = []
-        for answers, error in self._grammars.take_ready():
+        for answers, error in self._grammars.pop_ready():
             if error is None:
                 self._enqueue(answers)
             elif isinstance(error, EngineOverloaded):
-                events += [only_event(request, FinishReason.OVERLOADED, str(error)) for request in answers]
+                events += [end_unscheduled(request, FinishReason.OVERLOADED, str(error)) for request in answers]
             else:
                 param = error.param if isinstance(error, InvalidOption) else None
-                events += [only_event(request, FinishReason.ERROR, str(error), param) for request in answers]
+                events += [end_unscheduled(request, FinishReason.ERROR, str(error), param) for request in answers]
         return events
 
     def _expire_parked(self) -> list[TokenEvent]:
-        late = self._grammars.take_expired(self._clock()) if self._grammars else []
-        return [only_event(request, FinishReason.DEADLINE) for request in late]
+        expired = self._grammars.pop_expired(self._clock()) if self._grammars else []
+        return [end_unscheduled(request, FinishReason.DEADLINE) for request in expired]
 
     def _enqueue(self, answers: Sequence[Request]) -> None:
         """Queue the answers of a request: the first computes the prompt, the others share it."""
@@ -311,13 +311,13 @@ class Engine:
 
     def _end(self, request: Request, reason: FinishReason) -> TokenEvent:
         if self._grammars.remove(request):
-            return only_event(request, reason)
+            return end_unscheduled(request, reason)
         event = self._scheduler.abort(request)
         assert event is not None, f"request {request.request_id} was live and had ended"
         return event
 
-    def _take_live(self, request_id: str, index: int) -> Request | None:
-        """Take an answer out of the live ones; None if it is not among them."""
+    def _pop_live(self, request_id: str, index: int) -> Request | None:
+        """Remove an answer from the live ones and return it; None if it is not among them."""
         answers = self._live.get(request_id, [])
         request = next((answer for answer in answers if answer.index == index), None)
         if request is not None:
@@ -326,34 +326,36 @@ class Engine:
                 del self._live[request_id]
         return request
 
-    def _make_answers(self, wanted: GenerationRequest, spec: GrammarSpec | None) -> list[Request]:
+    def _make_answers(self, submitted: GenerationRequest, spec: GrammarSpec | None) -> list[Request]:
         """One request per answer, each with a seed of its own."""
-        token_ids = list(wanted.prompt_token_ids)
-        return [self._make_request(wanted, index, spec, token_ids) for index in range(wanted.sampling.num_answers)]
+        token_ids = list(submitted.prompt_token_ids)
+        return [self._make_request(submitted, index, spec, token_ids) for index in range(submitted.sampling.num_answers)]
 
-    def _make_request(self, wanted: GenerationRequest, index: int, spec: GrammarSpec | None, token_ids: list[int]) -> Request:
+    def _make_request(
+        self, submitted: GenerationRequest, index: int, spec: GrammarSpec | None, token_ids: list[int]
+    ) -> Request:
         """A grammar ends with the model's own end, whatever `ignore_eos` says: nothing else could follow.
 
         The queue deadline is that of the first answer: a request of which one answer has begun does not wait for its turn.
         """
-        sampling, limit, now_s = wanted.sampling, self.info.max_model_len, self._clock()
-        assert sampling.seed is not None, f"request {wanted.request_id} was not checked"
+        sampling, limit, now_s = submitted.sampling, self.info.max_model_len, self._clock()
+        assert sampling.seed is not None, f"request {submitted.request_id} was not checked"
         if index:
             sampling = sampling.with_checked(seed=seed_of_answer(sampling.seed, index))
-        num_prompt_tokens = len(wanted.prompt_token_ids)
-        ends = spec is not None or not sampling.ignore_eos
+        num_prompt_tokens = len(submitted.prompt_token_ids)
+        stops_at_eos = spec is not None or not sampling.ignore_eos
         return Request(
-            request_id=wanted.request_id,
-            tenant_id=wanted.tenant_id,
+            request_id=submitted.request_id,
+            tenant_id=submitted.tenant_id,
             sampling=sampling,
             token_ids=token_ids,
-            shares_token_ids=wanted.sampling.num_answers > 1,
+            shares_token_ids=submitted.sampling.num_answers > 1,
             num_prompt_tokens=num_prompt_tokens,
             max_total_tokens=min(limit, num_prompt_tokens + (sampling.max_tokens or limit)),
-            stop_ids=frozenset(self.info.eos_token_ids if ends else ()).union(sampling.stop_token_ids),
+            stop_ids=frozenset(self.info.eos_token_ids if stops_at_eos else ()).union(sampling.stop_token_ids),
             arrived_s=now_s,
             index=index,
-            weight=wanted.weight,
-            priority=wanted.priority,
-            queue_deadline_s=None if index or wanted.queue_deadline_s is None else now_s + wanted.queue_deadline_s,
+            weight=submitted.weight,
+            priority=submitted.priority,
+            queue_deadline_s=None if index or submitted.queue_deadline_s is None else now_s + submitted.queue_deadline_s,
         )

@@ -104,27 +104,27 @@ def serve(engine: Engine, connection: FrameSocket) -> None:
     while True:
         events: list[TokenEvent] = []
         bodies = connection.receive(0.0 if engine.has_requests else STATUS_INTERVAL_S)
-        answers = [_take(engine, body, events) for body in bodies]
+        answers = [_apply_frame(engine, body, events) for body in bodies]
         if not bodies:
             engine.check_when_idle()
         if any(answers):
             connection.send(EngineFrame(events=events + engine.abort_all(), status=engine.status()))
             connection.drain(DRAIN_TIMEOUT_S)
             return
-        happened = engine.step_in_columns()
+        step_events = engine.step_in_columns()
         now_s = time.monotonic()
         with_requests = now_s >= progress_due_s
         if with_requests:
             progress_due_s = now_s + PROGRESS_INTERVAL_S
         status = engine.status(with_requests=with_requests)
-        connection.send(EngineFrame(events=events + happened.others, decoded=happened.decoded, status=status))
+        connection.send(EngineFrame(events=events + step_events.others, decoded=step_events.decoded, status=status))
 
 
-def _take(engine: Engine, body: bytes, events: list[TokenEvent]) -> bool:
+def _apply_frame(engine: Engine, body: bytes, events: list[TokenEvent]) -> bool:
     """Apply one frame of the gateway; whether it asks for a shutdown."""
     frame = decode_gateway_frame(body)
-    for wanted in frame.submit:
-        events += engine.submit(wanted)
+    for submitted in frame.submit:
+        events += engine.submit(submitted)
     for request_id in frame.abort:
         events += engine.abort(request_id)
     for request_id, index in frame.abort_answers:

@@ -15,9 +15,9 @@ THREADS_PER_CORE_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`holds` tells whether a value is allowed. Where it is not, `words` follow the option's name in the error."""
+    """`allows` tells whether a value is allowed. Where it is not, `words` follow the option's name in the error."""
 
-    holds: Callable[[Any], bool]
+    allows: Callable[[Any], bool]
     words: str
     shows_value: bool = True
 

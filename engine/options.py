@@ -1,6 +1,6 @@
 """How one engine is to run, and the defaults of what was left open. Knows no torch.
 
-None means: chosen when the model and the device are known; `EngineInfo` tells what was chosen.
+None means: chosen when the model and the device are known; `EngineInfo` reports the choice.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class EngineOptions:
             if value is None and option.default is None:
                 continue
             for limit in LIMITS[option.name]:
-                if not limit.holds(value):
+                if not limit.allows(value):
                     raise EngineConfigError(option.name, limit.refusal(value))
 
     @classmethod

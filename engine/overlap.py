@@ -58,12 +58,12 @@ class AheadRunner(Runner, Protocol):
         """Begin a step, behind those begun before it. Raises when it cannot."""
         ...
 
-    def launch_guesses(self, batch: ScheduledBatch) -> PendingStep:
+    def launch_verification(self, batch: ScheduledBatch) -> PendingStep:
         """As `launch`, a step in which some rows verify guesses; everything before it is settled."""
         ...
 
-    def forget(self) -> None:
-        """What the device holds of requests is in doubt: send it again with the next step."""
+    def invalidate_slots(self) -> None:
+        """Send the state of requests again with the next step: what the device holds of them is in doubt."""
         ...
 
 
@@ -76,12 +76,12 @@ class Fallbacks:
     reason: str | None = None
     _kinds: Counter[tuple[str, type[Exception] | None]] = field(default_factory=Counter)
 
-    def note(self, what: str, error: Exception | None = None) -> None:
+    def record(self, problem: str, error: Exception | None = None) -> None:
         """Count a step. Of failures of one kind the first, second, fourth, eighth … are logged, the first with its traceback,
         because a device that fails for good fails many times a second."""
         self.count += 1
-        self.reason = what if error is None else f"{what}: {type(error).__name__}: {error}"[:REASON_CHARS_MAX]
-        kind = what, None if error is None else type(error)
+        self.reason = problem if error is None else f"{problem}: {type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+        kind = problem, None if error is None else type(error)
         self._kinds[kind] += 1
         times = self._kinds[kind]
         if times & (times - 1) == 0:
@@ -90,7 +90,7 @@ class Fallbacks:
 
 
 @dataclass(slots=True)
-class StepUnderWay:
+class InFlightStep:
     """A launched step, which the scheduler has advanced past. `pending` is None if it must be computed in the plain way.
     `host_s`: how long the host took to launch it, where the device computes meanwhile."""
 
@@ -115,63 +115,63 @@ class OverlappedSteps:
         self.plain_steps = Counter(dict.fromkeys(PlainReason, 0))
         self.is_synchronous = runner.is_synchronous
 
-    def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> StepUnderWay:
+    def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> InFlightStep:
         """Begin a step and book it. Never raises for what the step itself does."""
         pending: PendingStep | None = None
         if self._can_launch(batch):
             try:
                 pending = self._runner.launch(batch)
             except Exception as error:  # noqa: BLE001 - noted, with its traceback
-                self.fallbacks.note("a step could not be launched", error)
-                self._runner.forget()
-        return StepUnderWay(batch, self._advance(batch), pending, predicted_s, now_s)
+                self.fallbacks.record("a step could not be launched", error)
+                self._runner.invalidate_slots()
+        return InFlightStep(batch, self._advance(batch), pending, predicted_s, now_s)
 
-    def complete(self, step: StepUnderWay) -> None:
+    def complete(self, step: InFlightStep) -> None:
         """Begin the rest of a step, when everything before it is settled. Never raises for what the step itself does."""
         if step.pending is not None:
             try:
                 step.pending.complete()
             except Exception as error:  # noqa: BLE001 - noted, with its traceback
-                self.fallbacks.note("a step could not be launched to its end", error)
-                self._distrust(step)
+                self.fallbacks.record("a step could not be launched to its end", error)
+                self._invalidate(step)
 
-    def collect(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[RowResult]:
-        """Results of a step whose predecessors are settled. If they are in doubt, so is the step that was launched `behind`
+    def collect(self, step: InFlightStep, successor: InFlightStep | None) -> list[RowResult]:
+        """Results of a step whose predecessors are settled. If they are in doubt, so is the step that was launched `successor`
         it."""
         outputs = self._wait(step)
         if outputs is None:
-            self._distrust(behind)
+            self._invalidate(successor)
             self._repeat_copies(step)
-            return self._plain(step.in_flight, range(len(step.in_flight.requests)))
+            return self._recompute_plain(step.in_flight, range(len(step.in_flight.requests)))
         unusable = [row for row, output in enumerate(outputs) if output is None]
         if unusable:
-            again = self._plain(step.in_flight, unusable)
+            recomputed = self._recompute_plain(step.in_flight, unusable)
             for row in unusable:
-                outputs[row] = again[row]
-            if any(isinstance(output, StepOutput) and output.error is None for output in again):
-                self.fallbacks.note("a step gave no token where the plain way has one")
-                self._distrust(behind)
+                outputs[row] = recomputed[row]
+            if any(isinstance(output, StepOutput) and output.error is None for output in recomputed):
+                self.fallbacks.record("a step gave no token where the plain way has one")
+                self._invalidate(successor)
         return outputs
 
     def verify(self, batch: ScheduledBatch) -> list[StepOutput]:
         """Results of a step in which some rows verify guesses. How many are accepted is not known beforehand, so no step is
         under way before it, and none is launched behind it."""
         items = batch.items
-        found = self._verified(batch) if self._can_launch(batch) else None
-        if found is None:
+        outputs = self._launch_verification(batch) if self._can_launch(batch) else None
+        if outputs is None:
             return run_isolated(self._runner, items)
-        failed = [row for row, output in enumerate(found) if output is None]
+        failed = [row for row, output in enumerate(outputs) if output is None]
         if failed:
-            again = run_isolated(self._runner, [items[row] for row in failed])
-            for row, output in zip(failed, again, strict=True):
-                found[row] = output
-            if any(output.error is None for output in again):
-                self.fallbacks.note("a step gave no token where the plain way has one")
-        return [StepOutput([output]) if isinstance(output, int) else output for output in found if output is not None]
+            recomputed = run_isolated(self._runner, [items[row] for row in failed])
+            for row, output in zip(failed, recomputed, strict=True):
+                outputs[row] = output
+            if any(output.error is None for output in recomputed):
+                self.fallbacks.record("a step gave no token where the plain way has one")
+        return [StepOutput([output]) if isinstance(output, int) else output for output in outputs if output is not None]
 
-    def forget(self) -> None:
+    def drop_steps(self) -> None:
         """Drop the steps under way: their results are not wanted, and what was recorded of slots is in doubt."""
-        self._runner.forget()
+        self._runner.invalidate_slots()
 
     def _can_launch(self, batch: ScheduledBatch) -> bool:
         """Whether slots can hold every request of the step. If not, the step is counted."""
@@ -181,47 +181,47 @@ class OverlappedSteps:
         self.plain_steps[reason] += 1
         return False
 
-    def _verified(self, batch: ScheduledBatch) -> list[RowResult] | None:
+    def _launch_verification(self, batch: ScheduledBatch) -> list[RowResult] | None:
         try:
-            pending = self._runner.launch_guesses(batch)
+            pending = self._runner.launch_verification(batch)
             pending.complete()
             return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self.fallbacks.note("a step with guesses failed", error)
-            self._runner.forget()
+            self.fallbacks.record("a step with guesses failed", error)
+            self._runner.invalidate_slots()
             return None
 
-    def _wait(self, step: StepUnderWay) -> list[RowResult] | None:
+    def _wait(self, step: InFlightStep) -> list[RowResult] | None:
         if step.pending is None:
             return None
         try:
             return step.pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self.fallbacks.note("a step under way failed", error)
-            self._runner.forget()
+            self.fallbacks.record("a step under way failed", error)
+            self._runner.invalidate_slots()
             return None
 
-    def _distrust(self, step: StepUnderWay | None) -> None:
+    def _invalidate(self, step: InFlightStep | None) -> None:
         if step is not None and step.pending is not None:
             step.pending = None
-            self._runner.forget()
+            self._runner.invalidate_slots()
 
-    def _repeat_copies(self, step: StepUnderWay) -> None:
+    def _repeat_copies(self, step: InFlightStep) -> None:
         """Copy blocks again: what was copied before the step may not have been right yet. All other moves had been settled."""
         if step.batch.moves.copies:
             self._move(BlockMoves(copies=step.batch.moves.copies))
 
-    def _plain(self, in_flight: InFlightBatch, rows: Sequence[int]) -> list[RowResult]:
+    def _recompute_plain(self, in_flight: InFlightBatch, rows: Sequence[int]) -> list[RowResult]:
         """Results of the given rows, in the places of all of them."""
         outputs: list[RowResult] = [None] * len(in_flight.requests)
-        held: list[int] = []
+        live_rows: list[int] = []
         for row in rows:
-            if in_flight.holds(row):
-                held.append(row)
+            if in_flight.is_live(row):
+                live_rows.append(row)
             elif not in_flight.requests[row].block_table:  # one that has started again owes this step nothing
-                in_flight.requests[row].forget_unknown()
-        if held:
-            with as_planned(in_flight, held) as items:
-                for row, output in zip(held, run_isolated(self._runner, items), strict=True):
+                in_flight.requests[row].discard_unknown_tokens()
+        if live_rows:
+            with as_planned(in_flight, live_rows) as items:
+                for row, output in zip(live_rows, run_isolated(self._runner, items), strict=True):
                     outputs[row] = output
         return outputs

@@ -15,10 +15,10 @@ from engine.protocol import WEIGHT_MAX, EngineInfo, GenerationRequest, InvalidOp
 PROMPT_PARAM = "prompt_token_ids"
 
 
-def check_request(wanted: GenerationRequest, info: EngineInfo) -> None:
+def check_request(submitted: GenerationRequest, info: EngineInfo) -> None:
     """Raise `PromptError` for a prompt, `InvalidOption` for another field, naming the limit."""
-    check_prompt(wanted.prompt_token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
-    sampling, vocab_size = wanted.sampling, info.vocab_size
+    check_prompt(submitted.prompt_token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+    sampling, vocab_size = submitted.sampling, info.vocab_size
     if sampling.seed is None:
         raise InvalidOption("seed", "the request has no seed: it must be set before it reaches the engine")
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
@@ -27,7 +27,7 @@ def check_request(wanted: GenerationRequest, info: EngineInfo) -> None:
         _check_ids("bad_words_token_ids", word, vocab_size)
     if sampling.bad_words and not sampling.bad_words_token_ids:
         raise InvalidOption("bad_words", "bad_words must come with bad_words_token_ids: the engine has no tokenizer")
-    _check_service(wanted)
+    _check_service(submitted)
 
 
 def check_prompt(token_ids: Collection[int], *, vocab_size: int, max_model_len: int) -> None:
@@ -51,12 +51,12 @@ def _check_ids(param: str, ids: Collection[int], vocab_size: int) -> None:
         raise InvalidOption(param, f"{param} has token ids outside 0 … {vocab_size - 1}")
 
 
-def _check_service(wanted: GenerationRequest) -> None:
-    weight, deadline_s = wanted.weight, wanted.queue_deadline_s
+def _check_service(submitted: GenerationRequest) -> None:
+    weight, deadline_s = submitted.weight, submitted.queue_deadline_s
     if type(weight) is not int or not 1 <= weight <= WEIGHT_MAX:
         raise InvalidOption("weight", f"weight must be an integer between 1 and {WEIGHT_MAX}, not {weight!r}")
-    if not isinstance(wanted.priority, Priority):
-        raise InvalidOption("priority", f"priority must be one of {', '.join(Priority)}, not {wanted.priority!r}")
+    if not isinstance(submitted.priority, Priority):
+        raise InvalidOption("priority", f"priority must be one of {', '.join(Priority)}, not {submitted.priority!r}")
     if deadline_s is None:
         return
     if not is_number(deadline_s) or not math.isfinite(deadline_s) or deadline_s < 0:

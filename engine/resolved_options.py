@@ -17,7 +17,7 @@ from engine.memory.device import check_swap_space
 from engine.memory.forecast import MemoryForecast, forecast_memory
 from engine.memory.kv_plan import MemoryPlan, check_context, plan_memory
 from engine.options import EngineOptions
-from engine.runner.runner_choice import step_mode
+from engine.runner.runner_choice import resolve_step_mode
 from engine.scheduling.limits import SchedulerLimits
 from engine.speculation.options import check_draft_context, check_draft_vocabulary
 from engine.step_mode import StepMode
@@ -55,7 +55,7 @@ class ResolvedOptions:
         check_formats(config, options, format_name(dtype), capability)
         check_swap_space(options, device)
         draft = _draft_config(options, config, format_name(dtype), capability)
-        mode = step_mode(config, options, dtype=dtype, device=device)
+        mode = resolve_step_mode(config, options, dtype=dtype, device=device)
         name = options.name or options.model.name
         forecast = forecast_memory(name, config, options, mode, dtype=dtype, device=device, draft=draft)
         forecast.check(options)

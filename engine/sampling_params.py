@@ -108,7 +108,7 @@ class SamplingParams:
         _make_floats(self)
 
     def with_checked(self, **fields: Any) -> SamplingParams:
-        """The same with these fields, of which the caller knows that they are right: nothing is checked again."""
+        """A copy with these fields, which the caller has checked: nothing is checked again."""
         other = copy(self)
         for name, value in fields.items():
             object.__setattr__(other, name, value)
@@ -292,11 +292,11 @@ def _check_bad_words(p: SamplingParams) -> None:
 
 def _check_guided(p: SamplingParams) -> None:
     """Types and sizes; whether a grammar can be read is found out when it is compiled."""
-    asked = [param for param in GUIDED_PARAMS if getattr(p, param) is not None]
-    if not asked:
+    given = [param for param in GUIDED_PARAMS if getattr(p, param) is not None]
+    if not given:
         return
-    _require(len(asked) == 1, asked[-1], f"cannot be combined with {asked[0]}: a request takes one grammar")
-    (param,) = asked
+    _require(len(given) == 1, given[-1], f"cannot be combined with {given[0]}: a request takes one grammar")
+    (param,) = given
     value = getattr(p, param)
     if param == "guided_choice":
         _strings(value, param, GUIDED_CHOICES_MAX, GUIDED_CHARS_MAX)

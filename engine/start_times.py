@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 
 class StartTimes:
-    """Seconds between one `done` and the next, by name."""
+    """Seconds between one `record` and the next, by name."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._started_s = self._last_s = clock()
         self._parts: dict[str, float] = {}
 
-    def done(self, part: str) -> None:
-        """What happened since the last call was this."""
+    def record(self, part: str) -> None:
+        """Attribute the time since the last call to `part`."""
         now_s = self._clock()
         self._parts[part] = self._parts.get(part, 0.0) + now_s - self._last_s
         self._last_s = now_s

@@ -32,7 +32,7 @@ def switched_off() -> list[str]:
 
 def is_on(name: str) -> bool:
     """Whether a part is used, as it is unless its variable says 0."""
-    said = os.environ.get(name, "1")
-    if said not in ("0", "1"):
-        raise EngineConfigError(name, f"is {said!r}, and can be 0 or 1")
-    return said == "1"
+    value = os.environ.get(name, "1")
+    if value not in ("0", "1"):
+        raise EngineConfigError(name, f"is {value!r}, and can be 0 or 1")
+    return value == "1"

@@ -17,7 +17,7 @@ from engine.protocol import FRAME_BYTES_MAX, EngineFrame, GatewayFrame, Generati
 
 LENGTH = struct.Struct(">I")
 READ_BYTES = 256 * 1024
-READS_PER_TURN = 4
+READS_PER_ITERATION = 4
 UNSENT_BYTES_MAX = FRAME_BYTES_MAX
 """Most bytes that the engine keeps for a gateway that does not read; beyond that it treats the gateway as dead."""
 
@@ -92,7 +92,7 @@ def _check_length(length: int) -> None:
         raise FrameTooLarge(f"a frame of {length} bytes exceeds {FRAME_BYTES_MAX}")
 
 
-def _take_frame(received: bytearray) -> bytes | None:
+def _pop_frame(received: bytearray) -> bytes | None:
     """Remove the first frame from `received` and return its body; None while it is incomplete. Raises `FrameTooLarge`."""
     if len(received) < LENGTH.size:
         return None
@@ -126,7 +126,7 @@ class AsyncFrameSocket:
 
     async def receive(self) -> bytes:
         """Body of the next frame. Raises `PeerClosed` after the last one that the peer has sent, and `FrameTooLarge`."""
-        while (body := _take_frame(self._received)) is None:
+        while (body := _pop_frame(self._received)) is None:
             if self._ended:
                 raise PeerClosed("the socket was closed")
             self._arrived.clear()
@@ -153,7 +153,7 @@ class AsyncFrameSocket:
         if self._closed:
             return
         try:
-            for _ in range(READS_PER_TURN):
+            for _ in range(READS_PER_ITERATION):
                 num_bytes = self._connection.recv_into(self._chunk)
                 self._received += self._chunk[:num_bytes]
                 if not num_bytes:
@@ -196,12 +196,12 @@ class FrameSocket:
         """Bodies of all frames received, after waiting up to `timeout_s` for the first event."""
         self._poll.register(self._connection, select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN)
         found = self._poll.poll(timeout_s * 1000)
-        happened = found[0][1] if found else 0
-        if happened & select.POLLOUT:
+        events = found[0][1] if found else 0
+        if events & select.POLLOUT:
             self.flush()
-        if happened & ~select.POLLOUT:
+        if events & ~select.POLLOUT:
             self._read_all()
-        return self._take_frames()
+        return self._pop_frames()
 
     def send(self, frame: EngineFrame | GatewayFrame) -> None:
         """Queue a frame and send what the socket accepts. Raises `PeerClosed` and `PeerStalled`."""
@@ -248,8 +248,8 @@ class FrameSocket:
             if len(data) < READ_BYTES:
                 return
 
-    def _take_frames(self) -> list[bytes]:
+    def _pop_frames(self) -> list[bytes]:
         bodies: list[bytes] = []
-        while (body := _take_frame(self._received)) is not None:
+        while (body := _pop_frame(self._received)) is not None:
             bodies.append(body)
         return bodies

@@ -20,6 +20,6 @@ def toolchain_problem() -> str | None:
     try:
         subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip().partition("\n")[0]
-        return f"{compiler} cannot use Python.h (a package python3-dev or the like has it): {said}"
+        message = (getattr(error, "stderr", "") or str(error)).strip().partition("\n")[0]
+        return f"{compiler} cannot use Python.h (a package python3-dev or the like has it): {message}"
     return None

@@ -109,18 +109,18 @@ def _check_options(directory: Path, formats: FormatOptions) -> None:
 def _perplexities(directory: Path, formats: FormatOptions, unquantised: Path | None, *, stored: str) -> dict[str, Any]:
     """Facts of the model with its weights loaded, twice where there is something to compare with. `stored` is the format of
     the checkpoint."""
-    found = compare(directory, formats, is_plain=stored == UNQUANTISED, unquantised=unquantised)
+    comparison = compare(directory, formats, is_plain=stored == UNQUANTISED, unquantised=unquantised)
     return {
         "perplexity_format": {**asdict(formats), "quantization": formats.quantization or stored},
-        "perplexity_unquantized_format": None if found.unquantised is None else _as_stored(UNQUANTISED),
-        "perplexity_as_stored_format": None if found.as_stored is None else _as_stored(stored),
-        "perplexity": round(found.perplexity, 4),
-        "perplexity_unquantized": None if found.unquantised is None else round(found.unquantised, 4),
-        "perplexity_ratio": None if found.ratio is None else round(found.ratio, 5),
-        "perplexity_as_stored": None if found.as_stored is None else round(found.as_stored, 4),
-        "perplexity_as_stored_ratio": None if found.stored_ratio is None else round(found.stored_ratio, 5),
-        "perplexity_tokens": found.num_tokens,
-        "warning": _warning(found),
+        "perplexity_unquantized_format": None if comparison.unquantised is None else _as_stored(UNQUANTISED),
+        "perplexity_as_stored_format": None if comparison.as_stored is None else _as_stored(stored),
+        "perplexity": round(comparison.perplexity, 4),
+        "perplexity_unquantized": None if comparison.unquantised is None else round(comparison.unquantised, 4),
+        "perplexity_ratio": None if comparison.ratio is None else round(comparison.ratio, 5),
+        "perplexity_as_stored": None if comparison.as_stored is None else round(comparison.as_stored, 4),
+        "perplexity_as_stored_ratio": None if comparison.stored_ratio is None else round(comparison.stored_ratio, 5),
+        "perplexity_tokens": comparison.num_tokens,
+        "warning": _warning(comparison),
     }
 
 
@@ -128,14 +128,14 @@ def _as_stored(quantization: str) -> dict[str, str | None]:
     return {**asdict(FormatOptions()), "quantization": quantization}
 
 
-def _warning(found: Comparison) -> str | None:
-    for ratio, than in ((found.ratio, "of the unquantised model"), (found.stored_ratio, "of the model as stored")):
+def _warning(comparison: Comparison) -> str | None:
+    for ratio, than in ((comparison.ratio, "of the unquantised model"), (comparison.stored_ratio, "of the model as stored")):
         if ratio is not None and not ratio <= RATIO_WARNED:  # which no number is that is none
             return f"its perplexity is {ratio:.2f} times that {than}, more than {RATIO_WARNED}: answers suffer"
     return None
 
 
-def _or(words: Sequence[str]) -> str:
+def _join_or(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
@@ -143,9 +143,13 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engine.verify", description="Would a model directory load?", allow_abbrev=False)
     parser.add_argument("path", type=Path, metavar="PATH")
     parser.add_argument("--perplexity", action="store_true", help="of the model on a fixed text")
-    parser.add_argument("--quantization", help=f"compare the model in this format with the plain one: {_or(QUANTIZATIONS)}")
-    parser.add_argument("--head-quantization", help=f"with the output head in this one: {_or(HEAD_QUANTIZATIONS)}")
-    parser.add_argument("--kv-cache-dtype", default="auto", help=f"with keys and values in this one: {_or(KV_CACHE_DTYPES)}")
+    parser.add_argument(
+        "--quantization", help=f"compare the model in this format with the plain one: {_join_or(QUANTIZATIONS)}"
+    )
+    parser.add_argument("--head-quantization", help=f"with the output head in this one: {_join_or(HEAD_QUANTIZATIONS)}")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help=f"with keys and values in this one: {_join_or(KV_CACHE_DTYPES)}"
+    )
     parser.add_argument("--unquantized", type=Path, metavar="PATH", help="compare with this model")
     return parser.parse_args(arguments)
 

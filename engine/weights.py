@@ -30,12 +30,12 @@ SINGLE_FILE = "model.safetensors"
 
 
 class Place(Protocol):
-    """Takes a tensor of the checkpoint in its own way, and knows how much memory it becomes."""
+    """A destination that converts a tensor of the checkpoint as it is loaded, and the memory that it becomes."""
 
     num_parameters: int
     num_bytes: int
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         """Raises `WeightsError` with what is wrong about shape or type, without the name."""
 
 
@@ -166,7 +166,7 @@ def _read_ahead(paths: Sequence[Path]) -> None:
 
 def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float], None]) -> None:
     """Fill every place of `plan`. `progress` gets the loaded fraction, from 0 to 1. Raises `WeightsError`."""
-    seen: set[str] = set()
+    loaded: set[str] = set()
     unexpected: list[str] = []
     tied: dict[str, torch.Tensor] = {}
     files = weight_files(directory)
@@ -175,20 +175,20 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
             _read_ahead(files[number : number + 2])
             for stored in tensors.keys():  # noqa: SIM118 - not a mapping
                 name = plan.name_of(stored)
-                if name in seen:
+                if name in loaded:
                     raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
-                seen.add(name)
+                loaded.add(name)
                 if name in plan.tied:
                     tied[name] = tensors.get_tensor(stored)
-                elif not _take(plan, name, partial(tensors.get_tensor, stored), path):
+                elif not _load_tensor(plan, name, partial(tensors.get_tensor, stored), path):
                     unexpected.append(stored)
-                progress(min(1.0, len(seen) / max(1, len(plan.places))))
-    _check_complete(directory, plan, seen, unexpected)
+                progress(min(1.0, len(loaded) / max(1, len(plan.places))))
+    _check_complete(directory, plan, loaded, unexpected)
     for name, tensor in tied.items():
         _check_tied(plan, name, tensor)
 
 
-def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
+def _load_tensor(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
     """Copy one tensor to its place; False when nobody asked for it."""
     if name.endswith(".rotary_emb.inv_freq") or (plan.ignored and name.startswith(plan.ignored)):
         return True  # the former is a buffer of old checkpoints: computed from the configuration here
@@ -199,7 +199,7 @@ def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: P
         if isinstance(place, torch.Tensor):
             copy_checked(place, read())
         else:
-            place.take(read())
+            place.load(read())
     except WeightsError as error:
         raise WeightsError(f"{path.name}: tensor {name} {error}") from error
     return True
@@ -233,8 +233,8 @@ def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
         raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.tied[name]}")
 
 
-def _check_complete(directory: Path, plan: WeightPlan, seen: set[str], unexpected: list[str]) -> None:
-    missing = sorted(set(plan.places) - seen - plan.optional)
+def _check_complete(directory: Path, plan: WeightPlan, loaded: set[str], unexpected: list[str]) -> None:
+    missing = sorted(set(plan.places) - loaded - plan.optional)
     if missing:
         verb = "tensor is" if len(missing) == 1 else "tensors are"
         raise WeightsError(f"{directory}: {len(missing)} {verb} missing: {_shown(missing)}; {FOREIGN}")

@@ -1,4 +1,4 @@
-"""The rows of attention in one step, in integers: the common input of every implementation. Knows no torch."""
+"""The rows of attention in one step, in integers: the common input of all implementations. Does not import torch."""
 
 from __future__ import annotations
 

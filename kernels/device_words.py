@@ -18,16 +18,16 @@ ALIGNED_WORDS = 4
 
 Shape = tuple[int, ...]
 Pieces = Mapping[str, tuple[torch.dtype, Shape]]
-"""Numbers of 4 or 8 bytes, by name."""
+"""The dtype, of 4 or 8 bytes, and the shape of each tensor, by name."""
 Words = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-"""The arguments of `DeviceWords.write`: places, [n] int64, and their values, [n] int32."""
+"""The arguments of `DeviceWords.write`: indices of words, [n] int64, and their values, [n] int32."""
 
 
 class DeviceWords:
-    """Words of 32 bits on `device`, at fixed addresses, zeros at first, divided into tensors by name.
+    """Words of 32 bits on `device`, at fixed addresses and initially zero, divided into named tensors.
 
-    A write costs the host two launches, whatever it writes and to however many of the tensors: on an H200 each launch takes
-    some 60 µs while the device computes. On a CPU the words are written in place.
+    A write costs the host two launches, however many words it writes to however many of the tensors: on an H200 each launch
+    takes some 60 µs while the device computes. On a CPU the words are written in place.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class DeviceWords:
     ) -> None:
         """`send_numbers`: brings [n] int64 to the device; the default is `transfer.send`."""
         self._pieces = pieces
-        self._first: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         end = 0
         for name, (dtype, shape) in pieces.items():
-            self._first[name] = end
+            self._offsets[name] = end
             end += -(-_num_words(dtype, shape) // ALIGNED_WORDS) * ALIGNED_WORDS
         self._words = torch.zeros(end, dtype=torch.int32, device=device)
         self._send = send_numbers or partial(send, dtype=torch.int64, device=device)
@@ -52,29 +52,29 @@ class DeviceWords:
             self.on_host = self._words.numpy()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The piece of this name, in its shape."""
-        (dtype, shape), first = self._pieces[name], self._first[name]
+        """The tensor of this name, in its shape."""
+        (dtype, shape), first = self._pieces[name], self._offsets[name]
         return self._words[first : first + _num_words(dtype, shape)].view(dtype).view(shape)
 
     def first(self, name: str) -> int:
-        """The place of the first word of a piece."""
-        return self._first[name]
+        """The index of the first word of a tensor."""
+        return self._offsets[name]
 
     def places(self, name: str) -> np.ndarray[Any, Any]:
-        """The places of the words of each number of a piece: the piece's shape and 1 or, for numbers of 8 bytes, 2"""
-        (dtype, shape), first = self._pieces[name], self._first[name]
+        """The indices of the words of each element of a tensor: its shape and 1 or, for elements of 8 bytes, 2"""
+        (dtype, shape), first = self._pieces[name], self._offsets[name]
         return np.arange(first, first + _num_words(dtype, shape)).reshape(*shape, dtype.itemsize // WORD_BYTES)
 
     def write(self, places: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-        """places: [n] int64, all different; values: [n] int32"""
+        """Write words. places: [n] int64, indices of words, all different; values: [n] int32"""
         if self.on_host is not None:
             self.on_host[places] = values
             return
         count = len(places)
-        numbers = np.empty(count + (count + 1) // 2, dtype=np.int64)
-        numbers[:count] = places
-        numbers[count:].view(np.int32)[:count] = values
-        sent = self._send(numbers)
+        packed = np.empty(count + (count + 1) // 2, dtype=np.int64)
+        packed[:count] = places
+        packed[count:].view(np.int32)[:count] = values
+        sent = self._send(packed)
         self._words.index_copy_(0, sent[:count], sent[count:].view(torch.int32)[:count])
 
 

@@ -19,16 +19,16 @@ LinearPacker = Callable[[Tensor, Tensor | None], LinearKernel]
 
 FUSED_ROWS_MAX = 16
 """Most rows of a step for which fused products and greedy heads are made: the rows of one tile of tensor cores."""
-PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
-FACTS = ("description", "decode_workspace", "max_verify_group", "supports_paged", "is_row_invariant")
+_PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
+_PROPERTIES = ("description", "decode_workspace", "max_verify_group", "supports_paged", "is_row_invariant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
     """One callable per operation, with the signature of its twin in `kernels.reference`; torch's where the serving path has no
-    kernel of its own. An operation that is None does not exist for this device, and others do its work.
+    kernel of its own. An operation that is None does not exist for this device; others are used instead.
 
-    Facts: `description` names the implementation in the log. `supports_paged` says, for heads and the format of a cache,
+    Properties: `description` names the implementation in the log. `supports_paged` says, for heads and the format of a cache,
     whether attention should use `paged_decode` and `paged_prefill`. `max_verify_group` is the largest number of consecutive
     tokens of a request, verified in one step, that `paged_prefill` should attend together; 1: each separately.
     `is_row_invariant` says whether products (plain or quantised) and paged attention give a row the same bits in any batch.
@@ -89,10 +89,10 @@ class Operations:
     def by_package(self) -> dict[str, list[str]]:
         """Names of operations by their implementation: triton, simd or torch, or else a module; those that do not exist for
         this device are under none."""
-        found: dict[str, list[str]] = {}
-        for name in (field.name for field in fields(self) if field.name not in FACTS):
-            found.setdefault(_package(getattr(self, name)), []).append(name)
-        return found
+        names_by_package: dict[str, list[str]] = {}
+        for name in (field.name for field in fields(self) if field.name not in _PROPERTIES):
+            names_by_package.setdefault(_package(getattr(self, name)), []).append(name)
+        return names_by_package
 
 
 def _package(operation: Callable[..., Any] | None) -> str:
@@ -100,4 +100,4 @@ def _package(operation: Callable[..., Any] | None) -> str:
         return "none"
     function = getattr(operation, "func", operation)  # of a partial
     module = ".".join(function.__module__.split(".")[:2])
-    return PACKAGES.get(module, module)
+    return _PACKAGES.get(module, module)

@@ -22,7 +22,7 @@ from kernels.cpu import sampling as plain_sampling
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention
 from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
-from kernels.cpu.row_tiles import in_agreeing_tiles
+from kernels.cpu.row_tiles import in_invariant_tiles
 from kernels.device_words import DeviceWords, Pieces, Words
 from kernels.gumbel import GUESS, NO_TOKEN
 from kernels.host_tokens import HostTokens
@@ -132,17 +132,17 @@ def operations(device: torch.device, dtype: torch.dtype | None = None, *, batch_
     """The operations of a device for tensors of `dtype`; None for operations that do not depend on one. `batch_invariant`:
     those of batch-invariant engines, which on a CPU are the usual ones. Raises KeyError for a device without a table,
     ImportError if its kernels cannot be loaded."""
-    name = _module(device, dtype)
-    return _table(_INVARIANT_TABLES.get(name, name) if batch_invariant else name)
+    name = _table_name(device, dtype)
+    return _load_table(_INVARIANT_TABLES.get(name, name) if batch_invariant else name)
 
 
-def _module(device: torch.device, dtype: torch.dtype | None) -> str:
+def _table_name(device: torch.device, dtype: torch.dtype | None) -> str:
     name = _TABLES[device.type]
     return _FLOAT32_TABLES.get(name, name) if device.type == "cpu" and dtype is torch.float32 else name
 
 
 @cache
-def _table(name: str) -> Operations:
+def _load_table(name: str) -> Operations:
     table: Operations = importlib.import_module(name).OPERATIONS
     return table
 
@@ -150,12 +150,12 @@ def _table(name: str) -> Operations:
 def sampling_kernels(device: torch.device, dtype: torch.dtype | None = None) -> ModuleType:
     """The module whose `sample` and `sampling_workspace` serve a device and logits of `dtype` (None: any); `plain_sampling` is
     the twin on every device."""
-    return importlib.import_module(_module(device, dtype).replace(".table", ".sampling"))
+    return importlib.import_module(_table_name(device, dtype).replace(".table", ".sampling"))
 
 
 def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of zeros that lives as long as an engine. On a CPU it is read block by block all over its memory, so large pages
-    are requested for it. Raises what the device's allocator raises: RuntimeError, and for the system's OSError."""
+    are requested for it. Raises RuntimeError if the device's allocator fails, OSError if the system's does."""
     if device.type == "cpu":
         return on_large_pages(*shape, dtype=dtype).zero_()
     return torch.zeros(shape, dtype=dtype, device=device)
@@ -176,7 +176,7 @@ def attention_planner(
 def invariant_planner(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> InvariantPlanner | PagedPlanner:
-    """The planner of attention that gives a query the same bits in any batch, however its prompt was cut."""
+    """The planner of attention that gives a query the same bits in any batch, however its prompt was split into chunks."""
     table = operations(device, dtype, batch_invariant=True)
     if table.is_row_invariant and table.supports_paged(shape, kv_dtype or dtype):
         return PagedPlanner(shape, device=device, is_row_invariant=True)
@@ -196,13 +196,13 @@ def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -
 def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
     """`multiply` if it gives a row the same bits in any batch, else a product with its weights that does. Raises TypeError for
     a product on a GPU that does not expose its weight."""
-    name = _module(device, dtype)
-    if _table(name).is_row_invariant:
+    name = _table_name(device, dtype)
+    if _load_table(name).is_row_invariant:
         return multiply
     if name in _INVARIANT_TABLES:
         product: LinearKernel = importlib.import_module(_INVARIANT_TABLES[name]).row_invariant(multiply)
         return product
-    return in_agreeing_tiles(multiply, num_columns, dtype=dtype, device=device)
+    return in_invariant_tiles(multiply, num_columns, dtype=dtype, device=device)
 
 
 def paged_attention(
@@ -225,8 +225,8 @@ def paged_attention(
 def compiled_together(report: Callable[[Variants], None]) -> AbstractContextManager[None]:
     """A context that compiles Triton kernels together: inside it, launches of this thread only request their kernels and run
     nothing; at its end all of them are ready. `report` is called with their number. Raises `CompilationFailed`."""
-    block: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
-    return block
+    scope: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
+    return scope
 
 
 def listed(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:

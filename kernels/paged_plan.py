@@ -22,8 +22,8 @@ from kernels.transfer import send
 class PagedPlan:
     """Rows of one step: the first `num_decodes` have one query each, the others those between consecutive `query_starts`.
 
-    `counts_all`: only the device knows how many decodes there are; `num_decodes` is the most there may be. Tokens of longer
-    rows directly follow those of the actual decodes; the attention of decodes writes to their places too, and is
+    `counts_all`: only the device knows how many decodes there are; `num_decodes` is their maximum. Tokens of longer rows
+    directly follow those of the actual decodes; the attention of decodes writes to the places of these tokens too, and is
     overwritten."""
 
     shape: AttentionShape
@@ -57,20 +57,20 @@ class PagedPlanner:
         size = self._shape.block_size
         width = max((-(-row.context_len // size) for row in rows), default=0)
         tables = np.zeros((len(rows), width), dtype=np.int32)
-        for line, row in zip(tables, rows, strict=True):
+        for table, row in zip(tables, rows, strict=True):
             num_blocks = -(-row.context_len // size)
-            line[:num_blocks] = row.block_table[:num_blocks]
-        lens = np.array([row.context_len for row in rows], dtype=np.int32)
-        longer = [row.query_len for row in rows[num_decodes:]]
-        starts = np.cumsum([0, *longer], dtype=np.int32)
-        sent = send(np.concatenate((tables.reshape(-1), lens, starts)), torch.int32, self._device)
+            table[:num_blocks] = row.block_table[:num_blocks]
+        context_lens = np.array([row.context_len for row in rows], dtype=np.int32)
+        query_lens = [row.query_len for row in rows[num_decodes:]]
+        starts = np.cumsum([0, *query_lens], dtype=np.int32)
+        packed = send(np.concatenate((tables.reshape(-1), context_lens, starts)), torch.int32, self._device)
         return PagedPlan(
             self._shape,
             num_decodes,
-            sent[: tables.size].view(tables.shape),
-            sent[tables.size : tables.size + len(rows)],
-            sent[tables.size + len(rows) :] if longer else None,
-            max(longer, default=1),
+            packed[: tables.size].view(tables.shape),
+            packed[tables.size : tables.size + len(rows)],
+            packed[tables.size + len(rows) :] if query_lens else None,
+            max(query_lens, default=1),
             self.workspace,
             self._is_row_invariant,
         )

@@ -46,14 +46,14 @@ _MODULES = {
 
 
 @cache
-def _found(name: str, device_type: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(importlib.import_module(_MODULES[device_type][name]), name)
-    return found
+def _load_function(name: str, device_type: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(_MODULES[device_type][name]), name)
+    return function
 
 
 class Fp8Rows(NamedTuple):
     """Quantised rows for a product with 8-bit weights, made by the preceding operation: e4m3 [T, K], scales [T, 1] float32, and
-    the dtype of the rows before, which is that of the product."""
+    the dtype of the original rows, which is also that of the product."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -63,8 +63,8 @@ class Fp8Rows(NamedTuple):
 class Fp8Product:
     """A product [T, K] → [T, N] of e4m3 rows and weights; rows that are not `Fp8Rows` are quantised here.
 
-    `unrounded` multiplies rows without quantising them. On a GPU it also serves up to FUSED_ROWS_MAX rows here, because the
-    time of such a step is spent on reading the weights."""
+    `unrounded` multiplies rows without quantising them. On a GPU it is also used here for up to FUSED_ROWS_MAX rows, because
+    the time of such a step is spent on reading the weights."""
 
     takes_rows = True
     """Whether the preceding operation may quantise its input, with a scale for each row."""
@@ -88,13 +88,13 @@ class Fp8Product:
 
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> LinearKernel:
     """The product with an int8 weight: a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    product: LinearKernel = _found("bind_int8", weight.values.device.type)(weight, bias)
+    product: LinearKernel = _load_function("bind_int8", weight.values.device.type)(weight, bias)
     return product
 
 
 def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> LinearKernel:
     """The product with an int4 weight: a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    product: LinearKernel = _found("bind_int4", weight.words.device.type)(weight, bias)
+    product: LinearKernel = _load_function("bind_int4", weight.words.device.type)(weight, bias)
     return product
 
 
@@ -103,13 +103,13 @@ def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torc
 
     x: [T, K] float8_e4m3fn with x_scales [T, 1] or [1], or of another float type without → [T, N], like x or `out_dtype`.
     """
-    product: Callable[..., torch.Tensor] = _found("bind_fp8", weight.values.device.type)(weight, bias)
+    product: Callable[..., torch.Tensor] = _load_function("bind_fp8", weight.values.device.type)(weight, bias)
     return product
 
 
 def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in e4m3, each with its scale. x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32"""
-    rows: tuple[torch.Tensor, torch.Tensor] = _found("quantize_rows_fp8", x.device.type)(x)
+    rows: tuple[torch.Tensor, torch.Tensor] = _load_function("quantize_rows_fp8", x.device.type)(x)
     return rows
 
 

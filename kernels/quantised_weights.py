@@ -15,7 +15,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 CHUNK_COLUMNS = 128  # columns that are contiguous in the layout of int4 weights
-CHUNK_RUNS = 4  # of neighbouring columns, all of one group; a word holds a code of each
+CHUNK_RUNS = 4  # runs of neighbouring columns, each within one group; a word holds one code of each run
 RUN_COLUMNS = CHUNK_COLUMNS // CHUNK_RUNS
 GROUP_SIZE_MIN = RUN_COLUMNS
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -46,7 +46,7 @@ class Int4Weight:
     that one shift and one mask give two codes for neighbouring columns of a group where a register holds two words. A tile of
     rows is one contiguous piece of memory, read 16 bytes at a time, and the columns beyond K are zero.
     scales_zeros: [⌈128·chunks / group_size⌉, N] int32: the 16 bits of the scale, the zero point (0 to 16) above them.
-    permutation: [K] int64, or None when columns stand in the checkpoint's order.
+    permutation: [K] int64, or None if the columns are in the checkpoint's order.
     """
 
     words: torch.Tensor
@@ -66,36 +66,37 @@ Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 
 
 def values_and_scales(weight: torch.Tensor | Int8Weight | Fp8Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The numbers or codes of a matrix, [N, K], and the scales of the codes, [N] or [1]; plain numbers have None."""
+    """The values or codes of a matrix, [N, K], and the scales of the codes, [N] or [1]; None for plain values."""
     return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
 
 
 def pack_int8(weight: torch.Tensor) -> Int8Weight:
-    """Symmetric int8 of a weight, [N, K] float, with one scale a row: the largest magnitude becomes 127, ties round to even."""
-    exact = weight.float()
-    scales = exact.abs().amax(dim=1) / INT8_MAX
-    values = (exact / _divisors(scales).unsqueeze(1)).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    """Quantise a weight, [N, K] float, to symmetric int8 with one scale per row: the largest magnitude becomes 127, ties round
+    to even."""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / INT8_MAX
+    values = (wide / _divisors(scales).unsqueeze(1)).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
     return Int8Weight(values, scales)
 
 
 def pack_fp8(weight: torch.Tensor, *, per_row: bool = True) -> Fp8Weight:
-    """e4m3 of a weight, [N, K] float: the largest magnitude of each row, or of the whole, becomes 448."""
-    exact = weight.float()
-    largest = exact.abs().amax(dim=1) if per_row else exact.abs().amax().reshape(1)
-    scales = largest / FP8_MAX
-    values = (exact / _divisors(scales).unsqueeze(1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    """Quantise a weight, [N, K] float, to e4m3: the largest magnitude of each row, or of the whole matrix, becomes 448."""
+    wide = weight.float()
+    absmax = wide.abs().amax(dim=1) if per_row else wide.abs().amax().reshape(1)
+    scales = absmax / FP8_MAX
+    values = (wide / _divisors(scales).unsqueeze(1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
     return Fp8Weight(values, scales)
 
 
 def pack_int4(weight: torch.Tensor, group_size: int = 128, *, scale_dtype: torch.dtype = torch.float16) -> Int4Weight:
-    """Codes of 4 bits of a weight, [N, K] float, with a scale and a zero point for each `group_size` columns of a row.
+    """Quantise a weight, [N, K] float, to 4 bits with a scale and a zero point for each `group_size` columns of a row.
 
-    Round to nearest between the smallest and the largest of the group, zero included. For weights without a checkpoint in
-    4 bits, and for tests: AWQ and GPTQ choose better codes.
+    Rounds to nearest between the smallest and the largest number of the group, zero included. For weights without a checkpoint
+    in 4 bits, and for tests: AWQ and GPTQ choose better codes.
     """
     _check_group_size(group_size)
     num_rows, num_columns = weight.shape
-    groups = _padded(weight.float(), group_size).view(num_rows, -1, group_size)
+    groups = _pad_columns(weight.float(), group_size).view(num_rows, -1, group_size)
     low, high = groups.amin(dim=2).clamp_(max=0.0), groups.amax(dim=2).clamp_(min=0.0)
     scales = ((high - low) / 15).to(scale_dtype)
     divisors = _divisors(scales.float())
@@ -133,17 +134,17 @@ def pack_int4_codes(
     rows = -(-num_chunks * CHUNK_COLUMNS // padded_size)
     scales_zeros = torch.zeros(rows, num_rows, dtype=torch.int32, device=codes.device)
     scales_zeros[:num_groups] = meta
-    return Int4Weight(_words(codes), scales_zeros, scale_dtype, padded_size, num_columns, permutation)
+    return Int4Weight(_pack_words(codes), scales_zeros, scale_dtype, padded_size, num_columns, permutation)
 
 
 def pack_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> Int4Weight:
     """An `Int4Weight` of AWQ "gemm" tensors: qweight [K, N / 8] int32, qzeros [K / group, N / 8] int32, scales [K / group, N]
     float16.
 
-    A word holds 8 neighbouring columns of N, the one at bits 4·i being number AWQ_ORDER[i] of them.
+    A word holds 8 neighbouring columns of N; bits 4·i to 4·i + 3 hold column AWQ_ORDER[i] of these.
     """
-    codes = _unpacked_columns(qweight, AWQ_ORDER)
-    zeros = _unpacked_columns(qzeros, AWQ_ORDER)
+    codes = _unpack_columns(qweight, AWQ_ORDER)
+    zeros = _unpack_columns(qzeros, AWQ_ORDER)
     return pack_int4_codes(codes.T, scales, zeros, group_size)
 
 
@@ -160,11 +161,11 @@ def pack_gptq(
     each column of K.
 
     The first format (`checkpoint_format` "gptq") stores zero points minus one, "gptq_v2" stores them as they are. Columns in
-    the order of their activations (`desc_act`) are sorted by group here, and x is permuted alike when multiplied.
+    the order of their activations (`desc_act`) are sorted by group here, and x is permuted likewise when it is multiplied.
     Raises ValueError for groups of unequal size.
     """
-    codes = _unpacked_rows(qweight)
-    zeros = _unpacked_columns(qzeros, tuple(range(8))) + int(zeros_minus_one)
+    codes = _unpack_rows(qweight)
+    zeros = _unpack_columns(qzeros, tuple(range(8))) + int(zeros_minus_one)
     permutation = None if g_idx is None else _permutation(g_idx, codes.shape[0] if group_size == -1 else group_size)
     if permutation is not None:
         codes = codes.index_select(0, permutation)
@@ -183,9 +184,9 @@ def _permutation(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:
     return permutation
 
 
-def _words(codes: torch.Tensor) -> torch.Tensor:
+def _pack_words(codes: torch.Tensor) -> torch.Tensor:
     """[N, K] uint8 → [⌈K / 128⌉, N, 32] int16"""
-    runs = _padded(codes, CHUNK_COLUMNS).view(codes.shape[0], -1, CHUNK_RUNS, RUN_COLUMNS)
+    runs = _pad_columns(codes, CHUNK_COLUMNS).view(codes.shape[0], -1, CHUNK_RUNS, RUN_COLUMNS)
     words = torch.zeros(runs.shape[1], runs.shape[0], RUN_COLUMNS, dtype=torch.int16, device=codes.device)
     for run in range(CHUNK_RUNS):
         words |= runs[:, :, run].transpose(0, 1).to(torch.int16) << (4 * run)
@@ -203,31 +204,31 @@ def int4_scale_dtype(scales: torch.Tensor) -> torch.dtype:
 
 
 def _scale_bits(scales: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-    """The 16 bits of each scale as an int32 without sign, and the dtype of the scale."""
+    """The 16 bits of each scale as a non-negative int32, and the dtype of the scale."""
     dtype = int4_scale_dtype(scales)
     return scales.to(dtype).contiguous().view(torch.int16).to(torch.int32) & 0xFFFF, dtype
 
 
-def _unpacked_columns(packed: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """[R, C] int32 → [R, 8·C] uint8, bits 4·i of a word being its value number order[i]"""
+def _unpack_columns(packed: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """[R, C] int32 → [R, 8·C] uint8; bits 4·i to 4·i + 3 of a word hold its column order[i]"""
     values = torch.empty(*packed.shape, 8, dtype=torch.uint8, device=packed.device)
-    for position, number in enumerate(order):
-        values[:, :, number] = ((packed >> (4 * position)) & 15).to(torch.uint8)
+    for position, column in enumerate(order):
+        values[:, :, column] = ((packed >> (4 * position)) & 15).to(torch.uint8)
     return values.flatten(1)
 
 
-def _unpacked_rows(packed: torch.Tensor) -> torch.Tensor:
-    """[R, C] int32 → [8·R, C] uint8, bits 4·i of a word being its row number i"""
+def _unpack_rows(packed: torch.Tensor) -> torch.Tensor:
+    """[R, C] int32 → [8·R, C] uint8; bits 4·i to 4·i + 3 of a word hold its row i"""
     values = torch.empty(packed.shape[0], 8, packed.shape[1], dtype=torch.uint8, device=packed.device)
     for position in range(8):
         values[:, position] = ((packed >> (4 * position)) & 15).to(torch.uint8)
     return values.flatten(0, 1)
 
 
-def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+def _pad_columns(rows: torch.Tensor, multiple: int) -> torch.Tensor:
     """[N, K] → [N, K rounded up], padded with zeros"""
-    missing = -rows.shape[1] % multiple
-    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+    padding = -rows.shape[1] % multiple
+    return torch.nn.functional.pad(rows, (0, padding)) if padding else rows
 
 
 def _divisors(scales: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Sampling parameters of each request: columns of device tensors, one place per slot."""
+"""Sampling parameters of each request: columns of device tensors, one element per slot."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ SUPPRESSED_IDS_MAX = 8
 class SamplingColumns:
     """S slots, V tokens, Q rows of bias. A captured graph keeps the addresses; the values change between its replays.
 
-    scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, what the noise of a seed comes from
+    scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, derived from the seed, key the noise
     top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; neg_log2_min_p: [S] float32, −log2(min_p), inf is off: min-p
         keeps tokens at most so many binary orders below the likeliest one; typical_p: [S] float32, 1 is off
     repetition, frequency, presence: [S] float32; 1, 0, 0 are off
     min_tokens_until: [S] int64, below this position no token is one of suppressed_ids: [S, SUPPRESSED_IDS_MAX] int32, -1 none
     counts: [S, V] int32, for the three penalties. Bit 0: occurs in prompt or output; bits above: occurrences in the output
     rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
-    floats, ints, longs: three tables whose rows are the columns above of one number for each slot. floats: scale, top_p,
-        neg_log2_min_p, typical_p, repetition, frequency, presence; ints: top_k, rules; longs: streams, min_tokens_until
-    words: the memory of the three tables and suppressed_ids; places: [S, 21] int64 on the host, each slot's places in it
+    floats, ints, longs: three tables whose rows are those columns above that have one element per slot. floats: scale,
+        top_p, neg_log2_min_p, typical_p, repetition, frequency, presence; ints: top_k, rules; longs: streams, min_tokens_until
+    words: the memory of the three tables and suppressed_ids; places: [S, 21] int64 on the host, the indices of each slot's
+        words
     """
 
     scale: torch.Tensor
@@ -64,10 +65,10 @@ class SamplingColumns:
         """All slots greedy and without rules. 4 · V bytes for each slot and each row of bias. `make_words`: makes words that
         contain these pieces, possibly with others that are written together with them."""
         width = -(-num_slots // ALIGNED_WORDS) * ALIGNED_WORDS  # each column begins at an alignment that kernels accept
-        pieces = {name: (dtype, (len(off), width)) for name, (dtype, off) in _TABLES.items()}
+        pieces = {name: (dtype, (len(defaults), width)) for name, (dtype, defaults) in _TABLES.items()}
         words = make_words({**pieces, "suppressed_ids": (torch.int32, (num_slots, SUPPRESSED_IDS_MAX))}, device)
-        for name, (dtype, off) in _TABLES.items():
-            words.tensor(name).copy_(torch.tensor(off, dtype=dtype)[:, None])
+        for name, (dtype, defaults) in _TABLES.items():
+            words.tensor(name).copy_(torch.tensor(defaults, dtype=dtype)[:, None])
         floats, ints, longs = (words.tensor(name)[:, :num_slots] for name in _TABLES)
         places = [words.places(name).swapaxes(0, 1)[:num_slots] for name in _TABLES] + [words.places("suppressed_ids")]
         scale, top_p, neg_log2_min_p, typical_p, repetition, frequency, presence = floats.unbind(0)

@@ -1,4 +1,4 @@
-"""Values of the host sent to the device, in one copy for which the host does not wait."""
+"""Host values sent to the device in one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def send(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     A GPU copies from page-locked memory, which torch reuses only after the copy, so the host need not wait for steps under way.
     torch cannot page-lock a tensor made from an array, only a copy of it. On a CPU the result may share the memory of `values`.
     """
-    kept = torch.as_tensor(values, dtype=dtype)
-    return kept.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else kept
+    host_tensor = torch.as_tensor(values, dtype=dtype)
+    return host_tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host_tensor

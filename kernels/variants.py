@@ -1,4 +1,4 @@
-"""Progress and failure of compiling kernels for the shapes of a model. Knows no compiler."""
+"""Progress and failure of compiling kernels for the shapes of a model. Does not import a compiler."""
 
 from __future__ import annotations
 

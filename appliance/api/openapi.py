@@ -1,8 +1,8 @@
 """`/schema/openapi.json`: what the framework derives from the handlers, plus the bodies that the handlers decode themselves.
 
 A handler names them in its `opt`: `body` is the type it takes, `answer` the type it returns when it encodes the bytes itself,
-`text` the media type of an answer that is not JSON, `query` its parameters, `repeatable` those that take several values, and
-`errors` the statuses that do not follow from the rest (`_error_statuses`).
+`text` the media type of an answer that is not JSON, `query` its parameters, `repeatable` those that take several values,
+`required` those that must be sent, and `errors` the statuses that do not follow from the rest (`_error_statuses`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from litestar.routes import HTTPRoute
 from appliance.api.descriptions import describe_fields
 from appliance.api.descriptions.parameters import describe_parameter
 from appliance.api.error_responses import ErrorAnswer
+from appliance.api.openapi_names import Named, name_operations, rename_components
 
 ContentOf = Callable[[Any], dict[str, Any]]
 """The content of a body of some type."""
@@ -102,6 +103,7 @@ def _build(app: Litestar) -> bytes:
     components["securitySchemes"] = _SECURITY_SCHEMES
     schemas = components.setdefault("schemas", {})
     content_of = cache(partial(_json_content, components=schemas))  # of errors and lists nearly every operation has the same
+    named: list[Named] = []
     for route in app.routes:
         if not isinstance(route, HTTPRoute):
             continue
@@ -111,9 +113,12 @@ def _build(app: Litestar) -> bytes:
                 _complete(operation, handler, content_of)
                 _describe_errors(operation, route, handler, content_of)
                 _describe_parameters(operation, route)
+                named.append(Named(operation, handler.handler_name, route.path_format))
+    name_operations(named)
     _describe_structs(app, schemas)
     describe_fields(schemas)
-    return msgspec.json.encode(schema)
+    schema["paths"] = dict(sorted(schema["paths"].items()))
+    return msgspec.json.encode(rename_components(schema))
 
 
 def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: ContentOf) -> None:
@@ -126,11 +131,14 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: 
         texts = {} if text is None else {text: {"schema": {"type": "string"}}}
         operation["responses"][str(handler.status_code)]["content"] = {**content, **texts}
     for name in handler.opt.get("query", ()):
+        if name.endswith("[]"):
+            continue  # the same parameter as OpenAI's clients spell it: in a generated client the two would have one name
         kind = "integer" if name == "limit" else "string"
         schema: dict[str, Any] = {"type": kind}
         if name in handler.opt.get("repeatable", ()):
             schema = {"type": "array", "items": schema}
-        operation.setdefault("parameters", []).append({"name": name, "in": "query", "schema": schema})
+        required = name in handler.opt.get("required", ())
+        operation.setdefault("parameters", []).append({"name": name, "in": "query", "required": required, "schema": schema})
     operation["security"] = [{name: []} for name in _security(operation)]
 
 

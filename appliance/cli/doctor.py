@@ -226,7 +226,7 @@ def _prices(settings: Settings) -> list[Check]:
 
 def _models(settings: Settings) -> list[Check]:
     from appliance.cli.model_check import check_model
-    from appliance.serving.fleet import DEMO_MODEL
+    from appliance.serving.model_builder import DEMO_MODEL
 
     if not settings.models and read_control(settings.data_dir) is not None:
         return []  # only the running appliance knows its models, and its readiness covers them

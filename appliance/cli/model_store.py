@@ -23,7 +23,7 @@ def added_models(data_dir: Path) -> list[Path]:
 
 def locate(model: str, data_dir: Path) -> Path:
     """Return the folder that `model` names: a path, else an added model, else the demo model. It need not exist."""
-    from appliance.serving.fleet import DEMO_MODEL
+    from appliance.serving.model_builder import DEMO_MODEL
 
     path = Path(model).expanduser()
     if path.exists() or not _NAME.match(model):

@@ -38,14 +38,14 @@ def plan(
 ) -> None:
     """Predict the memory that a model takes on a GPU. If it does not fit, lists what would help; exit status 1."""
     from engine.errors import EngineError
-    from engine.simulator.fitting import card_with, facts, facts_in_words, memory_fit
+    from engine.simulator.fitting import fit_report, memory_fit, readable_report, with_memory
     from engine.simulator.models import find_gpu
 
     found = model_store.locate(model, settings_from(data_dir, None).data_dir)
     try:
         fit = memory_fit(
             str(found) if found.exists() else model,
-            card_with(find_gpu(gpu), memory_gib),
+            with_memory(find_gpu(gpu), memory_gib),
             dtype=dtype,
             quantization=quantization,
             head_quantization=head_quantization,
@@ -62,8 +62,8 @@ def plan(
     if not fit.context_len or (max_model_len is not None and not fit.fits):
         raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
     if as_json:
-        output.data({"model": name, "gpu": gpu.lower(), **facts(fit)})
+        output.data({"model": name, "gpu": gpu.lower(), **fit_report(fit)})
         return
-    output.facts({"model": name, "gpu": gpu.lower(), **facts_in_words(fit)})
+    output.facts({"model": name, "gpu": gpu.lower(), **readable_report(fit)})
     for remedy in fit.remedies():
         output.say(f"  {remedy}")

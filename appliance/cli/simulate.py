@@ -139,10 +139,10 @@ def _failure(error: Exception) -> CommandFailed:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from engine.simulator.report import flat
+    from engine.simulator.report import flatten
 
     tenants = report["tenants"]
-    output.facts(flat(report))
+    output.facts(flatten(report))
     output.say("")
     shown = sorted(tenants, key=lambda tenant: -tenant["service_s"])[:TENANTS_SHOWN]
     percentiles = [(figure, name) for figure in ("ttft", "tpot") for name in ("p50", "p99")]

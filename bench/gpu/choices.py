@@ -36,15 +36,15 @@ from kernels.triton import (
     lone_decode,
 )
 from kernels.triton.attention_splits import DecodeTiling
+from kernels.triton.card_properties import capability, has_gluon, multiprocessors
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
-from kernels.triton.fused_row import RowTiles
-from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.fused_row import GemvTiles
+from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.newest_token import Rotation
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
-from kernels.triton.tuning import capability, has_gluon, multiprocessors
 
-ROW_TILES = [RowTiles(2, 2048), RowTiles(2, 2048, 8), RowTiles(4, 1024), RowTiles(8, 512), RowTiles(16, 512, 8)]
+ROW_TILES = [GemvTiles(2, 2048), GemvTiles(2, 2048, 8), GemvTiles(4, 1024), GemvTiles(8, 512), GemvTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
 CHAT_TURN = "100 tokens behind 32k: chosen splits over others"
 
@@ -96,14 +96,14 @@ def _candidate_times(
     context: Context, part: str, size: tuple[int, int], weights: list[Weight], call: Callable[[Weight], object]
 ) -> dict[str, float]:
     """Seconds of a product of one row with the chosen tiles, and with other candidates."""
-    is_gated, is_summed = part == "gate_up", part in ("out", "down")
+    is_gated, has_squares_out = part == "gate_up", part in ("out", "down")
     outputs, x = size[0] // 2 if is_gated else size[0], torch.empty(1, size[1], dtype=context.dtype, device=context.device)
-    chosen = fused_linear.tiles_on(x, weights[0], outputs, gated=is_gated, is_summed=is_summed)
+    chosen = fused_linear.choose_tiles(x, weights[0], outputs, gated=is_gated, has_squares_out=has_squares_out)
     calls: list[Call] = [partial(call, weight) for weight in weights]
     times_s = {CHOSEN: median(seconds(calls, context.device))}
     for label, tiles in _candidates(context, weights[0], outputs, gated=is_gated).items():
         if tiles != chosen:
-            with mock.patch.object(fused_linear, "tiles_on", mock.Mock(return_value=tiles)):
+            with mock.patch.object(fused_linear, "choose_tiles", mock.Mock(return_value=tiles)):
                 times_s[label] = median(seconds(calls, context.device, samples=3))
     return times_s
 
@@ -116,7 +116,7 @@ def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) 
         tiles = fused_int4.fused_int4_tiles(outputs, weight.num_columns, multiprocessors(context.device), gated=gated)
         candidates = {"through shared memory": tiles}
     if not isinstance(weight, torch.Tensor) and not context.rehearsal and has_gluon(context.device):
-        candidates |= {f"operands, {warps} warps": HopperRowTiles(warps, registers_max=128) for warps in (2, 4, 8)}
+        candidates |= {f"operands, {warps} warps": HopperGemvTiles(warps, registers_max=128) for warps in (2, 4, 8)}
     return candidates
 
 
@@ -189,7 +189,7 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
 
     times_s = {case: median_s(call) for case, call in cases.items()}
     if num_requests == 1:
-        with mock.patch.object(lone_decode, "TILE_NUMBERS", lone_decode.TILE_NUMBERS // 2):
+        with mock.patch.object(lone_decode, "TILE_ELEMENTS", lone_decode.TILE_ELEMENTS // 2):
             times_s["tiles of half the size"] = median_s(one_launch)
     emit_choice(context, name, times_s)
 

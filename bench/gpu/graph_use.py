@@ -42,10 +42,10 @@ class GraphUse:
 def count_graph_use() -> Iterator[GraphUse]:
     """Count the decode steps inside the block, and those whose graph was not whole. An engine without graphs lacks none."""
     use = GraphUse()
-    choose_shape, make_ready = DecodeSteps.choose_shape, CudaGraphs.make_ready
+    select_shape, make_ready = DecodeSteps.select_shape, CudaGraphs.make_ready
 
     def count_step(steps: DecodeSteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
-        shape = choose_shape(steps, num_rows, needs, has_guesses=has_guesses)
+        shape = select_shape(steps, num_rows, needs, has_guesses=has_guesses)
         use.steps += 1
         use.without_choice += shape.kind is None and not needs.masked
         return shape
@@ -54,5 +54,5 @@ def count_graph_use() -> Iterator[GraphUse]:
         use.captured += 1
         make_ready(graphs, key, function, is_kept=is_kept)
 
-    with mock.patch.object(DecodeSteps, "choose_shape", count_step), mock.patch.object(CudaGraphs, "make_ready", count_capture):
+    with mock.patch.object(DecodeSteps, "select_shape", count_step), mock.patch.object(CudaGraphs, "make_ready", count_capture):
         yield use

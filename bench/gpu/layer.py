@@ -21,7 +21,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton import attention_decode, early_launch
 from kernels.triton.activation import silu_mul
-from kernels.triton.early_launch import VARIABLE, may_be_early
+from kernels.triton.early_launch import VARIABLE, supports_early_launch
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.norm import add_rms_norm
 from kernels.triton.rope_and_cache import rope_and_cache
@@ -79,10 +79,10 @@ def launches_patched(patch: AbstractContextManager[object]) -> Iterator[None]:
     """Apply a patch to launches inside the block, and not to those after it."""
     try:
         with patch:
-            may_be_early.cache_clear()
+            supports_early_launch.cache_clear()
             yield
     finally:
-        may_be_early.cache_clear()
+        supports_early_launch.cache_clear()
 
 
 def make_layer(context: Context, model: str, rows: int) -> tuple[Callable[[], None], int]:

@@ -95,7 +95,9 @@ def random_engine(
         stack.enter_context(mock.patch("engine.models.loading.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # everything that a GPU does, on a CPU, except graphs
-            stack.enter_context(mock.patch("engine.resolved_options.step_mode", return_value=_rehearsal_mode(context, chosen)))
+            stack.enter_context(
+                mock.patch("engine.resolved_options.resolve_step_mode", return_value=_rehearsal_mode(context, chosen))
+            )
             if chosen.pop("interpreted", False):
                 stack.enter_context(mock.patch.dict("kernels.ops._TABLES", cpu="kernels.triton.table"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
@@ -165,7 +167,7 @@ def fill_plan(plan: WeightPlan, shapes: dict[str, tuple[int, ...]], device: torc
         if isinstance(place, torch.Tensor):
             fill(name, place)
         elif name in shapes or name not in plan.optional:
-            place.take(make_tensor(name, shapes[name], device))
+            place.load(make_tensor(name, shapes[name], device))
     unused = set(shapes) - set(plan.places) - set(plan.tied)
     assert not unused, f"the model does not take {sorted(unused)[:4]}"
 

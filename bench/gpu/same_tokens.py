@@ -32,12 +32,12 @@ from bench.gpu.context import Context
 from bench.gpu.models import random_engine
 from bench.gpu.rows import Row
 from bench.gpu.targets import CHUNKS_ONE_BY_ONE, SAME_TOKENS
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
-from engine.runner.input_rows import InputRow
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.token_spans import TokenSpan
 from engine.sampling.logits_filters import is_greedy, scale_of
 from engine.sampling.randomness import key, signed
 from engine.step_sizes import step_size
@@ -79,7 +79,7 @@ class PaddedDecoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
+    def prepare(self, rows: Sequence[TokenSpan]) -> ForwardInputs:
         self._is_decode = all(len(row.token_ids) == 1 and len(row.outputs) == 1 for row in rows)
         padding = self._size(len(rows)) - len(rows)
         return self._target.prepare([*rows, *[rows[-1]] * padding])

@@ -16,8 +16,8 @@ from bench.gpu.rows import Row
 from bench.gpu.targets import chunk_row
 from bench.gpu.timing import synchronize
 from engine.loop import Engine
-from engine.runner.input_rows import InputRow
 from engine.runner.slot_timing import SlotTiming
+from engine.runner.token_spans import TokenSpan
 
 SAMPLES = 15
 DIFFERENCE_MAX = 0.2
@@ -31,11 +31,11 @@ def measure_chunk(context: Context, engine: Engine, size: int) -> None:
     that no request holds any more. Raises RuntimeError if steps with such a chunk have no graph."""
     steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     length, block_size = context.size(size, 5), engine.info.block_size
-    rows = [InputRow([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
+    rows = [TokenSpan([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
     served = SlotTiming(steps).chunks if context.device.type == "cpu" else steps.chunks.run_for_timing
     runs: dict[str, Callable[[], torch.Tensor | None]] = {
         "captured": partial(served, rows),
-        "one by one": partial(steps.target.pass_over, rows),
+        "one by one": partial(steps.target.forward_spans, rows),
     }
     times_us: dict[str, list[float]] = {f"{label}{what}": [] for label in runs for what in ("", ", host")}
     hidden_states: dict[str, torch.Tensor] = {}

@@ -38,7 +38,7 @@ def idle_row(context: Context, name: str, engine: Engine, num_steps: int, earlie
         with ExitStack() as stack:
             stack.enter_context(launched_serially())
             for graphs in replays.graphs:
-                stack.enter_context(graphs.set_aside())
+                stack.enter_context(graphs.fresh_graphs())
             steps(engine, 3)  # captures graphs
             in_turn = steps(engine, num_traced)
             at = progress(engine) + num_traced / 2

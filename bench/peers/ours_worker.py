@@ -18,7 +18,7 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
 
     import torch
 
-    info = llm._generator().info
+    info = llm._generating_engine().info
     return run, {"torch": torch.__version__, "kernels": info.kernels}
 
 

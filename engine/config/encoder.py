@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config.model import ENCODERS, LAYERS_MAX, architecture_of, read_model_json, refuse_uncomputed
+from engine.config.model import ENCODERS, LAYERS_MAX, architecture_of, read_model_json, refuse_unsupported
 from engine.config.values import JsonObject, number, positive
 from engine.errors import UnsupportedModel
 from engine.number_checks import is_integer
@@ -43,7 +43,7 @@ def load_encoder_config(directory: Path) -> EncoderConfig:
     architecture = architecture_of(config)
     if architecture not in ENCODERS:
         raise UnsupportedModel(f"architecture {architecture} is not an encoder; these are: {', '.join(ENCODERS)}")
-    refuse_uncomputed(config)
+    refuse_unsupported(config)
     _refuse_other_encoders(config)
     hidden_size, num_heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     if hidden_size % num_heads:

@@ -50,7 +50,7 @@ class ExpertNames:
 class Family:
     """One architecture. `reads_*`: the key of config.json by that name changes the computation, elsewhere it is ignored.
 
-    The other values are what transformers takes when config.json leaves the key out.
+    The other values are the defaults of transformers for keys that config.json omits.
     """
 
     architecture: str
@@ -110,7 +110,7 @@ GEMMA2 = Family(
     reads_attention_softcap=True,
     reads_logits_softcap=True,
 )
-# transformers knows `attn_logit_softcapping` for Gemma 3 as well, but caps nothing there; the models were made without it.
+# transformers reads `attn_logit_softcapping` for Gemma 3 as well, but caps nothing there; the models were trained without it.
 GEMMA3 = replace(
     GEMMA2,
     architecture="Gemma3ForCausalLM",

@@ -23,7 +23,7 @@ LAYERS_MAX = 1024
 EXPERTS_MAX = 4096
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODERS = ("BertModel", "RobertaModel", "XLMRobertaModel")
-HEADLESS = {  # decoders whose checkpoint has no output head, and the family that they are otherwise
+HEADLESS = {  # decoders whose checkpoint has no output head, and the family they belong to
     name.replace("ForCausalLM", "Model"): name
     for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 }
@@ -88,8 +88,8 @@ class ModelConfig:
         return len(self.layers)
 
 
-def kv_numbers_per_token(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
-    """How many numbers one token has in the cache: a key and a value for each KV head of every layer."""
+def kv_elements_per_token(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    """Elements of one token in the KV cache: a key and a value of `head_dim` for each KV head of every layer."""
     return 2 * num_layers * num_kv_heads * head_dim
 
 
@@ -150,7 +150,7 @@ def architecture_of(config: JsonObject) -> str:
 def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfig:
     """The checked form of `config.json` and `generation_config.json`."""
     family = _family(config)
-    refuse_uncomputed(config, family)
+    refuse_unsupported(config, family)
     hidden_size = positive(config, "hidden_size")
     num_heads = positive(config, "num_attention_heads")
     num_kv_heads = positive(config, "num_key_value_heads", default=num_heads)
@@ -203,8 +203,8 @@ def _family(config: JsonObject) -> Family:
     return FAMILIES[HEADLESS.get(name, name)]
 
 
-def refuse_uncomputed(config: JsonObject, family: Family | None = None) -> None:
-    """Raise `UnsupportedModel` for an option that changes the numbers and is not computed. `family`: None of an encoder."""
+def refuse_unsupported(config: JsonObject, family: Family | None = None) -> None:
+    """Raise `UnsupportedModel` for an option that changes the result and is not supported. `family`: None for an encoder."""
     if family is None and config.get(QUANTIZATION):
         raise UnsupportedModel(f"config.json: {QUANTIZATION} is not supported for encoders; supported: unquantised weights")
     if config.get("use_bidirectional_attention") or config.get("is_causal", True) is not True:
@@ -265,8 +265,8 @@ def _layers(
     config: JsonObject, family: Family, head_dim: int, experts: ExpertsConfig | None
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...], tuple[int | None, ...]]:
     """The layers with the distinct rotations and windows that they point to."""
-    of_layer = layer_windows(config, family, positive(config, "num_hidden_layers", at_most=LAYERS_MAX))
-    windows = tuple(dict.fromkeys(of_layer))
+    windows_by_layer = layer_windows(config, family, positive(config, "num_hidden_layers", at_most=LAYERS_MAX))
+    windows = tuple(dict.fromkeys(windows_by_layer))
     ropes = _ropes(config, family, head_dim)
     dense, step = integers(config, "mlp_only_layers"), positive(config, "decoder_sparse_step", default=1)
     layers = tuple(
@@ -275,13 +275,13 @@ def _layers(
             window_idx=windows.index(window),
             is_sparse=experts is not None and index not in dense and (index + 1) % step == 0,
         )
-        for index, window in enumerate(of_layer)
+        for index, window in enumerate(windows_by_layer)
     )
     return layers, ropes, windows
 
 
 def _ropes(config: JsonObject, family: Family, head_dim: int) -> tuple[RopeConfig, ...]:
-    """The rotation of the layers that see everything, and that of the layers with a window where it is another."""
+    """The rotation of the layers without a window, and that of the layers with one where it differs."""
     key = "original_max_position_embeddings"
     original = family.original_max_len if config.get(key) is None else positive(config, key)
     defaults = RopeDefaults(
@@ -300,9 +300,9 @@ def _ropes(config: JsonObject, family: Family, head_dim: int) -> tuple[RopeConfi
         return (parse_rope(settings, defaults),)
     nested = "full_attention" in settings or "sliding_attention" in settings
     local_theta = number(config, "rope_local_base_freq", family.local_rope_theta)
-    everything = parse_rope(mapping(settings, "full_attention") if nested else settings, defaults)
-    local = parse_rope(mapping(settings, "sliding_attention") if nested else {}, replace(defaults, theta=local_theta))
-    return everything, local
+    global_rope = parse_rope(mapping(settings, "full_attention") if nested else settings, defaults)
+    local_rope = parse_rope(mapping(settings, "sliding_attention") if nested else {}, replace(defaults, theta=local_theta))
+    return global_rope, local_rope
 
 
 def _eos_token_ids(config: JsonObject, generation: JsonObject) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""How the hidden states of a text become one vector: what sentence-transformers wrote beside the model, or a default.
+"""How the hidden states of a text become one vector: as the files of sentence-transformers say, or by a default.
 
 `modules.json` lists the steps, `1_Pooling/config.json` the way of pooling, `sentence_bert_config.json` the longest text, and
-`config_sentence_transformers.json` a text that goes before each input. A step that is not computed here is refused by name.
+`config_sentence_transformers.json` a prefix for each input. A step that is not supported is refused by name.
 Knows no torch.
 """
 
@@ -29,7 +29,7 @@ LIMITS_FILES = tuple(
 class PoolingConfig:
     """`mode`: mean of all tokens, the first (cls) or the last one. `normalised`: vectors of length one.
 
-    `max_len` is the longest text in tokens where the files name one; `prompt` goes before each text.
+    `max_len` is the longest text in tokens if the files name one; `prompt` is prepended to each text.
     """
 
     mode: str
@@ -68,11 +68,11 @@ def _mode(pooling: Mapping[str, Any]) -> str:
     """Exactly one way of pooling; several are concatenated by sentence-transformers, and refused here."""
     named = pooling.get("pooling_mode")
     flags = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True]
-    wanted = [named] if isinstance(named, str) else named if isinstance(named, list) else flags or ["mean"]
-    modes = [MODE_OF_NAME.get(name) or MODE_OF_FLAG.get(name) for name in wanted]
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else flags or ["mean"]
+    modes = [MODE_OF_NAME.get(name) or MODE_OF_FLAG.get(name) for name in names]
     if len(modes) != 1 or modes[0] is None:
         raise UnsupportedModel(
-            f"1_Pooling: {' with '.join(map(str, wanted))} is not supported; supported: one of mean, cls, lasttoken"
+            f"1_Pooling: {' with '.join(map(str, names))} is not supported; supported: one of mean, cls, lasttoken"
         )
     return modes[0]
 

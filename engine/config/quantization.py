@@ -21,8 +21,8 @@ GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 
 
 class Activations(StrEnum):
-    """What a product with 8-bit float weights does to its input: rounds it by a scale of its own for every token, by a scale
-    from the checkpoint, or leaves it as it is."""
+    """How a product with 8-bit float weights quantises its input: with a scale computed for every token, with a scale from the
+    checkpoint, or not at all."""
 
     DYNAMIC = "dynamic"
     STATIC = "static"
@@ -45,8 +45,8 @@ class Fp8Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int4Weights:
-    """Weights of 4 bits: (code - zero) · scale, zero and scale one for each output and each `group_size` inputs, None for all
-    inputs. `zero_offset` is what the stored zero lacks."""
+    """Weights of 4 bits: (code - zero) · scale. There is one zero and one scale for each output and each `group_size` inputs,
+    None for all inputs. `zero_offset` is added to the stored zero."""
 
     layout: Int4Layout
     group_size: int | None
@@ -86,19 +86,19 @@ def _refusal(key: str, value: object, supported: str) -> UnsupportedModel:
     return UnsupportedModel(f"config.json: {KEY}.{key} {value!r} is not supported; supported: {supported}")
 
 
-def _only(settings: JsonObject, key: str, *accepted: object, at: str = "") -> None:
-    """Refuse a value that is none of `accepted`; a missing key and null are `None`."""
+def _require_one_of(settings: JsonObject, key: str, *accepted: object, prefix: str = "") -> None:
+    """Raise `UnsupportedModel` for a value that is none of `accepted`; a missing key and null are `None`."""
     value = settings.get(key)
     if not any(value == each and type(value) is type(each) for each in accepted):
-        shown = ", ".join("none" if each is None else str(each).lower() for each in accepted)
-        raise _refusal(f"{at}{key}", value, shown)
+        allowed = ", ".join("none" if each is None else str(each).lower() for each in accepted)
+        raise _refusal(f"{prefix}{key}", value, allowed)
 
 
 def _fp8(settings: JsonObject) -> Fp8Weights:
     """The layout of vLLM's and transformers' `fp8`: weight, weight_scale and, with static activations, input_scale."""
-    _only(settings, "weight_block_size", None)
-    _only(settings, "fmt", None, "e4m3", "float8_e4m3fn")
-    _only(settings, "activation_scheme", None, "dynamic", "static")
+    _require_one_of(settings, "weight_block_size", None)
+    _require_one_of(settings, "fmt", None, "e4m3", "float8_e4m3fn")
+    _require_one_of(settings, "activation_scheme", None, "dynamic", "static")
     return Fp8Weights(activations=Activations(settings.get("activation_scheme") or "dynamic"))
 
 
@@ -112,54 +112,54 @@ def _compressed(settings: JsonObject) -> Fp8Weights:
     if len(groups) != 1:
         raise _refusal("config_groups", sorted(groups), "one group for all linear modules")
     name, group = next(iter(groups.items()))
-    at = f"config_groups.{name}."
+    prefix = f"config_groups.{name}."
     if not isinstance(group, Mapping):
-        raise _refusal(at.rstrip("."), group, "an object")
-    stored_as = group.get("format") or settings.get("format")
-    if stored_as not in FP8_FORMATS:
-        raise _refusal("format", stored_as, ", ".join(FP8_FORMATS))
-    _only(group, "targets", ["Linear"], at=at)
-    _only(group, "output_activations", None, at=at)
-    _compressed_weights(mapping(group, "weights"), f"{at}weights.")
-    return Fp8Weights(activations=_compressed_activations(mapping(group, "input_activations"), f"{at}input_activations."))
+        raise _refusal(prefix.rstrip("."), group, "an object")
+    format_name = group.get("format") or settings.get("format")
+    if format_name not in FP8_FORMATS:
+        raise _refusal("format", format_name, ", ".join(FP8_FORMATS))
+    _require_one_of(group, "targets", ["Linear"], prefix=prefix)
+    _require_one_of(group, "output_activations", None, prefix=prefix)
+    _compressed_weights(mapping(group, "weights"), f"{prefix}weights.")
+    return Fp8Weights(activations=_compressed_activations(mapping(group, "input_activations"), f"{prefix}input_activations."))
 
 
-def _compressed_weights(weights: JsonObject, at: str) -> None:
-    _only(weights, "num_bits", 8, at=at)
-    _only(weights, "type", "float", at=at)
-    _only(weights, "strategy", "tensor", "channel", at=at)
-    _only(weights, "symmetric", True, None, at=at)
-    _only(weights, "dynamic", False, None, at=at)
+def _compressed_weights(weights: JsonObject, prefix: str) -> None:
+    _require_one_of(weights, "num_bits", 8, prefix=prefix)
+    _require_one_of(weights, "type", "float", prefix=prefix)
+    _require_one_of(weights, "strategy", "tensor", "channel", prefix=prefix)
+    _require_one_of(weights, "symmetric", True, None, prefix=prefix)
+    _require_one_of(weights, "dynamic", False, None, prefix=prefix)
 
 
-def _compressed_activations(activations: JsonObject, at: str) -> Activations:
+def _compressed_activations(activations: JsonObject, prefix: str) -> Activations:
     if not activations:
         return Activations.UNTOUCHED
-    _only(activations, "num_bits", 8, at=at)
-    _only(activations, "type", "float", at=at)
-    _only(activations, "symmetric", True, None, at=at)
-    _only(activations, "dynamic", True, False, None, at=at)
+    _require_one_of(activations, "num_bits", 8, prefix=prefix)
+    _require_one_of(activations, "type", "float", prefix=prefix)
+    _require_one_of(activations, "symmetric", True, None, prefix=prefix)
+    _require_one_of(activations, "dynamic", True, False, None, prefix=prefix)
     if activations.get("dynamic"):
-        _only(activations, "strategy", "token", at=at)
+        _require_one_of(activations, "strategy", "token", prefix=prefix)
         return Activations.DYNAMIC
-    _only(activations, "strategy", "tensor", at=at)
+    _require_one_of(activations, "strategy", "tensor", prefix=prefix)
     return Activations.STATIC
 
 
 def _kv_scheme(scheme: JsonObject) -> None:
     """Scales of keys and values, one of each in every layer; they serve where the cache is kept in 8 bits."""
     if scheme:
-        at = "kv_cache_scheme."
-        _only(scheme, "num_bits", 8, at=at)
-        _only(scheme, "type", "float", at=at)
-        _only(scheme, "strategy", "tensor", at=at)
-        _only(scheme, "symmetric", True, None, at=at)
-        _only(scheme, "dynamic", False, None, at=at)
+        prefix = "kv_cache_scheme."
+        _require_one_of(scheme, "num_bits", 8, prefix=prefix)
+        _require_one_of(scheme, "type", "float", prefix=prefix)
+        _require_one_of(scheme, "strategy", "tensor", prefix=prefix)
+        _require_one_of(scheme, "symmetric", True, None, prefix=prefix)
+        _require_one_of(scheme, "dynamic", False, None, prefix=prefix)
 
 
 def _awq(settings: JsonObject) -> Int4Weights:
     settings = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size"), **settings}
-    _only(settings, "bits", 4)
+    _require_one_of(settings, "bits", 4)
     if str(settings.get("version") or "gemm").lower() != "gemm":
         raise _refusal("version", settings["version"], "gemm")
     return Int4Weights(layout=Int4Layout.AWQ, group_size=_group_size(settings), zero_offset=0)
@@ -167,16 +167,16 @@ def _awq(settings: JsonObject) -> Int4Weights:
 
 def _gptq(settings: JsonObject) -> Int4Weights:
     """`desc_act` needs nothing here: `g_idx` in the files says which group an input belongs to."""
-    _only(settings, "bits", 4)
-    _only(settings, "pack_dtype", None, "int32")
+    _require_one_of(settings, "bits", 4)
+    _require_one_of(settings, "pack_dtype", None, "int32")
     if settings.get("dynamic"):
         raise _refusal("dynamic", settings["dynamic"], "the same bits and group_size for all modules")
     if flag(settings, "is_marlin_format"):
         raise _refusal("is_marlin_format", True, "false")
-    stored_as = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    if stored_as not in ("gptq", "gptq_v2"):
-        raise _refusal("checkpoint_format", stored_as, "gptq, gptq_v2")
-    offset = 1 if stored_as == "gptq" else 0  # the first format stores zero - 1
+    format_name = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if format_name not in ("gptq", "gptq_v2"):
+        raise _refusal("checkpoint_format", format_name, "gptq, gptq_v2")
+    offset = 1 if format_name == "gptq" else 0  # the first format stores zero - 1
     return Int4Weights(layout=Int4Layout.GPTQ, group_size=_group_size(settings), zero_offset=offset)
 
 

@@ -18,12 +18,12 @@ KNOWN_KEYS = {
     "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor",
 }  # fmt: skip
-IGNORED_KEYS = {"finetuned"}  # says how the weights were made
+IGNORED_KEYS = {"finetuned"}  # describes training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """One rotation. The first `rotary_dim` of a head's dimensions turn; `attention_factor` multiplies cosine and sine.
+    """One rotation. It rotates the first `rotary_dim` of a head's dimensions; `attention_factor` multiplies cosine and sine.
 
     `dynamic` is the plain rotation up to the model's context, and there is nothing beyond: its frequencies would follow the
     length of the running request, so that keys in the cache and new queries would disagree. `longrope` takes the short
@@ -95,7 +95,7 @@ def parse_rope(parameters: JsonObject, defaults: RopeDefaults) -> RopeConfig:
 
 
 def _original_max_len(parameters: JsonObject, defaults: RopeDefaults) -> int:
-    """The key beside the rope settings wins over the one among them, as in transformers."""
+    """The key beside the rope settings takes precedence over the one inside them, as in transformers."""
     if defaults.original_max_len is not None:
         return defaults.original_max_len
     return positive(parameters, "original_max_position_embeddings", default=defaults.max_position_len)
@@ -104,7 +104,11 @@ def _original_max_len(parameters: JsonObject, defaults: RopeDefaults) -> int:
 def _yarn(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_dim: int, original: int) -> RopeConfig:
     factor = number(parameters, "factor", defaults.max_position_len / original)
     mscale, mscale_all = (number(parameters, key, 0.0) if parameters.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
-    inferred = _magnitude(factor, mscale) / _magnitude(factor, mscale_all) if mscale and mscale_all else _magnitude(factor, 1.0)
+    inferred = (
+        _attention_mscale(factor, mscale) / _attention_mscale(factor, mscale_all)
+        if mscale and mscale_all
+        else _attention_mscale(factor, 1.0)
+    )
     return RopeConfig(
         kind="yarn",
         theta=theta,
@@ -118,7 +122,7 @@ def _yarn(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_d
     )
 
 
-def _magnitude(factor: float, mscale: float) -> float:
+def _attention_mscale(factor: float, mscale: float) -> float:
     """The temperature of attention that YaRN folds into the rotation (its equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

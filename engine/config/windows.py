@@ -18,7 +18,7 @@ def layer_windows(config: JsonObject, family: Family, num_layers: int) -> list[i
     window = _window(config, family)
     types = _layer_types(config, num_layers)
     if family.windows in (Windows.SWITCHED, Windows.PATTERN):
-        types = types or _types_of_rule(config, family, window, num_layers)
+        types = types or _default_layer_types(config, family, window, num_layers)
         if window is None and SLIDING in types:
             raise UnsupportedModel(f"a layer is of type {SLIDING}, but sliding_window is not set")
         return [window if kind == SLIDING else None for kind in types]
@@ -49,7 +49,7 @@ def _layer_types(config: JsonObject, num_layers: int) -> list[str]:
     return types
 
 
-def _types_of_rule(config: JsonObject, family: Family, window: int | None, num_layers: int) -> list[str]:
+def _default_layer_types(config: JsonObject, family: Family, window: int | None, num_layers: int) -> list[str]:
     if family.windows is Windows.SWITCHED:
         first = _first_window_layer(config)
         return [SLIDING if window is not None and index >= first else FULL for index in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Reads basics.txt, the hand-written talk of the demo model: who it is, first steps in Python, small programs."""
+"""Reads basics.txt, the hand-written conversations of the demo model: who it is, first steps in Python, small programs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ SOURCE = Path(__file__).with_name("basics.txt")
 
 @dataclass(frozen=True)
 class Basic:
-    """section: topic, howto, program or talk. asked: ways to name it. told: answers (one, but for talk). code: or ''."""
+    """section: topic, howto, program or talk. names: ways to ask for it. answers: one, except for talk. code: may be empty."""
 
     section: str
-    asked: tuple[str, ...]
-    told: tuple[str, ...]
+    names: tuple[str, ...]
+    answers: tuple[str, ...]
     code: str
 
 
 def _entry(section: str, lines: list[str]) -> Basic:
-    asked = tuple(part.strip() for part in lines[0].removeprefix("? ").split(" | "))
+    names = tuple(part.strip() for part in lines[0].removeprefix("? ").split(" | "))
     code = [line[4:] for line in lines[1:] if line.startswith("    ") or not line]
-    told = [line for line in lines[1:] if line and not line.startswith("    ")]
+    answer_lines = [line for line in lines[1:] if line and not line.startswith("    ")]
     if section == "talk":
-        return Basic(section, asked, tuple(line.replace("|", "\n") for line in told), "")
-    return Basic(section, asked, (" ".join(told),), "\n".join(code).strip("\n"))
+        return Basic(section, names, tuple(line.replace("|", "\n") for line in answer_lines), "")
+    return Basic(section, names, (" ".join(answer_lines),), "\n".join(code).strip("\n"))
 
 
 def read(path: Path = SOURCE) -> Iterator[Basic]:

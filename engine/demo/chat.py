@@ -196,7 +196,7 @@ def _function_name(fact: Fact, rng: random.Random) -> str:
     return fact.subject + "()" if fact.kind == "function" and rng.random() < 0.12 else fact.subject
 
 
-def ask(fact: Fact, rng: random.Random) -> Turn:
+def question_turn(fact: Fact, rng: random.Random) -> Turn:
     """The fact as a question and its answer; sometimes the question is for the signature."""
     if fact.signature and rng.random() < 0.06:
         question = rng.choice(SIGNATURE_QUESTIONS).format(s=fact.subject)
@@ -204,23 +204,23 @@ def ask(fact: Fact, rng: random.Random) -> Turn:
     lowered = fact.subject[:1].lower() + fact.subject[1:]
     template = rng.choice(TEMPLATES[fact.kind])
     question = template.format(s=_function_name(fact, rng), a=_with_article(fact.subject), l=lowered)
-    return Turn(_casual(question, rng), answered(fact))
+    return Turn(_casual(question, rng), answer_text(fact))
 
 
 def _block(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def answered(fact: Fact) -> str:
+def answer_text(fact: Fact) -> str:
     return f"{fact.answer}\n\n{_block(fact.code)}" if fact.code else fact.answer
 
 
 def _topic(basic: Basic, rng: random.Random) -> list[Turn]:
-    """What it is; then, often, an example."""
-    name = rng.choice(basic.asked)
+    """A question about the topic; then, often, one for an example."""
+    name = rng.choice(basic.names)
     plural = name.endswith("s") and not name.startswith(("the ", "a ", "*"))
     template = rng.choice(TEMPLATES["many"] if plural else TEMPLATES["basic"])
-    turns = [Turn(_casual(template.format(s=name), rng), basic.told[0])]
+    turns = [Turn(_casual(template.format(s=name), rng), basic.answers[0])]
     if not basic.code:
         return turns
     if rng.random() < 0.2:
@@ -233,20 +233,20 @@ def _topic(basic: Basic, rng: random.Random) -> list[Turn]:
 def basic_turns(basic: Basic, rng: random.Random) -> list[Turn]:
     if basic.section == "topic":
         return _topic(basic, rng)
-    name = rng.choice(basic.asked)
+    name = rng.choice(basic.names)
     if basic.section == "talk":
-        return [Turn(_casual(name, rng), rng.choice(basic.told))]
+        return [Turn(_casual(name, rng), rng.choice(basic.answers))]
     question = rng.choice(TEMPLATES[basic.section]).format(s=name)
-    told, code = basic.told[0], _block(basic.code)
-    return [Turn(_casual(question, rng), f"{code}\n\n{told}" if basic.section == "program" else f"{told}\n\n{code}")]
+    answer, code = basic.answers[0], _block(basic.code)
+    return [Turn(_casual(question, rng), f"{code}\n\n{answer}" if basic.section == "program" else f"{answer}\n\n{code}")]
 
 
-class Talk:
-    """Draws turns: `written_share` of them from the hand-written material, the rest from facts by weight."""
+class ConversationSampler:
+    """Draws conversations: `written_share` of the turns from the hand-written material, the rest from facts by weight."""
 
     def __init__(self, facts: list[Fact], rng: random.Random, written_share: float, focused: bool = False) -> None:
         self.basics = list(basics.read())
-        written = {name.lower() for basic in self.basics if basic.section == "topic" for name in basic.asked}
+        written = {name.lower() for basic in self.basics if basic.section == "topic" for name in basic.names}
         self.facts = [fact for fact in facts if fact.subject.lower() not in written]
         self.weights = [focused_weight(fact) if focused else weight(fact) for fact in self.facts]
         self.rng = rng
@@ -256,7 +256,7 @@ class Talk:
     def turns(self) -> list[Turn]:
         """One question and answer, or two that belong together."""
         if self.rng.random() >= self.written_share:
-            return [ask(self.rng.choices(self.facts, self.weights)[0], self.rng)]
+            return [question_turn(self.rng.choices(self.facts, self.weights)[0], self.rng)]
         if self.rng.random() < IMPROVISED_SHARE:
             question, answer = improvised.exchange(self.rng)
             return [Turn(_casual(question, self.rng), answer)]

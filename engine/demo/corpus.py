@@ -1,4 +1,4 @@
-"""Builds the demo model's corpus: prose and conversations from Python's documentation; held-out parts are set aside."""
+"""Builds the demo model's corpus: prose and conversations from Python's documentation, with a part held out for validation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.demo.chat import Conversation, Talk
+from engine.demo.chat import Conversation, ConversationSampler
 from engine.demo.facts import Fact, Passage, docs_pages, docstring_facts, page_facts, passages, unique
 
 HELD_OUT_PERCENT = 2
@@ -56,17 +56,19 @@ def build(docs: Path, stdlib: Path, short_chars: int = 800, long_chars: int = 32
         raise SystemExit(f"no .rst.txt pages below {docs}; install the python3-doc package or pass --docs")
     found = [fact for page, blocks in pages for fact in page_facts(page, blocks)]
     facts = unique([*found, *docstring_facts(stdlib)])
-    cut = {limit: [p for page, blocks in pages for p in passages(page, blocks, limit)] for limit in (short_chars, long_chars)}
-    held = [p for p in cut[short_chars] if _held_out(p.page)]
+    by_limit = {
+        limit: [p for page, blocks in pages for p in passages(page, blocks, limit)] for limit in (short_chars, long_chars)
+    }
+    val = [p for p in by_limit[short_chars] if _held_out(p.page)]
     return Corpus(
         facts=[f for f in facts if f.page.startswith(("glossary", "tutorial")) or not _held_out(f.subject)],
         val_facts=[f for f in facts if not f.page.startswith(("glossary", "tutorial")) and _held_out(f.subject)],
-        short=[p for p in cut[short_chars] if not _held_out(p.page)],
-        long=[p for p in cut[long_chars] if not _held_out(p.page)],
-        val=held,
+        short=[p for p in by_limit[short_chars] if not _held_out(p.page)],
+        long=[p for p in by_limit[long_chars] if not _held_out(p.page)],
+        val=val,
     )
 
 
 def conversations(facts: list[Fact], count: int, max_chars: int, seed: int, mix: Mix) -> list[Conversation]:
-    talk = Talk(facts, random.Random(seed), mix.written_share, mix.focused)
-    return [talk.conversation(max_chars) for _ in range(count)]
+    sampler = ConversationSampler(facts, random.Random(seed), mix.written_share, mix.focused)
+    return [sampler.conversation(max_chars) for _ in range(count)]

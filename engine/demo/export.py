@@ -89,7 +89,7 @@ def generation_config() -> dict[str, Any]:
 
 
 def tokenizer_config(shape: Shape) -> dict[str, Any]:
-    described = {
+    added_tokens = {
         str(idx): {
             "content": token,
             "special": True,
@@ -102,7 +102,7 @@ def tokenizer_config(shape: Shape) -> dict[str, Any]:
     }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "added_tokens_decoder": described,
+        "added_tokens_decoder": added_tokens,
         "bos_token": BOS,
         "eos_token": END,
         "pad_token": PAD,
@@ -122,7 +122,7 @@ def training_record(run: Path, state: dict[str, Any], params: int, notes: list[s
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     started = next(line for line in reversed(log) if line["kind"] == "start")
     validations = [line for line in log if line["kind"] == "val"]
-    wanted = ("prose", "bits_per_byte", "new_facts", "known_facts")
+    keys = ("prose", "bits_per_byte", "new_facts", "known_facts")
     progress = state["progress"]
     return {
         "machine": "2-core CPU, one thread used, bfloat16 matrix products",
@@ -137,7 +137,7 @@ def training_record(run: Path, state: dict[str, Any], params: int, notes: list[s
         "tokens": progress["tokens"],
         "minutes": round(progress["elapsed_s"] / 60, 1),
         "train_loss": round(progress["train_loss"], 4),
-        "validation": {key: validations[-1][key] for key in wanted} if validations else {},
+        "validation": {key: validations[-1][key] for key in keys} if validations else {},
         "validation_units": "nats per token; known_facts: built-in functions, new_facts: answers never asked for in training",
     }
 

@@ -64,7 +64,7 @@ def _short(code: str) -> str:
     return code if 1 <= len(lines) <= 9 and max(map(len, lines)) <= 80 else ""
 
 
-class _Walk:
+class _FactExtractor:
     """Collects the facts of one page while walking its blocks."""
 
     def __init__(self, page: str, blocks: list[Block]) -> None:
@@ -74,21 +74,21 @@ class _Walk:
         self.parents: list[tuple[int, str]] = []
 
     def facts(self) -> Iterator[Fact]:
-        for at, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks):
             if block.kind == "module":
                 self.module = block.text
-                yield from self._module_fact(at, block)
+                yield from self._module_fact(index, block)
             elif block.kind == "title":
                 self.parents = []
-                yield from self._topic_fact(at, block)
+                yield from self._topic_fact(index, block)
             elif block.kind in ENTRY_KINDS:
-                yield from self._entry_fact(at, block)
+                yield from self._entry_fact(index, block)
             elif block.kind == "term" and self.page == "glossary":
-                yield from self._fact("term", block.text.strip("`"), at, block.indent)
+                yield from self._fact("term", block.text.strip("`"), index, block.indent)
 
-    def _body(self, at: int, indent: int) -> tuple[str, str]:
+    def _body(self, index: int, indent: int) -> tuple[str, str]:
         texts: list[str] = []
-        for block in self.blocks[at + 1 : at + 6]:
+        for block in self.blocks[index + 1 : index + 6]:
             if block.kind == "code" and texts:
                 return " ".join(texts), _short(block.text)
             if block.kind != "para" or block.indent < indent or block.text.startswith(("- ", "Source code:")):
@@ -98,16 +98,16 @@ class _Walk:
             texts.append(block.text)
         return " ".join(texts), ""
 
-    def _fact(self, kind: str, subject: str, at: int, indent: int) -> Iterator[Fact]:
-        text, code = self._body(at, indent + 1 if kind != "topic" else 0)
+    def _fact(self, kind: str, subject: str, index: int, indent: int) -> Iterator[Fact]:
+        text, code = self._body(index, indent + 1 if kind != "topic" else 0)
         if text.endswith(":") and not code:
             text = text.rsplit(". ", 1)[0] + "." if ". " in text else ""
         answer = text if code and len(text) <= ANSWER_CHARS else sentences(text)
         if len(answer) >= 20:
             yield Fact(kind, subject, answer, code if answer == text else "", self.page)
 
-    def _module_fact(self, at: int, block: Block) -> Iterator[Fact]:
-        text, _ = self._body(at, 0)
+    def _module_fact(self, index: int, block: Block) -> Iterator[Fact]:
+        text, _ = self._body(index, 0)
         synopsis = block.extra.rstrip(".")
         answer = sentences(text, 230 - len(synopsis))
         if synopsis:
@@ -115,14 +115,14 @@ class _Walk:
         if len(answer) > 30:
             yield Fact("module", block.text, answer, "", self.page)
 
-    def _topic_fact(self, at: int, block: Block) -> Iterator[Fact]:
+    def _topic_fact(self, index: int, block: Block) -> Iterator[Fact]:
         title = block.text
         if title.endswith("?"):
-            yield from self._fact("question", title, at, 0)
+            yield from self._fact("question", title, index, 0)
         elif len(title) < 60 and title.count(" ") and not title.startswith("`"):
-            yield from self._fact("topic", title, at, 0)
+            yield from self._fact("topic", title, index, 0)
 
-    def _entry_fact(self, at: int, block: Block) -> Iterator[Fact]:
+    def _entry_fact(self, index: int, block: Block) -> Iterator[Fact]:
         name = block.text.split("(")[0].strip().lstrip("@")
         while self.parents and self.parents[-1][0] >= block.indent:
             self.parents.pop()
@@ -135,7 +135,7 @@ class _Walk:
             return
         kind = "function" if block.kind in FUNCTIONS or ("(" in block.text and block.kind != "class") else block.kind
         kind = "attribute" if kind == "data" else "function" if kind.endswith("decorator") else kind
-        for fact in self._fact(kind, name, at, block.indent):
+        for fact in self._fact(kind, name, index, block.indent):
             yield Fact(kind, name, about(name, fact.answer), fact.code, self.page, self._signature(name, block.text))
 
     def _signature(self, name: str, text: str) -> str:
@@ -144,7 +144,7 @@ class _Walk:
 
 
 def page_facts(page: str, blocks: list[Block]) -> list[Fact]:
-    return list(_Walk(page, blocks).facts())
+    return list(_FactExtractor(page, blocks).facts())
 
 
 def passages(page: str, blocks: list[Block], limit: int) -> Iterator[Passage]:
@@ -152,7 +152,7 @@ def passages(page: str, blocks: list[Block], limit: int) -> Iterator[Passage]:
     heading, size = "", 0
     parts: list[str] = []
 
-    def closed() -> Iterator[Passage]:
+    def flush() -> Iterator[Passage]:
         if size >= 120:
             yield Passage(page, f"# {heading}\n\n" + "\n\n".join(parts) if heading else "\n\n".join(parts))
 
@@ -161,14 +161,14 @@ def passages(page: str, blocks: list[Block], limit: int) -> Iterator[Passage]:
         if block.kind in ENTRY_KINDS:
             text = f"`{block.text}`"
         if block.kind == "title" or size + len(text) > limit:
-            yield from closed()
+            yield from flush()
             parts, size = [], 0
         if block.kind == "title":
             heading = block.text
         elif block.kind != "module" and len(text) <= limit:
             parts.append(text)
             size += len(text)
-    yield from closed()
+    yield from flush()
 
 
 def docs_pages(docs: Path) -> Iterator[tuple[str, list[Block]]]:
@@ -197,10 +197,10 @@ def _module_name(path: Path, root: Path) -> str:
 
 def docstring_facts(stdlib: Path) -> Iterator[Fact]:
     """Facts from the docstrings of the standard library's public modules, read without importing them."""
-    left_out = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__"}
+    excluded = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__"}
     for path in sorted(stdlib.rglob("*.py")):
         parts = path.relative_to(stdlib).parts
-        if left_out.intersection(parts) or any(p.startswith("_") and p != "__init__.py" for p in parts):
+        if excluded.intersection(parts) or any(p.startswith("_") and p != "__init__.py" for p in parts):
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))

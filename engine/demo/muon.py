@@ -13,7 +13,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalised(matrix: Tensor, steps: int = 5) -> Tensor:
-    """matrix: [R, C]. A matrix of that shape with nearly all singular values near one, computed in bf16."""
+    """matrix: [R, C]. Returns a matrix of that shape with nearly all singular values near one, computed in bf16."""
     x: Tensor = matrix.bfloat16()
     tall = x.shape[0] > x.shape[1]
     x = x.t() if tall else x
@@ -21,8 +21,8 @@ def orthogonalised(matrix: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.t()
         x = _A * x + (_B * gram + _C * gram @ gram) @ x
-    whole = x.t() if tall else x
-    return whole.to(matrix.dtype)
+    result = x.t() if tall else x
+    return result.to(matrix.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -47,10 +47,10 @@ class Muon(torch.optim.Optimizer):
         gradient = weight.grad
         if gradient is None:
             raise ValueError("a matrix has no gradient")
-        held = state["momentum"].lerp_(gradient, 1 - group["momentum"])
-        wanted = gradient.lerp(held, group["momentum"])
+        averaged = state["momentum"].lerp_(gradient, 1 - group["momentum"])
+        nesterov = gradient.lerp(averaged, group["momentum"])
         weight.mul_(1 - group["lr"] * group["decay"])
         heights = group["heights"] or [weight.shape[0]]
-        for part, update in zip(torch.split(weight, heights), torch.split(wanted, heights), strict=True):
-            scale = max(1.0, part.shape[0] / part.shape[1]) ** 0.5
-            part.add_(orthogonalised(update), alpha=-group["lr"] * scale)
+        for block, update in zip(torch.split(weight, heights), torch.split(nesterov, heights), strict=True):
+            scale = max(1.0, block.shape[0] / block.shape[1]) ** 0.5
+            block.add_(orthogonalised(update), alpha=-group["lr"] * scale)

@@ -42,13 +42,13 @@ def rotary_tables(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [B, H, T, D] turned by its position; cos, sin: [T, D]."""
+    """x: [B, H, T, D], rotated by its position; cos, sin: [T, D]."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
 
 
 class Norm(nn.Module):
-    """RMSNorm, computed in fp32 whatever comes in."""
+    """RMSNorm, computed in fp32 for inputs of any format."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Token ids [B, T] to the summed loss over the wanted targets; embeddings are tied to the output."""
+    """Token ids [B, T] to the loss summed over the targets that count; embeddings are tied to the output."""
 
     cos: Tensor
     sin: Tensor
@@ -106,9 +106,9 @@ class Network(nn.Module):
         cos, sin = rotary_tables(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self._start()
+        self._init_weights()
 
-    def _start(self) -> None:
+    def _init_weights(self) -> None:
         residual_std = 0.02 / (2 * self.shape.num_hidden_layers) ** 0.5 * 2
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -123,7 +123,7 @@ class Network(nn.Module):
         return F.linear(self.norm(x), self.embed.weight)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """targets: [B, T] int64, -100 where no loss is wanted. Returns the sum of the losses in nats, fp32."""
+        """targets: [B, T] int64, -100 where no loss is computed. Returns the sum of the losses in nats, fp32."""
         logits = self.logits(ids).float().view(-1, self.shape.vocab_size)
         return F.cross_entropy(logits, targets.reshape(-1), ignore_index=-100, reduction="sum")
 

@@ -1,4 +1,4 @@
-"""How often facts of the documentation come up in conversations: well-known and popular ones more often than the rest."""
+"""How often facts of the documentation are drawn for conversations: popular ones more often than the rest."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ FAMOUS = frozenset(
 
 
 def weight(fact: Fact) -> float:
-    """How often a fact is talked about, relative to the least known ones."""
+    """The weight with which a fact is drawn; an ordinary one has 1."""
     source = fact.page.split("/")[-1] if fact.page.startswith("docstring/") else fact.subject
     if fact.page.split("/")[0] in RARE or source.split(".")[0] in RARE:
         return 0.3
@@ -230,6 +230,6 @@ def weight(fact: Fact) -> float:
 
 
 def focused_weight(fact: Fact) -> float:
-    """The same, sharpened: what newcomers ask about first comes up far more often than the rest."""
+    """As `weight`, sharpened: what newcomers ask about first is drawn far more often than the rest."""
     famous = fact.subject in FAMOUS or (fact.kind == "module" and fact.subject in POPULAR_MODULES)
     return float(weight(fact) ** 1.4 * (3.0 if famous else 1.0))

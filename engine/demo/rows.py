@@ -54,8 +54,8 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_texts(corpus: Corpus, seed: int) -> list[str]:
-    talks = conversations(corpus.facts, 12000, 700, seed, Mix(1.0, 0.2))
-    return [p.text for p in corpus.short] + [f"{t.question}\n{t.answer}\n" for talk in talks for t in talk.turns]
+    chats = conversations(corpus.facts, 12000, 700, seed, Mix(1.0, 0.2))
+    return [p.text for p in corpus.short] + [f"{t.question}\n{t.answer}\n" for chat in chats for t in chat.turns]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -64,10 +64,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Document:
-    """ids and, for each id, whether predicting it counts."""
+    """ids and, for each id, whether its prediction counts in the loss."""
 
     ids: list[int]
-    wanted: list[bool]
+    loss_mask: list[bool]
 
 
 def prose_document(tokenizer: Tokenizer, text: str) -> Document:
@@ -75,22 +75,22 @@ def prose_document(tokenizer: Tokenizer, text: str) -> Document:
     return Document(ids, [False] + [True] * (len(ids) - 1))
 
 
-def chat_document(tokenizer: Tokenizer, talk: Conversation) -> Document:
+def chat_document(tokenizer: Tokenizer, conversation: Conversation) -> Document:
     """The conversation as the chat template writes it; only the assistant's words and its end marker count."""
-    ids, wanted = [BOS_ID], [False]
+    ids, loss_mask = [BOS_ID], [False]
 
     def add(text: str, counts: bool) -> None:
         new = tokenizer.encode(text, add_special_tokens=False).ids
         ids.extend(new)
-        wanted.extend([counts] * len(new))
+        loss_mask.extend([counts] * len(new))
 
-    if talk.system:
-        add(f"{START}system\n{talk.system}{END}\n", False)
-    for turn in talk.turns:
+    if conversation.system:
+        add(f"{START}system\n{conversation.system}{END}\n", False)
+    for turn in conversation.turns:
         add(f"{START}user\n{turn.question}{END}\n{START}assistant\n", False)
         add(f"{turn.answer}{END}", True)
         add("\n", False)
-    return Document(ids, wanted)
+    return Document(ids, loss_mask)
 
 
 def pack(documents: list[Document], row_len: int, open_rows: int = 64) -> Tensor:
@@ -103,7 +103,7 @@ def pack(documents: list[Document], row_len: int, open_rows: int = 64) -> Tensor
     rows: list[tuple[list[int], list[int]]] = []
     for document in documents:
         ids = document.ids[:size]
-        labels = [i if w else NO_LOSS for i, w in zip(ids, document.wanted, strict=False)]
+        labels = [i if counts else NO_LOSS for i, counts in zip(ids, document.loss_mask, strict=False)]
         row = next((r for r in rows if len(r[0]) + len(ids) <= size), None)
         if row is None:
             if len(rows) >= open_rows:
@@ -127,11 +127,11 @@ def shard(corpus: Corpus, tokenizer: Tokenizer, row_len: int, index: int, mix: M
     pool = corpus.short if row_len <= 256 else corpus.long
     documents: list[Document] = []
     used = 0
-    talks = conversations(corpus.facts, 400_000 // row_len, max_chars, rng.getrandbits(32), mix)
-    for talk in talks:
+    chats = conversations(corpus.facts, 400_000 // row_len, max_chars, rng.getrandbits(32), mix)
+    for chat in chats:
         if used > budget * mix.chat_share:
             break
-        documents.append(chat_document(tokenizer, talk))
+        documents.append(chat_document(tokenizer, chat))
         used += len(documents[-1].ids)
     while used < budget:
         documents.append(prose_document(tokenizer, rng.choice(pool).text))
@@ -143,6 +143,6 @@ def shard(corpus: Corpus, tokenizer: Tokenizer, row_len: int, index: int, mix: M
 
 def batches(rows: Tensor, batch_size: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(ids [B, T], targets [B, T]) from the start-th batch on; an incomplete last batch is left out."""
-    for at in range(start * batch_size, len(rows) - batch_size + 1, batch_size):
-        part = rows[at : at + batch_size]
-        yield part[:, 0, :-1], part[:, 1, 1:]
+    for start_row in range(start * batch_size, len(rows) - batch_size + 1, batch_size):
+        batch = rows[start_row : start_row + batch_size]
+        yield batch[:, 0, :-1], batch[:, 1, 1:]

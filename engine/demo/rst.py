@@ -87,7 +87,7 @@ def inline(text: str) -> str:
     text = _LINK.sub(r"\1", text)
     text = re.sub(r"`([^`]+)`__?\b", r"\1", text)
     parts = re.split(r"(`[^`]*`)", text)
-    text = "".join(part if at % 2 else _plain(part) for at, part in enumerate(parts))
+    text = "".join(part if index % 2 else _plain(part) for index, part in enumerate(parts))
     text = re.sub(r"\s+([).,;])", r"\1", re.sub(r"\s+", " ", text)).strip()
     if _LABEL in text:
         text = " ".join(part for part in SENTENCE_END.split(text) if _LABEL not in part)
@@ -103,15 +103,15 @@ class _Page:
 
     def __init__(self, text: str) -> None:
         self.lines = text.expandtabs(8).splitlines()
-        self.at = 0
+        self.index = 0
         self.blocks: list[Block] = []
 
     def walk(self) -> list[Block]:
-        while self.at < len(self.lines):
-            line = self.lines[self.at]
+        while self.index < len(self.lines):
+            line = self.lines[self.index]
             stripped = line.strip()
             if not stripped:
-                self.at += 1
+                self.index += 1
             elif found := _DIRECTIVE.match(line):
                 self._directive(_indent(line), found.group(1), found.group(2))
             elif (stripped.startswith("..") and (len(stripped) == 2 or stripped[2] == " ")) or stripped.startswith("+-"):
@@ -119,7 +119,7 @@ class _Page:
             elif _BORDER.match(line):
                 self._table()
             elif _UNDERLINE.match(stripped):
-                self.at += 1
+                self.index += 1
             else:
                 self._text(line)
         return self.blocks
@@ -130,24 +130,24 @@ class _Page:
 
     def _body(self, indent: int) -> list[str]:
         """Consumes the current line and everything indented below it; returns the lines below."""
-        start = self.at + 1
-        self.at = start
-        while self.at < len(self.lines):
-            line = self.lines[self.at]
+        start = self.index + 1
+        self.index = start
+        while self.index < len(self.lines):
+            line = self.lines[self.index]
             if line.strip() and _indent(line) <= indent and not line.strip().startswith("+-"):
                 break
-            self.at += 1
-        return self.lines[start : self.at]
+            self.index += 1
+        return self.lines[start : self.index]
 
     def _table(self) -> None:
         borders = 1
-        self.at += 1
-        while self.at < len(self.lines):
-            line = self.lines[self.at]
-            if not line.strip() and (borders >= 3 or (borders == 2 and _BORDER.match(self.lines[self.at - 1]))):
+        self.index += 1
+        while self.index < len(self.lines):
+            line = self.lines[self.index]
+            if not line.strip() and (borders >= 3 or (borders == 2 and _BORDER.match(self.lines[self.index - 1]))):
                 return
             borders += bool(_BORDER.match(line))
-            self.at += 1
+            self.index += 1
 
     def _directive(self, indent: int, name: str, argument: str) -> None:
         if name in ENTRY_KINDS:
@@ -159,23 +159,23 @@ class _Page:
             found = re.search(r":synopsis:\s*([^:]+)", body)
             self._add("module", indent, argument.strip(), inline(found.group(1)) if found else "")
         elif name in ("currentmodule", "py:currentmodule"):
-            self.at += 1
+            self.index += 1
             self._add("module", indent, argument.strip())
         elif name in KEPT_KINDS:
-            self.at += 1
+            self.index += 1
             if argument:
                 self._add("para", indent + 3, inline(" ".join([argument, *self._until_blank()])))
         else:
             self._body(indent)
 
     def _until_blank(self) -> list[str]:
-        start = self.at
-        while self.at < len(self.lines) and self.lines[self.at].strip():
-            self.at += 1
-        return self.lines[start : self.at]
+        start = self.index
+        while self.index < len(self.lines) and self.lines[self.index].strip():
+            self.index += 1
+        return self.lines[start : self.index]
 
     def _entry(self, indent: int, kind: str, argument: str) -> None:
-        self.at += 1
+        self.index += 1
         signature = argument
         for line in self._until_blank():
             if signature.rstrip().endswith("\\"):
@@ -191,10 +191,10 @@ class _Page:
 
     def _text(self, line: str) -> None:
         indent = _indent(line)
-        below = self.lines[self.at + 1] if self.at + 1 < len(self.lines) else ""
+        below = self.lines[self.index + 1] if self.index + 1 < len(self.lines) else ""
         if indent == 0 and _UNDERLINE.match(below.strip()) and len(below.strip()) >= len(line.strip()) - 1:
             self._add("title", 0, inline(line))
-            self.at += 2
+            self.index += 2
             return
         if line.strip().startswith(">>>"):
             self._code(indent, self._until_blank())
@@ -204,20 +204,20 @@ class _Page:
             return
         if below.strip() and _indent(below) > indent:
             self._add("term", indent, inline(line))
-            self.at += 1
+            self.index += 1
             return
-        start = self.at
-        while self.at < len(self.lines) and self.lines[self.at].strip() and _indent(self.lines[self.at]) == indent:
-            self.at += 1
-        self._paragraph(indent, self.lines[start : self.at], "")
+        start = self.index
+        while self.index < len(self.lines) and self.lines[self.index].strip() and _indent(self.lines[self.index]) == indent:
+            self.index += 1
+        self._paragraph(indent, self.lines[start : self.index], "")
 
     def _bullet(self, indent: int) -> list[str]:
-        first = _BULLET.sub("", self.lines[self.at].strip())
-        start = self.at + 1
-        self.at = start
-        while self.at < len(self.lines) and self.lines[self.at].strip() and _indent(self.lines[self.at]) > indent:
-            self.at += 1
-        return [first, *self.lines[start : self.at]]
+        first = _BULLET.sub("", self.lines[self.index].strip())
+        start = self.index + 1
+        self.index = start
+        while self.index < len(self.lines) and self.lines[self.index].strip() and _indent(self.lines[self.index]) > indent:
+            self.index += 1
+        return [first, *self.lines[start : self.index]]
 
     def _paragraph(self, indent: int, lines: list[str], prefix: str) -> None:
         text = " ".join(part.strip() for part in lines)
@@ -227,7 +227,7 @@ class _Page:
         if not re.match(r"^:[\w ]+:", text) and not text.startswith("|"):
             self._add("para", indent, prefix + inline(text) if text else "")
         if literal:
-            self.at -= 1
+            self.index -= 1
             self._code(indent, self._body(indent))
 
 

@@ -34,9 +34,9 @@ def answer(model: Any, tokenizer: Any, question: str, temperature: float) -> str
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    how = {"do_sample": True, "temperature": temperature, "top_p": 0.9} if temperature else {"do_sample": False}
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": 0.9} if temperature else {"do_sample": False}
     with torch.no_grad():
-        ids = model.generate(**prompt, max_new_tokens=200, **how)[0, prompt["input_ids"].shape[1] :]
+        ids = model.generate(**prompt, max_new_tokens=200, **sampling)[0, prompt["input_ids"].shape[1] :]
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.demo.chat import Conversation, Turn, answered, ask
+from engine.demo.chat import Conversation, Turn, answer_text, question_turn
 from engine.demo.corpus import Corpus, Mix, build
 from engine.demo.muon import Muon
 from engine.demo.network import Layer, Network, Shape, num_params
@@ -81,8 +81,8 @@ class Progress:
     train_loss: float = math.nan
 
 
-def rate_share(settings: Settings, step: int, share_done: float) -> float:
-    """The part of the peak learning rates to use: linear warm-up, then linear to zero over the time budget."""
+def lr_fraction(settings: Settings, step: int, share_done: float) -> float:
+    """The fraction of the peak learning rates to use: linear warm-up, then linear decay to zero over the time budget."""
     return min((step + 1) / settings.warmup_steps, 1.0) * max(1.0 - share_done, 0.004)
 
 
@@ -102,7 +102,7 @@ def optimizers_for(network: Network, settings: Settings) -> dict[str, torch.opti
 
 @torch.no_grad()
 def mean_loss(network: Network, rows: Tensor) -> tuple[float, int]:
-    """(nats per wanted token, wanted tokens) over packed rows."""
+    """(nats per target token, number of target tokens) over packed rows."""
     total, count = 0.0, 0
     for ids, targets in batches(rows, 8, 0):
         with torch.autocast("cpu", torch.bfloat16):
@@ -129,8 +129,10 @@ class Validation:
         self.prose_tokens = sum(len(d.ids) - 1 for d in prose)
         self.rows = {
             "prose": pack(prose, row_len),
-            "new_facts": pack([_asked(tokenizer, ask(f, rng)) for f in corpus.val_facts], row_len),
-            "known_facts": pack([_asked(tokenizer, Turn(f"What is {f.subject}?", answered(f))) for f in known], row_len),
+            "new_facts": pack([_single_turn(tokenizer, question_turn(f, rng)) for f in corpus.val_facts], row_len),
+            "known_facts": pack(
+                [_single_turn(tokenizer, Turn(f"What is {f.subject}?", answer_text(f))) for f in known], row_len
+            ),
         }
 
     def measure(self, network: Network) -> dict[str, float]:
@@ -139,19 +141,19 @@ class Validation:
         return {name: round(value, 4) for name, value in losses.items()}
 
 
-def _asked(tokenizer: Tokenizer, turn: Turn) -> Any:
+def _single_turn(tokenizer: Tokenizer, turn: Turn) -> Any:
     return chat_document(tokenizer, Conversation("", (turn,)))
 
 
 class Run:
     """One training run in one directory: network, optimizer, progress, checkpoint."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, shape: Shape, settings: Settings, where: Path) -> None:
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, shape: Shape, settings: Settings, directory: Path) -> None:
         torch.manual_seed(settings.seed)
-        self.corpus, self.tokenizer, self.settings, self.where = corpus, tokenizer, settings, where
+        self.corpus, self.tokenizer, self.settings, self.directory = corpus, tokenizer, settings, directory
         self.network = Network(shape)
         self.optimizers = optimizers_for(self.network, settings)
-        self.peaks = {"muon": settings.muon_lr, "adamw": settings.adamw_lr}
+        self.peak_lrs = {"muon": settings.muon_lr, "adamw": settings.adamw_lr}
         self.progress = Progress()
         self.compiled: Any = self.network
         self.validation = Validation(corpus, tokenizer, settings.stages[0].row_len)
@@ -169,11 +171,11 @@ class Run:
             "network": self.network.state_dict(),
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
         }
-        torch.save(state, self.where / "checkpoint.tmp")
-        os.replace(self.where / "checkpoint.tmp", self.where / "checkpoint.pt")
+        torch.save(state, self.directory / "checkpoint.tmp")
+        os.replace(self.directory / "checkpoint.tmp", self.directory / "checkpoint.pt")
 
     def resume(self) -> bool:
-        path = self.where / "checkpoint.pt"
+        path = self.directory / "checkpoint.pt"
         if not path.exists():
             return False
         state = torch.load(path, weights_only=True)
@@ -185,7 +187,7 @@ class Run:
 
     def report(self, kind: str, **values: Any) -> None:
         line = {"kind": kind, **asdict(self.progress), **values}
-        with (self.where / "log.jsonl").open("a") as log:
+        with (self.directory / "log.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
         shown = " ".join(f"{key}={value}" for key, value in values.items())
         minutes = self.progress.elapsed_s / 60
@@ -200,14 +202,14 @@ class Run:
         self.report("val", **self.validation.measure(self.network))
 
     def step(self, ids: Tensor, targets: Tensor) -> float:
-        """One update; returns the loss in nats per wanted token."""
-        share = rate_share(self.settings, self.progress.step, self.share_done)
+        """One update; returns the loss in nats per target token."""
+        fraction = lr_fraction(self.settings, self.progress.step, self.share_done)
         for name, optimizer in self.optimizers.items():
             for group in optimizer.param_groups:
-                group["lr"] = self.peaks[name] * share
-        wanted = int((targets != NO_LOSS).sum())
+                group["lr"] = self.peak_lrs[name] * fraction
+        num_targets = int((targets != NO_LOSS).sum())
         with torch.autocast("cpu", torch.bfloat16):
-            loss = self.compiled(ids, targets) / wanted
+            loss = self.compiled(ids, targets) / num_targets
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.clip_norm)
         for optimizer in self.optimizers.values():
@@ -215,17 +217,17 @@ class Run:
         self.network.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    def helping(self) -> tuple[Tensor, int]:
+    def training_rows(self) -> tuple[Tensor, int]:
         """Training rows for the current stage, and their batch size."""
         stage = [stage for stage in self.settings.stages if stage.share_done <= self.share_done][-1]
         rows = shard(self.corpus, self.tokenizer, stage.row_len, self.progress.shard_idx, stage.mix, self.settings.seed)
         return rows, self.settings.batch_tokens // stage.row_len
 
     def train(self) -> None:
-        """Until the budget is spent. Checkpoints and validation happen on the clock."""
+        """Train until the budget is spent. Checkpoints and validation happen at time intervals."""
         saved = validated = self.progress.elapsed_s
         while self.share_done < 1.0:
-            rows, batch_size = self.helping()
+            rows, batch_size = self.training_rows()
             for ids, targets in batches(rows, batch_size, self.progress.batch_idx):
                 self._timed_step(ids, targets)
                 if self.progress.elapsed_s - saved > self.settings.checkpoint_s:
@@ -242,17 +244,17 @@ class Run:
         self.validate()
 
     def _timed_step(self, ids: Tensor, targets: Tensor) -> None:
-        started = time.monotonic()
+        start_s = time.monotonic()
         loss = self.step(ids, targets)
         progress = self.progress
-        spent = time.monotonic() - started
-        progress.elapsed_s += spent
+        step_s = time.monotonic() - start_s
+        progress.elapsed_s += step_s
         progress.step += 1
         progress.batch_idx += 1
         progress.tokens += ids.numel()
         progress.train_loss = loss if math.isnan(progress.train_loss) else 0.98 * progress.train_loss + 0.02 * loss
         if progress.step % 50 == 0:
-            self.report("train", loss=round(progress.train_loss, 4), tok_s=round(ids.numel() / spent))
+            self.report("train", loss=round(progress.train_loss, 4), tok_s=round(ids.numel() / step_s))
 
 
 def arguments() -> argparse.Namespace:

@@ -5,7 +5,7 @@
                    GrammarError(param, message), an InvalidOption
     vocabulary.py  load_vocabulary(directory, vocab_size, eos_token_ids) -> Vocabulary
                    Vocabulary(tokens, eos_token_ids, strips_first_space)
-    compiler.py    GrammarCompiler(vocabulary, deadline_s=, workers=)   tenants take turns (compile_lines.py)
+    compiler.py    GrammarCompiler(vocabulary, deadline_s=, workers=)   round robin over tenants (compile_queue.py)
                    .submit(spec, tenant_id) -> Future[CompiledGrammar] raises GrammarError through the future
                    .close()
     matcher.py     CompiledGrammar.start() -> GrammarState             one per answer, microseconds
@@ -20,7 +20,7 @@ A constraint becomes a grammar of the library in a process of its own (`worker.p
     json_schema       a schema, by way of the next four
     schema_document   its draft and references; `schema_keywords`: each keyword as constraints, see `schema_nodes`
     schema_cases      alternatives taken apart until any single case suffices; `schema_values`: whether a value satisfies it
-    shapes            what the values of a case look like, type by type
+    shapes            the values of a case, type by type
     json_grammar      shapes as rules: `json_containers`, `lark_rules`, and `terminals` for the contents of strings
     patterns          patterns and names of `formats` as languages: `regex` over `char_sets`; `numbers` as automata
 

@@ -36,16 +36,16 @@ def union(*sets: CharSet) -> CharSet:
 
 
 def intersect(left: CharSet, right: CharSet) -> CharSet:
-    found, i, j = [], 0, 0
+    ranges, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         low, high = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
         if low <= high:
-            found.append((low, high))
+            ranges.append((low, high))
         if left[i][1] < right[j][1]:
             i += 1
         else:
             j += 1
-    return tuple(found)
+    return tuple(ranges)
 
 
 def complement(inner: CharSet) -> CharSet:
@@ -97,5 +97,5 @@ def category(name: str) -> CharSet | None:
     """`\\p{name}` for a general category of Unicode (`L`, `Lu`, `Nd` …); None when there is none of that name."""
     if not re.fullmatch("[CLMNPSZ][a-z]?", name):
         return None
-    found = _where(lambda character: unicodedata.category(character).startswith(name))
-    return found or None
+    members = _where(lambda character: unicodedata.category(character).startswith(name))
+    return members or None

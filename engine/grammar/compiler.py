@@ -1,7 +1,7 @@
-"""Compiles constraints outside the step loop, each within a deadline, in the order of `compile_lines`. Knows no request.
+"""Compiles constraints outside the step loop, each within a deadline, in the order of `compile_queue`. Knows no request.
 
 A compile runs twice: first in a worker process, which is killed at the deadline; then, once it is known to be quick, in a
-thread of this process with the interpreter lock released. So a text that explodes costs only its own deadline.
+thread of this process with the interpreter lock released. So a pathological text costs only its own deadline.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 from concurrent.futures import Future
 
 from engine.errors import EngineOverloaded
-from engine.grammar.compile_lines import NO_PROCESS, NO_THREAD, CompileLines, Job, overloaded
+from engine.grammar.compile_queue import NO_PROCESS, NO_THREAD, CompileQueue, Job, overloaded
 from engine.grammar.matcher import CompiledGrammar, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
-from engine.grammar.stacks import STACK_BYTES, new_threads_get
+from engine.grammar.stacks import STACK_BYTES, thread_stack_size
 from engine.grammar.vocabulary import Vocabulary
 from engine.grammar.worker import job_line, vocabulary_line
 
@@ -43,30 +43,30 @@ class _WorkerProcess:
         pipe = subprocess.PIPE
         # A session of its own: an interrupt at the terminal is the engine's to handle.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
-        self._unread = b""
+        self._buffer = b""
         try:
             self._write(vocabulary_line(vocabulary))
             # One trivial job first, so that the start of the interpreter counts against no deadline.
-            self.ask(GrammarSpec("choice", '["a"]'), _START_S)
+            self.compile(GrammarSpec("choice", '["a"]'), _START_S)
         except WorkerLost:
             self.kill()
             raise
 
-    def ask(self, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
-        """The worker's answer. Raises `WorkerLost` when there is none within the deadline."""
+    def compile(self, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
+        """Have the worker compile `spec`. Returns its answer. Raises `WorkerLost` when there is none within the deadline."""
         end = time.monotonic() + deadline_s
         self._write(job_line(spec, deadline_s))
         assert self._process.stdout is not None
         pipe, poll = self._process.stdout.fileno(), select.poll()  # accepts any file number, unlike `select.select`
         poll.register(pipe, select.POLLIN)
-        while b"\n" not in self._unread:
+        while b"\n" not in self._buffer:
             if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
                 raise WorkerLost(f"takes longer than {deadline_s:g} s to compile")
             data = os.read(pipe, _READ_BYTES)
             if not data:
                 raise WorkerLost("crashed its compiler: it exceeds the memory or depth limit for a grammar")
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, str] = json.loads(line)
         return answer
 
@@ -96,7 +96,7 @@ class _WorkerProcess:
 class GrammarCompiler:
     """Compiled grammars of one model. `submit` may be called from any thread; `close` ends the workers.
 
-    A refusal is cached too, so that sending a text that explodes again costs nothing.
+    A refusal is cached too, so that sending a pathological text again costs nothing.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GrammarCompiler:
         self._deadline_s = deadline_s
         self._workers = workers
         self._trie = token_trie(vocabulary) if vocabulary.eos_token_ids else None
-        self._lines = CompileLines(waiting_max=None, at_a_time=workers) if has_one_caller else CompileLines()
+        self._queue = CompileQueue(waiting_max=None, running_max=workers) if has_one_caller else CompileQueue()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
@@ -121,14 +121,14 @@ class GrammarCompiler:
         """The grammar of `spec`, now or later. The future raises `GrammarError` naming the field, and `EngineOverloaded` when
         too many wait already, or no thread or process can be started."""
         with self._changed:
-            known = self._lines.find(tenant_id, spec)
-            if known is not None:
-                return known
+            cached = self._queue.find(tenant_id, spec)
+            if cached is not None:
+                return cached
             try:
-                self._refuse(spec)
-                if self._num_idle <= self._lines.num_waiting and len(self._threads) < self._workers:
+                self._check_can_compile(spec)
+                if self._num_idle <= self._queue.num_waiting and len(self._threads) < self._workers:
                     self._start_worker(spec)
-                grammar = self._lines.add(tenant_id, spec)
+                grammar = self._queue.add(tenant_id, spec)
             except (GrammarError, EngineOverloaded) as refusal:
                 refused: Future[CompiledGrammar] = Future()
                 refused.set_exception(refusal)
@@ -140,7 +140,7 @@ class GrammarCompiler:
         """End the workers; compiles that still wait are cancelled."""
         with self._changed:
             self._closed = True
-            self._lines.cancel()
+            self._queue.cancel_waiting()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -148,9 +148,9 @@ class GrammarCompiler:
     def _start_worker(self, spec: GrammarSpec) -> None:
         """Start another thread, which begins when the lock is free. If the system cannot start one, the existing threads do its
         work; raises `EngineOverloaded` if there are none."""
-        thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
+        thread = threading.Thread(target=self._run_worker, name="grammar-compiler", daemon=True)
         try:
-            with new_threads_get(STACK_BYTES):
+            with thread_stack_size(STACK_BYTES):
                 thread.start()
         except RuntimeError as error:
             if not self._threads:
@@ -158,14 +158,14 @@ class GrammarCompiler:
         else:
             self._threads.append(thread)
 
-    def _refuse(self, spec: GrammarSpec) -> None:
+    def _check_can_compile(self, spec: GrammarSpec) -> None:
         if self._closed:
             raise GrammarError(spec.param, f"{spec.param} cannot be compiled: the engine is stopping")
         if self._trie is None:
             raise GrammarError(spec.param, f"{spec.param} needs a model that has an end-of-sequence token")
 
-    def _work(self) -> None:
-        """One thread, with a worker process of its own from its first job on."""
+    def _run_worker(self) -> None:
+        """Run one thread, with a worker process of its own from its first job on."""
         process: _WorkerProcess | None = None
         while (job := self._next_job()) is not None:
             try:
@@ -173,19 +173,19 @@ class GrammarCompiler:
                     process.kill()
                     process = None
                 process = process or self._start_process(job.spec)
-                answer = process.ask(job.spec, self._deadline_s)
+                answer = process.compile(job.spec, self._deadline_s)
                 job.grammar.set_result(self._build(job.spec, answer))
             except GrammarError as error:
                 job.grammar.set_exception(error)
             except WorkerLost as error:
-                process = self._without(process)
+                process = self._stop_process(process)
                 job.grammar.set_exception(GrammarError(job.spec.param, f"{job.spec.param} {error}"))
-            except Exception as error:  # noqa: BLE001 - owned task: whoever waits is told, the next one gets a new process
-                process = self._without(process)
-                self._forget(job)
+            except Exception as error:  # noqa: BLE001 - owned task: the waiter gets the error, the next job a new process
+                process = self._stop_process(process)
+                self._discard(job)
                 job.grammar.set_exception(error)
-            self._end(job)
-        self._without(process)
+            self._finish(job)
+        self._stop_process(process)
 
     def _start_process(self, spec: GrammarSpec) -> _WorkerProcess:
         try:
@@ -193,25 +193,25 @@ class GrammarCompiler:
         except OSError as error:
             raise overloaded(spec, NO_PROCESS) from error
 
-    def _without(self, process: _WorkerProcess | None) -> _WorkerProcess | None:
+    def _stop_process(self, process: _WorkerProcess | None) -> _WorkerProcess | None:
         """End the process, if there is one. Returns None."""
         if process is not None:
             process.kill()
         return None
 
-    def _forget(self, job: Job) -> None:
+    def _discard(self, job: Job) -> None:
         with self._changed:
-            self._lines.forget(job)
+            self._queue.discard(job)
 
-    def _end(self, job: Job) -> None:
+    def _finish(self, job: Job) -> None:
         with self._changed:
-            self._lines.end(job)
+            self._queue.finish(job)
             self._changed.notify()
 
     def _next_job(self) -> Job | None:
         with self._changed:
             self._num_idle += 1
-            while (job := None if self._closed else self._lines.begin()) is None and not self._closed:
+            while (job := None if self._closed else self._queue.start_next()) is None and not self._closed:
                 self._changed.wait()
             self._num_idle -= 1
             return job

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 from engine.grammar.patterns import full_language
-from engine.grammar.regex import ANY_CHAR, Regex, both, repeat
+from engine.grammar.regex import ANY_CHAR, Regex, intersection, repeat
 
 # RFC 3339. Days of a month and leap years are exact; the year 0000 and leap seconds, which many readers refuse, are left out.
 _DATE = (
@@ -61,8 +61,8 @@ def _uri(extra: str, *, relative: bool) -> str:
     whole = f"[A-Za-z][A-Za-z0-9+.-]*:{hierarchy}{tail}"
     if not relative:
         return whole
-    near = f"(?://{authority}(?:/{pchar}*)*|{absolute_path}|{segment_without_colon}(?:/{pchar}*)*|)"
-    return f"(?:{whole}|{near}{tail})"
+    relative_reference = f"(?://{authority}(?:/{pchar}*)*|{absolute_path}|{segment_without_colon}(?:/{pchar}*)*|)"
+    return f"(?:{whole}|{relative_reference}{tail})"
 
 
 # RFC 6570.
@@ -114,4 +114,4 @@ def format_language(name: str) -> Regex | None:
     if pattern is None:
         return None
     language = full_language(pattern)
-    return both(language, repeat(ANY_CHAR, 0, _HOSTNAME_LENGTH_MAX)) if name == "hostname" else language
+    return intersection(language, repeat(ANY_CHAR, 0, _HOSTNAME_LENGTH_MAX)) if name == "hostname" else language

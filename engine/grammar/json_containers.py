@@ -1,4 +1,4 @@
-"""The insides of objects and arrays whose parts depend on one another, as rules: each state of such a list is one rule."""
+"""The contents of objects and arrays whose elements depend on one another, as rules: each state of such a list is one rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.grammar.lark_rules import BITS, Body, Rules
 from engine.grammar.regex import literal
-from engine.grammar.schema_cases import term
+from engine.grammar.schema_cases import make_term
 from engine.grammar.schema_nodes import PARAM
 from engine.grammar.schema_values import Term
 from engine.grammar.shapes import Array, Member, Object, OtherMembers
@@ -22,8 +22,8 @@ _State = tuple[int, int, frozenset[int]]
 
 
 class ObjectWriter:
-    """The inside of one object. A state is how many of the named properties are past, how many properties there were (as far as
-    it matters: up to 1, or up to what the limits ask), and which of the required pairs have been satisfied.
+    """The contents of one object. A state is how many of the named properties are past, how many properties there were (as far
+    as it matters: up to 1, or up to the limits), and which of the required pairs have been satisfied.
 
         open(i)     other properties may come here
           └─► due(i)  the next property is one of the named ones from i on, or the end
@@ -35,20 +35,20 @@ class ObjectWriter:
         self._value = value
         self._shape = shape
         self._count_max = max(1, shape.low, 0 if shape.high is None else shape.high)
-        self._plain = shape.high is None and shape.low <= 1 and not shape.pairs
+        self._is_unconstrained = shape.high is None and shape.low <= 1 and not shape.pairs
         self._num_states = 0
-        self._waiting: deque[tuple[str, str, _State]] = deque()
-        self._named = tuple(rules.number_of(member) for member in shape.named)
-        self._around = rules.number_of((shape.others, shape.low, shape.high, shape.pairs))
+        self._pending: deque[tuple[str, str, _State]] = deque()
+        self._named = tuple(rules.intern(member) for member in shape.named)
+        self._constraints_id = rules.intern((shape.others, shape.low, shape.high, shape.pairs))
 
     def start(self) -> str:
-        if self._shape.any_order and self._plain and len(self._shape.named) <= BITS:
+        if self._shape.any_order and self._is_unconstrained and len(self._shape.named) <= BITS:
             return self._each_once()
         any_order = self._shape.any_order and len(self._shape.named) <= FREE_NAMES_MAX
         name = self._state("free" if any_order else "open", (0, 0, frozenset()))
         bodies = {"open": self._open, "due": self._due, "free": self._free}
-        while self._waiting:
-            rule, kind, state = self._waiting.popleft()
+        while self._pending:
+            rule, kind, state = self._pending.popleft()
             self._rules.rules[rule] = bodies[kind](state)
         return name
 
@@ -63,134 +63,134 @@ class ObjectWriter:
         return name
 
     def _state(self, kind: str, state: _State) -> str:
-        index, count, served = state
-        # What can follow depends only on what is still to come, so objects that end the same way share their rules.
+        index, count, satisfied = state
+        # What can follow depends only on the remaining properties, so objects that end the same way share their rules.
         key = (
             kind,
             self._named if kind == "free" else self._named[index:],
-            self._around,
+            self._constraints_id,
             index * (kind == "free"),
             count,
-            served,
+            satisfied,
         )
-        if key not in self._rules.shared:
+        if key not in self._rules.memo:
             self._num_states += 1
             if self._num_states > STATES_MAX:
                 raise GrammarError(PARAM, f"the schema has an object whose limits need more than {STATES_MAX} states")
-            self._rules.shared[key] = self._rules.rule([])
-            self._waiting.append((self._rules.shared[key], kind, state))
-        return self._rules.shared[key]
+            self._rules.memo[key] = self._rules.rule([])
+            self._pending.append((self._rules.memo[key], kind, state))
+        return self._rules.memo[key]
 
     def _open(self, state: _State) -> list[Body]:
-        index, count, served = state
+        index, count, satisfied = state
         due = self._state("due", state)
-        if self._plain and count:
-            return [(self._run_of_others(), due)] if self._shape.others else [(due,)]
+        if self._is_unconstrained and count:
+            return [(self._other_members(), due)] if self._shape.others else [(due,)]
         bodies: list[Body] = [(due,)]
         if self._may_add(count):
             for other in self._shape.others:
-                for now, pair in self._ways(other):
-                    following = self._state("open", (index, self._more(count), served | now))
+                for newly_satisfied, pair in self._variants(other):
+                    following = self._state("open", (index, self._next_count(count), satisfied | newly_satisfied))
                     bodies.append((*self._comma(count), pair, following))
         return bodies
 
     def _due(self, state: _State) -> list[Body]:
-        index, count, served = state
+        index, count, satisfied = state
         if index == len(self._shape.named):
-            return [()] if self._is_end(count, served) else []
+            return [()] if self._is_end(count, satisfied) else []
         member = self._shape.named[index]
-        bodies: list[Body] = [] if member.required else [(self._state("due", (index + 1, count, served)),)]
+        bodies: list[Body] = [] if member.required else [(self._state("due", (index + 1, count, satisfied)),)]
         if self._may_add(count):
-            for now, pair in self._ways(member):
-                following = self._state("open", (index + 1, self._more(count), served | now))
+            for newly_satisfied, pair in self._variants(member):
+                following = self._state("open", (index + 1, self._next_count(count), satisfied | newly_satisfied))
                 bodies.append((*self._comma(count), pair, following))
         return bodies
 
     def _free(self, state: _State) -> list[Body]:
-        used, count, served = state
+        used, count, satisfied = state
         complete = all(used >> i & 1 for i, member in enumerate(self._shape.named) if member.required)
-        bodies: list[Body] = [()] if complete and self._is_end(count, served) else []
+        bodies: list[Body] = [()] if complete and self._is_end(count, satisfied) else []
         if self._may_add(count):
             choices: list[tuple[Member | OtherMembers, int]] = [(other, used) for other in self._shape.others]
             choices += [(member, used | 1 << i) for i, member in enumerate(self._shape.named) if not used >> i & 1]
-            for member, after in choices:
-                for now, pair in self._ways(member):
-                    following = self._state("free", (after, self._more(count), served | now))
+            for member, used_after in choices:
+                for newly_satisfied, pair in self._variants(member):
+                    following = self._state("free", (used_after, self._next_count(count), satisfied | newly_satisfied))
                     bodies.append((*self._comma(count), pair, following))
         return bodies
 
-    def _is_end(self, count: int, served: frozenset[int]) -> bool:
-        return count >= self._shape.low and len(served) == len(self._shape.pairs)
+    def _is_end(self, count: int, satisfied: frozenset[int]) -> bool:
+        return count >= self._shape.low and len(satisfied) == len(self._shape.pairs)
 
     def _may_add(self, count: int) -> bool:
         return self._shape.high is None or count < self._shape.high
 
-    def _more(self, count: int) -> int:
+    def _next_count(self, count: int) -> int:
         return min(count + 1, self._count_max)
 
     @staticmethod
     def _comma(count: int) -> tuple[str, ...]:
         return ("COMMA",) if count else ()
 
-    def _ways(self, member: Member | OtherMembers) -> list[tuple[frozenset[int], str]]:
+    def _variants(self, member: Member | OtherMembers) -> list[tuple[frozenset[int], str]]:
         """A property as it is, and in a form for each set of required pairs that it can satisfy."""
-        found = []
+        variants = []
         for size in range(len(member.pairs) + 1):
             for chosen in itertools.combinations(member.pairs, size):
-                found.append((frozenset(chosen), self._member(member, frozenset(chosen))))
-        return found
+                variants.append((frozenset(chosen), self._member(member, frozenset(chosen))))
+        return variants
 
-    def _member(self, member: Member | OtherMembers, serving: frozenset[int]) -> str:
-        key = ("member", self._rules.number_of(member), serving and (serving, self._around))
-        if key not in self._rules.shared:
-            value = term((*member.value, *(each for i in sorted(serving) for each in self._shape.pairs[i].value)))
+    def _member(self, member: Member | OtherMembers, satisfied: frozenset[int]) -> str:
+        key = ("member", self._rules.intern(member), satisfied and (satisfied, self._constraints_id))
+        if key not in self._rules.memo:
+            value = make_term((*member.value, *(each for i in sorted(satisfied) for each in self._shape.pairs[i].value)))
             names = literal(member.name) if isinstance(member, Member) else member.names
             body = (self._rules.string(names), "COLON", self._value(value))
-            self._rules.shared[key] = self._rules.rule([body])
-        return self._rules.shared[key]
+            self._rules.memo[key] = self._rules.rule([body])
+        return self._rules.memo[key]
 
-    def _run_of_others(self) -> str:
+    def _other_members(self) -> str:
         """Any number of other properties, each after a comma; left-recursive, which suits the parser."""
-        key = ("others", self._around)
-        if key not in self._rules.shared:
+        key = ("others", self._constraints_id)
+        if key not in self._rules.memo:
             name = self._rules.rule([])
-            self._rules.shared[key] = name
+            self._rules.memo[key] = name
             others = [self._member(other, frozenset()) for other in self._shape.others]
             self._rules.rules[name] = [(), *((name, "COMMA", other) for other in others)]
-        return self._rules.shared[key]
+        return self._rules.memo[key]
 
 
 class ArrayWriter:
-    """The inside of an array in which some items are counted. A state is the number of items so far, and of each counted kind,
-    as far as they matter."""
+    """The contents of an array in which some items are counted. A state is the number of items so far, and of each counted
+    kind, as far as they matter."""
 
     def __init__(self, rules: Rules, value: Callable[[Term], str], shape: Array) -> None:
         self._rules = rules
         self._value = value
         self._shape = shape
         self._length_max = max(1, shape.low, len(shape.first), 0 if shape.high is None else shape.high)
-        self._known: dict[tuple[int, ...], str] = {}
-        self._waiting: deque[tuple[int, ...]] = deque()
+        self._rule_names: dict[tuple[int, ...], str] = {}
+        self._pending: deque[tuple[int, ...]] = deque()
 
     def start(self) -> str:
         name = self._state((0,) * (1 + len(self._shape.counted)))
-        while self._waiting:
-            state = self._waiting.popleft()
-            self._rules.rules[self._known[state]] = self._bodies(state)
+        while self._pending:
+            state = self._pending.popleft()
+            self._rules.rules[self._rule_names[state]] = self._bodies(state)
         return name
 
     def _state(self, state: tuple[int, ...]) -> str:
-        if state not in self._known:
-            if len(self._known) == STATES_MAX:
+        if state not in self._rule_names:
+            if len(self._rule_names) == STATES_MAX:
                 raise GrammarError(PARAM, f"the schema has an array whose limits need more than {STATES_MAX} states")
-            self._known[state] = self._rules.rule([])
-            self._waiting.append(state)
-        return self._known[state]
+            self._rule_names[state] = self._rules.rule([])
+            self._pending.append(state)
+        return self._rule_names[state]
 
     def _bodies(self, state: tuple[int, ...]) -> list[Body]:
         shape, (length, *counts) = self._shape, state
-        enough = all(count >= each.low for count, each in zip(counts, shape.counted, strict=True))
-        bodies: list[Body] = [()] if length >= shape.low and enough else []
+        has_minimums = all(count >= each.low for count, each in zip(counts, shape.counted, strict=True))
+        bodies: list[Body] = [()] if length >= shape.low and has_minimums else []
         if shape.high is not None and length >= shape.high:
             return bodies
         item = shape.first[length] if length < len(shape.first) else shape.others
@@ -198,9 +198,9 @@ class ArrayWriter:
             literals, following = list(item), [min(length + 1, self._length_max)]
             for hit, count, each in zip(hits, counts, shape.counted, strict=True):
                 literals += each.value if hit else each.opposite if each.high is not None else ()
-                top = each.low if each.high is None else each.high + 1
-                following.append(min(count + hit, top))
+                cap = each.low if each.high is None else each.high + 1
+                following.append(min(count + hit, cap))
             if all(each.high is None or n <= each.high for n, each in zip(following[1:], shape.counted, strict=True)):
-                value = self._value(term(literals))
+                value = self._value(make_term(literals))
                 bodies.append((*(("COMMA",) if length else ()), value, self._state(tuple(following))))
         return bodies

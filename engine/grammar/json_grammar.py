@@ -16,11 +16,11 @@ from typing import Any
 
 from engine.grammar.json_containers import ArrayWriter, ObjectWriter
 from engine.grammar.lark_rules import Body, Repeated, Rules, Symbol
-from engine.grammar.numbers import Automaton, NumberError, Numbers, automaton
+from engine.grammar.numbers import Automaton, NumberError, Numbers, build_automaton
 from engine.grammar.regex import literal
 from engine.grammar.schema_nodes import PARAM
 from engine.grammar.schema_values import Term, type_of
-from engine.grammar.shapes import Array, Listed, Object, Shape, Shapes, Texts
+from engine.grammar.shapes import Array, Constants, Object, Shape, Shapes, Strings
 from engine.grammar.spec import GrammarError
 
 LINE_BREAKS_MAX = 2
@@ -47,32 +47,32 @@ class JsonGrammar:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._rules = Rules()
-        self._terms: dict[Term, str] = {}
-        self._waiting: deque[tuple[str, Term]] = deque()
+        self._rule_names: dict[Term, str] = {}
+        self._pending: deque[tuple[str, Term]] = deque()
 
-    def write(self, wanted: Term) -> str:
+    def write(self, term: Term) -> str:
         """Raises `GrammarError` for a term that nothing satisfies, and beyond `RULES_MAX`."""
-        start = self._value(wanted)
-        while self._waiting:
-            name, each = self._waiting.popleft()
-            self._rules.rules[name] = [self._shape(shape) for shape in self._shapes.of(each)]
+        start = self._value(term)
+        while self._pending:
+            name, next_term = self._pending.popleft()
+            self._rules.rules[name] = [self._shape(shape) for shape in self._shapes.of(next_term)]
         self._rules.drop_unproductive()
         if not self._rules.rules.get(start):
             raise GrammarError(PARAM, "the schema cannot be satisfied by any text")
         return self._rules.text(start, _PUNCTUATION)
 
-    def _value(self, wanted: Term) -> str:
+    def _value(self, term: Term) -> str:
         """The rule of a term; its bodies are written later."""
-        if wanted not in self._terms:
+        if term not in self._rule_names:
             name = self._rules.rule([])
-            self._terms[wanted] = name
-            self._waiting.append((name, wanted))
-        return self._terms[wanted]
+            self._rule_names[term] = name
+            self._pending.append((name, term))
+        return self._rule_names[term]
 
     def _shape(self, shape: Shape) -> Body:
-        if isinstance(shape, Listed):
+        if isinstance(shape, Constants):
             return (self._rules.rule([self._constant(value) for value in shape.values]),)
-        if isinstance(shape, Texts):
+        if isinstance(shape, Strings):
             return (self._rules.string(shape.language),)
         if isinstance(shape, Numbers):
             return (self._number(shape),)
@@ -104,20 +104,20 @@ class JsonGrammar:
         if numbers == Numbers(multiples=(Fraction(1),), is_whole=True):
             return "INTEGER"
         try:
-            found = automaton(numbers)
+            automaton = build_automaton(numbers)
         except NumberError as error:
             raise GrammarError(PARAM, f"the schema cannot be enforced: {error}") from error
-        return self._automaton(found)
+        return self._automaton(automaton)
 
-    def _automaton(self, found: Automaton) -> str:
+    def _automaton(self, automaton: Automaton) -> str:
         """A rule for each state: a digit, then the rule of the next state."""
-        names = [self._rules.rule([]) for _ in found.edges]
-        for state, edges in enumerate(found.edges):
+        names = [self._rules.rule([]) for _ in automaton.edges]
+        for state, edges in enumerate(automaton.edges):
             by_next: dict[int, str] = {}
             for character, following in edges.items():
                 by_next[following] = by_next.get(following, "") + character
             bodies: list[Body] = [(self._rules.terminals.name(f"/[{_escaped(c)}]/", "D"), names[n]) for n, c in by_next.items()]
-            self._rules.rules[names[state]] = [*bodies, *([()] if state in found.accepting else [])]
+            self._rules.rules[names[state]] = [*bodies, *([()] if state in automaton.accepting else [])]
         return names[0] if names else self._rules.rule([])
 
     def _array(self, shape: Array) -> str:
@@ -125,27 +125,27 @@ class JsonGrammar:
             return self._unique(shape)
         if shape.counted:
             return ArrayWriter(self._rules, self._value, shape).start()
-        following = self._tail(shape)
-        for place in range(len(shape.first) - 1, -1, -1):
-            bodies: list[Body] = [()] if shape.low <= place else []
-            bodies.append((*(("COMMA",) if place else ()), self._value(shape.first[place]), following))
-            following = self._rules.rule(bodies)
-        return following
+        rest = self._tail(shape)
+        for position in range(len(shape.first) - 1, -1, -1):
+            bodies: list[Body] = [()] if shape.low <= position else []
+            bodies.append((*(("COMMA",) if position else ()), self._value(shape.first[position]), rest))
+            rest = self._rules.rule(bodies)
+        return rest
 
     def _tail(self, shape: Array) -> str:
         """What follows the items by position, any number of equal ones."""
-        place = len(shape.first)
-        low = max(0, shape.low - place)
-        high = None if shape.high is None else shape.high - place
+        position = len(shape.first)
+        low = max(0, shape.low - position)
+        high = None if shape.high is None else shape.high - position
         if max(low, high or 0) > REPEATED_MAX:
             raise GrammarError(PARAM, f"the schema has minItems or maxItems above {REPEATED_MAX}")
         if high == 0:
             return self._rules.rule([()])
         item = self._value(shape.others)
-        if place:
+        if position:
             return self._rules.rule([(Repeated(("COMMA", item), low, high),)])
-        more = Repeated(("COMMA", item), max(0, low - 1), None if high is None else high - 1)
-        return self._rules.rule([*([()] if low == 0 else []), (item, more)])
+        rest = Repeated(("COMMA", item), max(0, low - 1), None if high is None else high - 1)
+        return self._rules.rule([*([()] if low == 0 else []), (item, rest)])
 
     def _unique(self, shape: Array) -> str:
         """Items from a list of values, each at most once."""
@@ -166,10 +166,10 @@ def _number_pattern(value: int | Fraction) -> str:
     sign = "-" if value < 0 else "-?" if value == 0 else ""
     if isinstance(value, int):
         return f"{sign}{abs(value)}"
-    whole, rest = divmod(abs(value), 1)
+    whole, fraction = divmod(abs(value), 1)
     digits = ""
-    while rest:
-        rest *= 10
-        digits += str(int(rest))
-        rest -= int(rest)
+    while fraction:
+        fraction *= 10
+        digits += str(int(fraction))
+        fraction -= int(fraction)
     return rf"{sign}{whole}\.{digits}0*" if digits else rf"{sign}{whole}(\.0+)?"

@@ -19,7 +19,7 @@ from engine.grammar.terminals import Terminals
 def to_lark(spec: GrammarSpec) -> str:
     """Raises `GrammarError` for what cannot be expressed, naming it."""
     if spec.kind == "json":
-        return schema_to_lark(spec.text, is_nothing)
+        return schema_to_lark(spec.text, matches_nothing)
     if spec.kind == "choice":
         return language_to_lark(alt(*(literal(choice) for choice in json.loads(spec.text))))
     if spec.kind == "regex":
@@ -38,10 +38,10 @@ def to_lark(spec: GrammarSpec) -> str:
 
 def checked_lark(text: str) -> str:
     """A client's grammar in the library's own notation. Directives that are not about the text, or not exact, are refused."""
-    bare = _QUOTED.sub(" ", text)
-    for construct, what in _REFUSED.items():
-        if re.search(construct, bare):
-            raise GrammarError("guided_grammar", f"guided_grammar cannot be enforced: {what}")
+    unquoted = _QUOTED.sub(" ", text)
+    for construct, reason in _REFUSED.items():
+        if re.search(construct, unquoted):
+            raise GrammarError("guided_grammar", f"guided_grammar cannot be enforced: {reason}")
     return text
 
 
@@ -83,7 +83,7 @@ def _byte_trie() -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
 
 
-def is_nothing(language: Regex) -> bool:
+def matches_nothing(language: Regex) -> bool:
     """Whether a language contains no text: the library finds neither a first byte nor the end."""
     matcher = LLMatcher(_byte_trie(), language_to_lark(language), log_level=0)
     matcher.compute_bitmask()

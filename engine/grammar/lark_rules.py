@@ -1,4 +1,4 @@
-"""Rules of a Lark grammar as data: named, shared, pruned of rules without text, then written. Knows the library's syntax."""
+"""Rules of a Lark grammar as data: named, shared, pruned of unproductive rules, then written. Knows the library's syntax."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ BITS = 60
 
 
 class Rules:
-    """The rules and terminals of one grammar. `shared` maps what a rule was made for to its name; callers choose the keys."""
+    """The rules and terminals of one grammar. `memo` maps the purpose of a rule to its name; callers choose the keys."""
 
     def __init__(self) -> None:
         self.terminals = Terminals()
         self.rules: dict[str, list[Body]] = {}
-        self.shared: dict[tuple[Any, ...], str] = {}
+        self.memo: dict[tuple[Any, ...], str] = {}
         self._parametric: set[str] = set()
-        self._also_needed: dict[str, set[str]] = {}
-        self._numbered: dict[Any, int] = {}
+        self._extra_dependencies: dict[str, set[str]] = {}
+        self._interned: dict[Any, int] = {}
         self._count = itertools.count()
 
     def rule(self, bodies: list[Body]) -> str:
@@ -51,73 +51,73 @@ class Rules:
             raise GrammarError(PARAM, f"the schema needs more than {RULES_MAX} rules")
         return name
 
-    def number_of(self, part: Any) -> int:
-        """A number for a part of a shape, the same for equal parts. Parts are trees, slow to compare repeatedly."""
-        return self._numbered.setdefault(part, len(self._numbered))
+    def intern(self, value: Any) -> int:
+        """A number for a value, the same for equal values. Parts of shapes are trees, which are slow to compare repeatedly."""
+        return self._interned.setdefault(value, len(self._interned))
 
     def string(self, language: Regex) -> str:
         return self.terminals.name(self.terminals.json_string(language), "S")
 
-    def each_once(self, items: list[str], others: tuple[str, ...], done: str, high: int = BITS, needed: int = 0) -> str:
-        """A list of `items`, each at most once and in any order, and of `others`; at most `high` items. It may end where `done`
-        holds. The rule's parameter has a bit for every item used; the first `needed` items are required."""
+    def each_once(self, items: list[str], others: tuple[str, ...], end_if: str, high: int = BITS, needed: int = 0) -> str:
+        """A list of `items`, each at most once and in any order, and of `others`; at most `high` items. It may end where
+        `end_if` holds. The rule's parameter has a bit for every item used; the first `needed` items are required."""
         rest, start = self.rule([]), self.rule([])
         self._parametric.add(rest)
-        end: Body = (f"%if {done}",) if done else ()
-        once = [(item, f"{rest}::set_bit({bit})") for bit, item in enumerate(items)]
-        room = f"bit_count_lt(_, {high})" if high < len(items) else ""
-        guards = [f"%if and(bit_clear({bit}), {room})" if room else f"%if bit_clear({bit})" for bit in range(len(items))]
-        bodies = [("COMMA", *body, guard) for body, guard in zip(once, guards, strict=True)]
+        end: Body = (f"%if {end_if}",) if end_if else ()
+        transitions = [(item, f"{rest}::set_bit({bit})") for bit, item in enumerate(items)]
+        room_if = f"bit_count_lt(_, {high})" if high < len(items) else ""
+        guards = [f"%if and(bit_clear({bit}), {room_if})" if room_if else f"%if bit_clear({bit})" for bit in range(len(items))]
+        bodies = [("COMMA", *body, guard) for body, guard in zip(transitions, guards, strict=True)]
         self.rules[rest] = [end, *bodies, *(("COMMA", other, f"{rest}::_") for other in others)]
         first = [(item, f"{rest}::{hex(1 << bit)}") for bit, item in enumerate(items) if high > 0]
-        self.rules[start] = [*first, *((other, f"{rest}::0x0") for other in others), *([] if done else [()])]
-        self._also_needed[start] = set(items[:needed])
+        self.rules[start] = [*first, *((other, f"{rest}::0x0") for other in others), *([] if end_if else [()])]
+        self._extra_dependencies[start] = set(items[:needed])
         return start
 
     def drop_unproductive(self) -> None:
         """Remove bodies that name a rule without any finite text, until none is left."""
         users: dict[str, set[str]] = {}
         for name, bodies in self.rules.items():
-            for needed in (n for body in bodies for n in _needed(body)):
-                users.setdefault(needed, set()).add(name)
-            for needed in self._also_needed.get(name, ()):
-                users.setdefault(needed, set()).add(name)
-        alive = set[str]()
-        waiting = deque(self.rules)
-        while waiting:
-            name = waiting.popleft()
-            complete = self._also_needed.get(name, set()) <= alive
-            if name not in alive and complete and any(_needed(body) <= alive for body in self.rules[name]):
-                alive.add(name)
-                waiting.extend(users.get(name, ()))
+            for dependency in (n for body in bodies for n in _dependencies(body)):
+                users.setdefault(dependency, set()).add(name)
+            for dependency in self._extra_dependencies.get(name, ()):
+                users.setdefault(dependency, set()).add(name)
+        productive = set[str]()
+        worklist = deque(self.rules)
+        while worklist:
+            name = worklist.popleft()
+            has_extras = self._extra_dependencies.get(name, set()) <= productive
+            if name not in productive and has_extras and any(_dependencies(body) <= productive for body in self.rules[name]):
+                productive.add(name)
+                worklist.extend(users.get(name, ()))
         for name in self.rules:
-            self.rules[name] = [body for body in self.rules[name] if _needed(body) <= alive]
+            self.rules[name] = [body for body in self.rules[name] if _dependencies(body) <= productive]
 
     def text(self, start: str, terminals: dict[str, str]) -> str:
-        reached, waiting = {start}, [start]
+        reached, worklist = {start}, [start]
         lines = []
-        while waiting:
-            name = waiting.pop()
-            bodies = dict.fromkeys(_line(body) for body in self.rules[name])
+        while worklist:
+            name = worklist.pop()
+            bodies = dict.fromkeys(_body_text(body) for body in self.rules[name])
             lines.append(f"{name}{'::_' if name in self._parametric else ''}: " + " | ".join(bodies))
-            for needed in (n for body in self.rules[name] for n in _rule_names(body)):
-                if needed not in reached:
-                    reached.add(needed)
-                    waiting.append(needed)
+            for reference in (n for body in self.rules[name] for n in _rule_names(body)):
+                if reference not in reached:
+                    reached.add(reference)
+                    worklist.append(reference)
         constants = [f"{name}: {pattern}" for name, pattern in terminals.items()]
         return "\n".join([f"start: {start}", *lines, *constants, *self.terminals.lines()]) + "\n"
 
 
-def _line(body: Body) -> str:
+def _body_text(body: Body) -> str:
     guard = [symbol for symbol in body if isinstance(symbol, str) and symbol[0] == "%"]
-    symbols = [_written(symbol) for symbol in body if symbol not in guard]
+    symbols = [_symbol_text(symbol) for symbol in body if symbol not in guard]
     return " ".join((symbols or ['""']) + [str(symbol) for symbol in guard])
 
 
-def _needed(body: Body) -> set[str]:
+def _dependencies(body: Body) -> set[str]:
     """Rules without which the body has no text."""
     names = {symbol.partition("::")[0] for symbol in body if isinstance(symbol, str) and symbol[0] == "r"}
-    return names.union(*(_needed(s.symbols) for s in body if isinstance(s, Repeated) and s.low > 0))
+    return names.union(*(_dependencies(s.symbols) for s in body if isinstance(s, Repeated) and s.low > 0))
 
 
 def _rule_names(body: Body) -> set[str]:
@@ -125,7 +125,7 @@ def _rule_names(body: Body) -> set[str]:
     return names.union(*(_rule_names(s.symbols) for s in body if isinstance(s, Repeated)))
 
 
-def _written(symbol: Symbol) -> str:
+def _symbol_text(symbol: Symbol) -> str:
     if isinstance(symbol, str):
         return symbol
     inner = f"({' '.join(symbol.symbols)})"

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from engine.grammar.compile_lines import NO_THREAD, overloaded
+from engine.grammar.compile_queue import NO_THREAD, overloaded
 from engine.grammar.matcher import CompiledGrammar, GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
-from engine.grammar.stacks import STACK_BYTES, new_threads_get
+from engine.grammar.stacks import STACK_BYTES, thread_stack_size
 from engine.scheduling.request import Request
 
 WORD_BITS = 32
@@ -45,7 +45,7 @@ class GrammarMasks:
         self._has_thread = False
 
     def start(self, request: Request, grammar: CompiledGrammar) -> None:
-        """Hold a new answer to `grammar`. Raises `EngineOverloaded` where no thread can be started to fill its masks."""
+        """Constrain a new answer to `grammar`. Raises `EngineOverloaded` if no thread can be started to fill its masks."""
         if not self._has_thread:
             self._start_thread(grammar.spec)
         self._states[request] = grammar.start()
@@ -62,7 +62,7 @@ class GrammarMasks:
     def _start_thread(self, spec: GrammarSpec) -> None:
         """Start the thread before a step needs it: a failure to start it then would fail every request of that step."""
         try:
-            with new_threads_get(STACK_BYTES):
+            with thread_stack_size(STACK_BYTES):
                 self._worker.submit(int)
         except RuntimeError as error:
             raise overloaded(spec, NO_THREAD) from error
@@ -74,7 +74,7 @@ class GrammarMasks:
 
     @property
     def are_empty(self) -> bool:
-        """Whether no answer is held to a grammar."""
+        """Whether no answer is constrained to a grammar."""
         return not self._states
 
     def _fill(self, num_rows: int, states: dict[int, GrammarState]) -> StepMasks:

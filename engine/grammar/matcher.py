@@ -16,15 +16,15 @@ from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 
 # Limits of one step. Lexer fuel and parser items are counted by the library (50,000 and 20,000 a millisecond, roughly), so the
-# bound is the same on any machine. What a step has worked out is kept for later steps of all requests, so only the first steps
-# come near the limits; `ALLOWANCE_S` and `TOKEN_ALLOWANCE_S` bound the sum. A request that exceeds any of them ends alone.
+# bound is the same on any machine. What a step has computed is cached for later steps of all requests, so only the first steps
+# come near the limits; `ALLOWANCE_S` and `TOKEN_ALLOWANCE_S` bound the sum. A request that exceeds any of them fails alone.
 STEP_LEXER_FUEL = 8_000_000
 STEP_ITEMS_MAX = 60_000
 LEXER_STATES_MAX = 30_000  # about 2 kB each, shared by the requests of a grammar
 ALLOWANCE_S = 1.0
 TOKEN_ALLOWANCE_S = 0.004
-REHEARSALS = 3
-REHEARSAL_TOKENS = 40
+WARM_UP_RUNS = 3
+WARM_UP_TOKENS = 40
 COMPILE_LEXER_FUEL = 2_000_000
 GRAMMAR_SYMBOLS_MAX = 500_000
 
@@ -39,11 +39,11 @@ class _TokenTable:
         self.tokens: Sequence[bytes] = list(vocabulary.tokens)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.special_token_ids = list(vocabulary.eos_token_ids)
-        self._of_byte = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if len(token) == 1}
+        self._id_of_byte = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if len(token) == 1}
 
     def __call__(self, text: bytes | str) -> list[int]:
         data = text.encode() if isinstance(text, str) else text
-        return [self._of_byte[bytes([byte])] for byte in data if bytes([byte]) in self._of_byte]
+        return [self._id_of_byte[bytes([byte])] for byte in data if bytes([byte]) in self._id_of_byte]
 
 
 def token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
@@ -73,38 +73,38 @@ def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) ->
     """Compile a grammar and compute its first mask. Raises `GrammarError` naming the field of `spec`."""
     matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits())
     if matcher.is_error():
-        why = _first_line(matcher.get_error())
-        if why.startswith("panic"):
-            why = "it is too large"  # the library counts symbols in 16 bits
-        elif "fuel" in why:
-            why = "its patterns together are too complex"
-        raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {why}")
-    numbers = random.Random(0)  # noqa: S311 - the same walks in the process that proves a grammar and in the one that uses it
-    for _ in range(REHEARSALS):
-        _rehearse(matcher.deep_copy(), numbers, spec)
+        reason = _first_line(matcher.get_error())
+        if reason.startswith("panic"):
+            reason = "it is too large"  # the library counts symbols in 16 bits
+        elif "fuel" in reason:
+            reason = "its patterns together are too complex"
+        raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {reason}")
+    rng = random.Random(0)  # noqa: S311 - the same walks in the process that checks a grammar and in the one that uses it
+    for _ in range(WARM_UP_RUNS):
+        _warm_up(matcher.deep_copy(), rng, spec)
     return matcher
 
 
-def _rehearse(matcher: Any, numbers: random.Random, spec: GrammarSpec) -> None:
-    """Generate a random text, so that the first steps of requests find cached work, and excessive cost is detected now."""
-    for _ in range(REHEARSAL_TOKENS):
+def _warm_up(matcher: Any, rng: random.Random, spec: GrammarSpec) -> None:
+    """Generate a random text, so that the first steps of requests hit the lexer's cache, and excessive cost is detected now."""
+    for _ in range(WARM_UP_TOKENS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            why = _first_line(matcher.get_error())
-            if why == "NoExtensionBias":  # the library's word for a state without a next byte
+            reason = _first_line(matcher.get_error())
+            if reason == "NoExtensionBias":  # the library's word for a state without a next byte
                 raise GrammarError(spec.param, f"{spec.param} cannot be satisfied by any text")
-            raise GrammarError(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({why})")
+            raise GrammarError(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({reason})")
         if matcher.is_stopped():
             return
-        start = numbers.randrange(len(mask))
-        place = next((i for i in (*range(start, len(mask)), *range(start)) if mask[i]), None)
-        if place is None:
+        start = rng.randrange(len(mask))
+        byte_index = next((i for i in (*range(start, len(mask)), *range(start)) if mask[i]), None)
+        if byte_index is None:
             raise GrammarError(spec.param, f"{spec.param} leads where no token may follow")
-        bit = numbers.choice([bit for bit in range(8) if mask[place] >> bit & 1])
-        matcher.consume_token(8 * place + bit)
+        bit = rng.choice([bit for bit in range(8) if mask[byte_index] >> bit & 1])
+        matcher.consume_token(8 * byte_index + bit)
 
 
-def of_text(lark: str, *, first_space: bool) -> str:
+def answer_grammar(lark: str, *, first_space: bool) -> str:
     """The grammar of an answer's bytes, from the grammar of its text: with `first_space` the decoder drops a leading space, so
     the bytes are a space, then the text. Without `no_forcing`, the mask would allow only one tokenisation of forced text."""
     lark = '%llguidance {"no_forcing": true}\n' + lark
@@ -126,12 +126,12 @@ class CompiledGrammar:
     with the new one (`GrammarState`).
     """
 
-    __slots__ = ("_lark", "_matcher", "_trie", "spec", "table")
+    __slots__ = ("_lark", "_matcher", "_trie", "spec", "table_number")
 
     def __init__(self, trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> None:
         """Raises `GrammarError` naming the field of `spec`."""
         self.spec = spec
-        self.table = 0
+        self.table_number = 0
         self._trie = trie
         self._lark = lark
         self._matcher = build_matcher(trie, lark, spec)
@@ -144,24 +144,24 @@ class CompiledGrammar:
         """A matcher in the start state."""
         return self._matcher.deep_copy()
 
-    def renew(self, failed: int) -> None:
-        """Replace the table numbered `failed`, unless another request has done so already. As quick as the compile, which had a
-        deadline."""
-        if failed != self.table:
+    def replace_table(self, failed_number: int) -> None:
+        """Replace the table numbered `failed_number`, unless another request has done so already. As quick as the compile,
+        which had a deadline."""
+        if failed_number != self.table_number:
             return
-        self.table += 1
+        self.table_number += 1
         self._matcher = build_matcher(self._trie, self._lark, self.spec)
 
 
 class GrammarState:
     """The state of one request in its grammar. Not thread-safe: one caller at a time."""
 
-    __slots__ = ("_grammar", "_matcher", "_spent_s", "_table", "_tokens")
+    __slots__ = ("_grammar", "_matcher", "_spent_s", "_table_number", "_tokens")
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
-        self._table = grammar.table
+        self._table_number = grammar.table_number
         self._tokens: list[int] = []
         self._spent_s = 0.0
 
@@ -174,10 +174,10 @@ class GrammarState:
         start_s = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(address, view.nbytes)
         if self._matcher.is_error():
-            self._resume()
+            self._replay_tokens()
             self._matcher.unsafe_compute_mask_ptr(address, view.nbytes)
             if self._matcher.is_error():
-                raise self._given_up("cannot be followed further")
+                raise self._failure("cannot be followed further")
         self._spent_s += time.thread_time() - start_s
         if self._spent_s > ALLOWANCE_S + TOKEN_ALLOWANCE_S * len(self._tokens):
             spent = f"{self._spent_s:.1f} s of mask time in {len(self._tokens)} tokens"
@@ -186,9 +186,9 @@ class GrammarState:
     def accept(self, token_id: int) -> None:
         """Advance by one sampled token. Raises `GrammarError` for a token that the mask forbids."""
         if not self._matcher.consume_token(token_id):
-            self._resume()
+            self._replay_tokens()
             if not self._matcher.consume_token(token_id):
-                raise self._given_up(f"does not allow token {token_id} here")
+                raise self._failure(f"does not allow token {token_id} here")
         self._tokens.append(token_id)
 
     @property
@@ -196,20 +196,20 @@ class GrammarState:
         """The text so far satisfies the grammar: the request may end here."""
         return bool(self._matcher.is_accepting())
 
-    def _resume(self) -> None:
-        """Return to the same state in a fresh table: another request may have ruined the shared one."""
-        self._grammar.renew(self._table)
-        self._table = self._grammar.table
+    def _replay_tokens(self) -> None:
+        """Return to the same state with a fresh table: another request may have used up the shared one."""
+        self._grammar.replace_table(self._table_number)
+        self._table_number = self._grammar.table_number
         self._matcher = self._grammar.matcher()
         if not all(self._matcher.consume_token(token_id) for token_id in self._tokens):  # each with the fuel of a step
-            raise self._given_up("cannot be followed further")
+            raise self._failure("cannot be followed further")
 
-    def _given_up(self, what: str) -> GrammarError:
-        """This request has failed in its own table; it leaves the others a fresh one. Returns the error."""
-        error = self._error(what)
-        self._grammar.renew(self._table)
+    def _failure(self, problem: str) -> GrammarError:
+        """The error of a request that failed with its own table. Replaces the table for the other requests."""
+        error = self._error(problem)
+        self._grammar.replace_table(self._table_number)
         return error
 
-    def _error(self, what: str) -> GrammarError:
+    def _error(self, problem: str) -> GrammarError:
         param = self._grammar.spec.param
-        return GrammarError(param, f"the grammar of {param} {what}: {_first_line(self._matcher.get_error())}")
+        return GrammarError(param, f"the grammar of {param} {problem}: {_first_line(self._matcher.get_error())}")

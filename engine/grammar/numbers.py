@@ -14,7 +14,7 @@ from fractions import Fraction
 RESIDUES_MAX = 5000
 STATES_MAX = 20_000
 DECIMALS_MAX = 40
-LISTED_MAX = 256
+ENUMERATED_MAX = 256
 
 
 class NumberError(ValueError):
@@ -23,10 +23,10 @@ class NumberError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """`value` itself is outside when `is_open`."""
+    """`value` itself is outside when `is_exclusive`."""
 
     value: Fraction
-    is_open: bool
+    is_exclusive: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Numbers:
 
     def holds(self, value: Fraction) -> bool:
         return (
-            all(value > b.value or (value == b.value and not b.is_open) for b in self.lows)
-            and all(value < b.value or (value == b.value and not b.is_open) for b in self.highs)
+            all(value > b.value or (value == b.value and not b.is_exclusive) for b in self.lows)
+            and all(value < b.value or (value == b.value and not b.is_exclusive) for b in self.highs)
             and all((value / q).denominator == 1 for q in self.multiples)
             and not any((value / q).denominator == 1 for q in self.non_multiples)
             and value not in self.excluded
@@ -63,7 +63,7 @@ class Numbers:
         denominator = math.lcm(*(q.denominator for q in self.multiples))
         return Fraction(math.lcm(*(int(q * denominator) for q in self.multiples)), denominator)
 
-    def listed(self) -> list[Fraction] | None:
+    def enumerated(self) -> list[Fraction] | None:
         """All members when they are few; None when they are many or infinite."""
         low = max((b.value for b in self.lows), default=None)
         high = min((b.value for b in self.highs), default=None)
@@ -72,7 +72,7 @@ class Numbers:
         if low is not None and low == high:
             return [low] if self.holds(low) else []
         step = self.step
-        if step is None or low is None or high is None or (high - low) / step > LISTED_MAX:
+        if step is None or low is None or high is None or (high - low) / step > ENUMERATED_MAX:
             return None
         first, last = math.ceil(low / step), math.floor(high / step)
         return [value for count in range(first, last + 1) if self.holds(value := count * step)]
@@ -102,94 +102,108 @@ _State = tuple[str, int, int, tuple[int, ...], int, bool]
 _DIGITS = "0123456789"
 
 
-class _Reader:
+class _DigitReader:
     """Steps through the magnitude of a number of one sign."""
 
     def __init__(self, numbers: Numbers, negative: bool) -> None:
         self.numbers = numbers
         self.negative = negative
         points = [b.value for b in (*numbers.lows, *numbers.highs)] + list(numbers.excluded)
-        self.levels = sorted({abs(point) for point in points})
+        self.magnitudes = sorted({abs(point) for point in points})
         divisors = (*numbers.multiples, *numbers.non_multiples)
         self.scale = max((decimals(q) for q in divisors), default=0)
         self.modulus = math.lcm(*(int(q * 10**self.scale) for q in divisors)) if divisors else 1
         if self.modulus > RESIDUES_MAX:
             raise NumberError(f"multipleOf with more than {RESIDUES_MAX} residues")
-        self._judgements: dict[tuple[bool, bool], int] = {}
+        self._representatives: dict[tuple[bool, bool], int] = {}
         self.divisors = [int(q * 10**self.scale) for q in numbers.multiples]
         self.non_divisors = [int(q * 10**self.scale) for q in numbers.non_multiples]
-        self.whole = [str(int(level)) for level in self.levels]
-        self.parts = [self._decimals_of(level) for level in self.levels]
-        self.whole_max = max((len(digits) for digits in self.whole), default=0)
-        self.part_max = max([self.scale, *(len(digits) for digits in self.parts)])
+        self.integer_parts = [str(int(magnitude)) for magnitude in self.magnitudes]
+        self.decimal_parts = [self._decimals_of(magnitude) for magnitude in self.magnitudes]
+        self.integer_len_max = max((len(digits) for digits in self.integer_parts), default=0)
+        self.decimal_len_max = max([self.scale, *(len(digits) for digits in self.decimal_parts)])
 
     @staticmethod
-    def _decimals_of(level: Fraction) -> str:
-        count = decimals(level)
-        return str(int((level - int(level)) * 10**count)).zfill(count) if count else ""
+    def _decimals_of(magnitude: Fraction) -> str:
+        count = decimals(magnitude)
+        return str(int((magnitude - int(magnitude)) * 10**count)).zfill(count) if count else ""
 
     def start(self) -> _State:
-        return ("sign", 0, 0, (0,) * len(self.levels), 0, False)
+        return ("sign", 0, 0, (0,) * len(self.magnitudes), 0, False)
 
     def step(self, state: _State, character: str) -> _State | None:
-        phase, length, place, compared, residue, beyond = state
+        phase, num_digits, num_decimals, comparisons, residue, exceeds_scale = state
         if character == ".":
             if phase not in ("zero", "whole") or self.numbers.is_whole:
                 return None
-            return ("point", 0, 0, self._after_whole(length, compared), residue if self.scale else self._judged(residue), False)
+            return (
+                "point",
+                0,
+                0,
+                self._compare_lengths(num_digits, comparisons),
+                residue if self.scale else self._representative(residue),
+                False,
+            )
         digit = int(character)
         if phase in ("sign", "whole"):
-            following = self._compared(compared, character, self.whole, length, "") if compared else ()
+            following = self._compare_digit(comparisons, character, self.integer_parts, num_digits, "") if comparisons else ()
             residue = (residue * 10 + digit) % self.modulus
             phase = "zero" if phase == "sign" and digit == 0 else "whole"
-            return (phase, min(length + 1, self.whole_max + 1), 0, following, residue, False)
+            return (phase, min(num_digits + 1, self.integer_len_max + 1), 0, following, residue, False)
         if phase == "zero":
             return None
-        following = self._compared(compared, character, self.parts, place, "0") if compared else ()
-        if place < self.scale:
+        following = self._compare_digit(comparisons, character, self.decimal_parts, num_decimals, "0") if comparisons else ()
+        if num_decimals < self.scale:
             residue = (residue * 10 + digit) % self.modulus
-            residue = self._judged(residue) if place + 1 == self.scale else residue
+            residue = self._representative(residue) if num_decimals + 1 == self.scale else residue
         else:
-            beyond = beyond or digit != 0
-            if beyond and self.divisors:
+            exceeds_scale = exceeds_scale or digit != 0
+            if exceeds_scale and self.divisors:
                 return None
-        return ("part", 0, min(place + 1, self.part_max), following, residue, beyond)
+        return ("part", 0, min(num_decimals + 1, self.decimal_len_max), following, residue, exceeds_scale)
 
-    def _judged(self, residue: int) -> int:
+    def _representative(self, residue: int) -> int:
         """One representative for residues with the same verdict, once no digit can change them any more."""
         verdict = (
             any(residue % divisor for divisor in self.divisors),
             any(residue % divisor == 0 for divisor in self.non_divisors),
         )
-        return self._judgements.setdefault(verdict, residue)
+        return self._representatives.setdefault(verdict, residue)
 
     @staticmethod
-    def _compared(compared: tuple[int, ...], character: str, digits: list[str], at: int, beyond: str) -> tuple[int, ...]:
-        """Comparisons after one more digit. After the last digit of a bound, compare with `beyond`, unless that is empty."""
-        others = [each[at : at + 1] or beyond for each in digits]
-        return tuple(sign or (_sign(character, other) if other else 0) for sign, other in zip(compared, others, strict=True))
+    def _compare_digit(
+        comparisons: tuple[int, ...], character: str, digits: list[str], index: int, padding: str
+    ) -> tuple[int, ...]:
+        """Comparisons after one more digit. After the last digit of a bound, compare with `padding`, unless that is empty."""
+        others = [each[index : index + 1] or padding for each in digits]
+        return tuple(sign or (_sign(character, other) if other else 0) for sign, other in zip(comparisons, others, strict=True))
 
-    def _after_whole(self, length: int, compared: tuple[int, ...]) -> tuple[int, ...]:
+    def _compare_lengths(self, num_digits: int, comparisons: tuple[int, ...]) -> tuple[int, ...]:
         """Comparisons once the integer part is complete: more digits are a greater number."""
         return tuple(
-            sign if length == len(self.whole[i]) else (-1 if length < len(self.whole[i]) else 1)
-            for i, sign in enumerate(compared)
+            sign if num_digits == len(self.integer_parts[i]) else (-1 if num_digits < len(self.integer_parts[i]) else 1)
+            for i, sign in enumerate(comparisons)
         )
 
-    def is_member(self, state: _State) -> bool:
-        phase, length, place, compared, residue, beyond = state
+    def is_accepting(self, state: _State) -> bool:
+        phase, num_digits, num_decimals, comparisons, residue, exceeds_scale = state
         if phase not in ("zero", "whole", "part"):
             return False
         signs: tuple[int, ...] = ()
         if phase == "part":
-            signs = tuple(sign or (-1 if self.parts[i][place:].strip("0") else 0) for i, sign in enumerate(compared))
+            signs = tuple(
+                sign or (-1 if self.decimal_parts[i][num_decimals:].strip("0") else 0) for i, sign in enumerate(comparisons)
+            )
         else:
-            signs = tuple(sign or (-1 if self.parts[i] else 0) for i, sign in enumerate(self._after_whole(length, compared)))
-            place = 0
-        scaled = residue * 10 ** (self.scale - min(place, self.scale)) % self.modulus
-        return self._allows(dict(zip(self.levels, signs, strict=True)), scaled, beyond)
+            signs = tuple(
+                sign or (-1 if self.decimal_parts[i] else 0)
+                for i, sign in enumerate(self._compare_lengths(num_digits, comparisons))
+            )
+            num_decimals = 0
+        scaled = residue * 10 ** (self.scale - min(num_decimals, self.scale)) % self.modulus
+        return self._allows(dict(zip(self.magnitudes, signs, strict=True)), scaled, exceeds_scale)
 
-    def _allows(self, signs: dict[Fraction, int], scaled: int, beyond: bool) -> bool:
+    def _allows(self, signs: dict[Fraction, int], scaled: int, exceeds_scale: bool) -> bool:
         numbers = self.numbers
 
         def compare(point: Fraction) -> int:
@@ -202,10 +216,10 @@ class _Reader:
             return -magnitude
 
         return (
-            not any(beyond or scaled % divisor for divisor in self.divisors)
-            and not any(not beyond and scaled % divisor == 0 for divisor in self.non_divisors)
-            and all(compare(b.value) >= (1 if b.is_open else 0) for b in numbers.lows)
-            and all(compare(b.value) <= (-1 if b.is_open else 0) for b in numbers.highs)
+            not any(exceeds_scale or scaled % divisor for divisor in self.divisors)
+            and not any(not exceeds_scale and scaled % divisor == 0 for divisor in self.non_divisors)
+            and all(compare(b.value) >= (1 if b.is_exclusive else 0) for b in numbers.lows)
+            and all(compare(b.value) <= (-1 if b.is_exclusive else 0) for b in numbers.highs)
             and all(compare(point) != 0 for point in numbers.excluded)
         )
 
@@ -214,75 +228,77 @@ def _sign(digit: str, other: str) -> int:
     return (digit > other) - (digit < other)
 
 
-def automaton(numbers: Numbers) -> Automaton:
+def build_automaton(numbers: Numbers) -> Automaton:
     """The automaton of the JSON spellings, without exponent, of exactly these numbers. Raises `NumberError`."""
-    made = Automaton(edges=[{}])
-    reader = _Reader(numbers, negative=False)
-    _explore(made, reader, 0)
-    minus = len(made.edges)
-    if reader.levels:
-        made.edges.append({})
-        _explore(made, _Reader(numbers, negative=True), minus)
+    automaton = Automaton(edges=[{}])
+    reader = _DigitReader(numbers, negative=False)
+    _explore(automaton, reader, 0)
+    minus = len(automaton.edges)
+    if reader.magnitudes:
+        automaton.edges.append({})
+        _explore(automaton, _DigitReader(numbers, negative=True), minus)
     else:
-        made.edges.append(dict(made.edges[0]))  # without bounds a sign makes no difference
-    made.edges[0]["-"] = minus
-    return _trimmed(made)
+        automaton.edges.append(dict(automaton.edges[0]))  # without bounds a sign makes no difference
+    automaton.edges[0]["-"] = minus
+    return _without_dead_states(automaton)
 
 
-def _explore(made: Automaton, reader: _Reader, start: int) -> None:
+def _explore(automaton: Automaton, reader: _DigitReader, start: int) -> None:
     """Add every state that the reader reaches from its start, which is state `start`."""
-    known = {reader.start(): start}
+    state_ids = {reader.start(): start}
     characters = _DIGITS if reader.numbers.is_whole else _DIGITS + "."
-    waiting = deque(known)
-    while waiting:
-        state = waiting.popleft()
+    worklist = deque(state_ids)
+    while worklist:
+        state = worklist.popleft()
         for character in characters:
             following = reader.step(state, character)
             if following is None:
                 continue
-            if following not in known:
-                if len(made.edges) >= STATES_MAX:
+            if following not in state_ids:
+                if len(automaton.edges) >= STATES_MAX:
                     raise NumberError(f"a number whose bounds and multiples need more than {STATES_MAX} states")
-                known[following] = len(made.edges)
-                made.edges.append({})
-                waiting.append(following)
-            made.edges[known[state]][character] = known[following]
-        if reader.is_member(state):
-            made.accepting.add(known[state])
+                state_ids[following] = len(automaton.edges)
+                automaton.edges.append({})
+                worklist.append(following)
+            automaton.edges[state_ids[state]][character] = state_ids[following]
+        if reader.is_accepting(state):
+            automaton.accepting.add(state_ids[state])
 
 
-def _trimmed(made: Automaton) -> Automaton:
+def _without_dead_states(automaton: Automaton) -> Automaton:
     """Without the states from which no number can be completed, and with equal states joined."""
-    before: dict[int, list[int]] = {}
-    for state, edges in enumerate(made.edges):
+    predecessors: dict[int, list[int]] = {}
+    for state, edges in enumerate(automaton.edges):
         for following in edges.values():
-            before.setdefault(following, []).append(state)
-    alive, waiting = set(made.accepting), list(made.accepting)
-    while waiting:
-        for state in before.get(waiting.pop(), ()):
-            if state not in alive:
-                alive.add(state)
-                waiting.append(state)
-    if 0 not in alive:
+            predecessors.setdefault(following, []).append(state)
+    live, worklist = set(automaton.accepting), list(automaton.accepting)
+    while worklist:
+        for state in predecessors.get(worklist.pop(), ()):
+            if state not in live:
+                live.add(state)
+                worklist.append(state)
+    if 0 not in live:
         return Automaton()
-    return _joined([{c: n for c, n in edges.items() if n in alive} for edges in made.edges], made.accepting, alive)
+    return _merge_equivalent(
+        [{c: n for c, n in edges.items() if n in live} for edges in automaton.edges], automaton.accepting, live
+    )
 
 
-def _joined(edges: list[dict[str, int]], accepting: set[int], alive: set[int]) -> Automaton:
+def _merge_equivalent(edges: list[dict[str, int]], accepting: set[int], live: set[int]) -> Automaton:
     """Moore's partition refinement: states that cannot be told apart become one."""
-    block = {state: int(state in accepting) for state in alive}
+    block = {state: int(state in accepting) for state in live}
     count = len(set(block.values()))
     while True:
-        signs = {s: (block[s], tuple(sorted((c, block[n]) for c, n in edges[s].items()))) for s in alive}
-        names = {sign: number for number, sign in enumerate(dict.fromkeys(signs[s] for s in sorted(alive)))}
-        block = {state: names[signs[state]] for state in alive}
+        signatures = {s: (block[s], tuple(sorted((c, block[n]) for c, n in edges[s].items()))) for s in live}
+        names = {signature: number for number, signature in enumerate(dict.fromkeys(signatures[s] for s in sorted(live)))}
+        block = {state: names[signatures[state]] for state in live}
         if len(names) == count:
             break
         count = len(names)
-    joined = Automaton(edges=[{} for _ in range(count)])
-    for state in sorted(alive):
-        joined.edges[block[state]] = {c: block[n] for c, n in edges[state].items()}
+    merged = Automaton(edges=[{} for _ in range(count)])
+    for state in sorted(live):
+        merged.edges[block[state]] = {c: block[n] for c, n in edges[state].items()}
         if state in accepting:
-            joined.accepting.add(block[state])
+            merged.accepting.add(block[state])
     assert block[0] == 0
-    return joined
+    return merged

@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 from engine.grammar import char_sets
 from engine.grammar.char_sets import CharSet
-from engine.grammar.regex import ANYTHING, EMPTY, Chars, Regex, alt, both, cat, literal, no, one_of, repeat
+from engine.grammar.regex import ANYTHING, EPSILON, Chars, Regex, alt, cat, complement, intersection, literal, one_of, repeat
 
 REPEAT_MAX = 100_000
-GROUPS_DEEP_MAX = 60
+GROUP_DEPTH_MAX = 60
 ALTERNATIVES_MAX = 256
 _ESCAPED = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "0": "\0"}
 
@@ -48,12 +48,12 @@ class _Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Lookahead:
     inner: _Node
     negative: bool
 
 
-_Node: TypeAlias = Chars | _Sequence | _Choice | _Repeated | _Anchor | _Look
+_Node: TypeAlias = Chars | _Sequence | _Choice | _Repeated | _Anchor | _Lookahead
 
 
 @functools.lru_cache(maxsize=4096)
@@ -67,82 +67,82 @@ def full_language(pattern: str) -> Regex:
     return _language(_Parser(pattern, False).parse(), False, False, False)
 
 
-def _special(node: _Node) -> bool:
+def _has_assertion(node: _Node) -> bool:
     """Whether it contains an anchor or a lookahead."""
-    if isinstance(node, _Anchor | _Look):
+    if isinstance(node, _Anchor | _Lookahead):
         return True
     if isinstance(node, _Sequence | _Choice):
-        return any(_special(part) for part in node.parts)
-    return isinstance(node, _Repeated) and _special(node.inner)
+        return any(_has_assertion(part) for part in node.parts)
+    return isinstance(node, _Repeated) and _has_assertion(node.inner)
 
 
-def _plain(node: _Node) -> Regex:
+def _plain_language(node: _Node) -> Regex:
     """The language of a node without anchors and lookaheads."""
     if isinstance(node, Chars):
         return one_of(node.members)
     if isinstance(node, _Sequence):
-        return cat(*(_plain(part) for part in node.parts))
+        return cat(*(_plain_language(part) for part in node.parts))
     if isinstance(node, _Choice):
-        return alt(*(_plain(part) for part in node.parts))
+        return alt(*(_plain_language(part) for part in node.parts))
     if isinstance(node, _Repeated):
-        return repeat(_plain(node.inner), node.low, node.high)
+        return repeat(_plain_language(node.inner), node.low, node.high)
     raise PatternError("a repeated anchor or lookahead")
 
 
 def _language(node: _Node, open_left: bool, open_right: bool, wide: bool) -> Regex:
-    """What a node matches up to the end of the text; `open_left` / `open_right`: anything may stand before / after it."""
+    """The language of a node up to the end of the text; `open_left` / `open_right`: anything may precede / follow it."""
     if isinstance(node, _Choice):
         return alt(*(_language(part, open_left, open_right, wide) for part in node.parts))
     parts = node.parts if isinstance(node, _Sequence) else (node,)
-    before = ANYTHING if open_left else EMPTY
+    before = ANYTHING if open_left else EPSILON
     return (
-        cat(before, _rest(parts, open_left, open_right, wide))
-        if not _starts_special(parts)
-        else _opened(parts, open_left, open_right, wide)
+        cat(before, _rest_language(parts, open_left, open_right, wide))
+        if not _starts_with_assertion(parts)
+        else _language_from_assertion(parts, open_left, open_right, wide)
     )
 
 
-def _starts_special(parts: tuple[_Node, ...]) -> bool:
-    return bool(parts) and _special(parts[0])
+def _starts_with_assertion(parts: tuple[_Node, ...]) -> bool:
+    return bool(parts) and _has_assertion(parts[0])
 
 
-def _opened(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
-    """A sequence whose first part is or holds an anchor or a lookahead."""
+def _language_from_assertion(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
+    """The language of a sequence whose first part is or contains an anchor or a lookahead."""
     first, others = parts[0], parts[1:]
     if isinstance(first, _Anchor) and first.at_start:
         return _language(_Sequence(others), False, open_right, wide)
     if isinstance(first, _Choice):
         if len(first.parts) > ALTERNATIVES_MAX:
             raise PatternError(f"more than {ALTERNATIVES_MAX} alternatives with anchors")
-        return alt(*(_language(_joined(part, others), open_left, open_right, wide) for part in first.parts))
+        return alt(*(_language(_prepended(part, others), open_left, open_right, wide) for part in first.parts))
     if isinstance(first, _Sequence):
         return _language(_Sequence(first.parts + others), open_left, open_right, wide)
-    return cat(ANYTHING if open_left else EMPTY, _rest(parts, open_left, open_right, wide))
+    return cat(ANYTHING if open_left else EPSILON, _rest_language(parts, open_left, open_right, wide))
 
 
-def _joined(first: _Node, others: tuple[_Node, ...]) -> _Sequence:
+def _prepended(first: _Node, others: tuple[_Node, ...]) -> _Sequence:
     return _Sequence((first.parts if isinstance(first, _Sequence) else (first,)) + others)
 
 
-def _rest(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
-    """What `parts` match from here to the end of the text."""
+def _rest_language(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
+    """The language of `parts` up to the end of the text."""
     if not parts:
-        return ANYTHING if open_right else EMPTY
+        return ANYTHING if open_right else EPSILON
     first, others = parts[0], parts[1:]
-    if not _special(first):
-        return cat(_plain(first), _rest(others, False, open_right, wide))
-    if isinstance(first, _Look):
-        ahead = _language(first.inner, False, True, wide != first.negative)
-        following = _rest(others, open_left, open_right, wide)
-        return both(following, no(ahead) if first.negative else ahead)
+    if not _has_assertion(first):
+        return cat(_plain_language(first), _rest_language(others, False, open_right, wide))
+    if isinstance(first, _Lookahead):
+        lookahead = _language(first.inner, False, True, wide != first.negative)
+        following = _rest_language(others, open_left, open_right, wide)
+        return intersection(following, complement(lookahead) if first.negative else lookahead)
     if isinstance(first, _Anchor):
         if first.at_start:
             raise PatternError("^ after the start")
         return _after_end(others, wide)
     if isinstance(first, _Sequence):
-        return _rest(first.parts + others, open_left, open_right, wide)
+        return _rest_language(first.parts + others, open_left, open_right, wide)
     if isinstance(first, _Choice):
-        return alt(*(_rest(_joined(part, others).parts, open_left, open_right, wide) for part in first.parts))
+        return alt(*(_rest_language(_prepended(part, others).parts, open_left, open_right, wide) for part in first.parts))
     raise PatternError("a repeated anchor or lookahead")
 
 
@@ -150,7 +150,7 @@ def _after_end(others: tuple[_Node, ...], wide: bool) -> Regex:
     """`$` and what follows it, which can only match the empty string. In Python `$` also matches before a last newline."""
     if any(not (isinstance(part, _Anchor) and not part.at_start) for part in others):
         raise PatternError("$ before the end")
-    return alt(EMPTY, literal("\n")) if wide else EMPTY
+    return alt(EPSILON, literal("\n")) if wide else EPSILON
 
 
 class _Parser:
@@ -158,40 +158,40 @@ class _Parser:
 
     def __init__(self, pattern: str, wide: bool) -> None:
         self._text = pattern
-        self._at = 0
+        self._pos = 0
         self._wide = wide
         self._depth = 0
 
     def parse(self) -> _Node:
         node = self._choice()
-        if self._at < len(self._text):
-            raise PatternError(f"an unopened ) at {self._at}")
+        if self._pos < len(self._text):
+            raise PatternError(f"an unopened ) at {self._pos}")
         return node
 
     def _peek(self, text: str) -> bool:
-        return self._text.startswith(text, self._at)
+        return self._text.startswith(text, self._pos)
 
-    def _take(self, text: str) -> bool:
+    def _accept(self, text: str) -> bool:
         if self._peek(text):
-            self._at += len(text)
+            self._pos += len(text)
             return True
         return False
 
     def _next(self) -> str:
-        if self._at >= len(self._text):
+        if self._pos >= len(self._text):
             raise PatternError("an unfinished construct at the end")
-        self._at += 1
-        return self._text[self._at - 1]
+        self._pos += 1
+        return self._text[self._pos - 1]
 
     def _choice(self) -> _Node:
         parts = [self._sequence()]
-        while self._take("|"):
+        while self._accept("|"):
             parts.append(self._sequence())
         return parts[0] if len(parts) == 1 else _Choice(tuple(parts))
 
     def _sequence(self) -> _Node:
         parts: list[_Node] = []
-        while self._at < len(self._text) and not self._peek("|") and not self._peek(")"):
+        while self._pos < len(self._text) and not self._peek("|") and not self._peek(")"):
             parts.append(self._quantified(self._atom()))
         return _Sequence(tuple(parts))
 
@@ -199,11 +199,11 @@ class _Parser:
         bounds = self._bounds()
         if bounds is None:
             return atom
-        if isinstance(atom, _Anchor | _Look):
+        if isinstance(atom, _Anchor | _Lookahead):
             raise PatternError("a repeated anchor or lookahead")
-        self._take("?")  # a lazy match has the same language
+        self._accept("?")  # a lazy match has the same language
         if self._peek("+") or self._peek("*") or self._peek("?"):
-            raise PatternError(f"a quantifier after a quantifier at {self._at}")
+            raise PatternError(f"a quantifier after a quantifier at {self._pos}")
         low, high = bounds
         if max(low, high or 0) > REPEAT_MAX:
             raise PatternError(f"a repetition of more than {REPEAT_MAX}")
@@ -213,12 +213,12 @@ class _Parser:
 
     def _bounds(self) -> tuple[int, int | None] | None:
         for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
-            if self._take(sign):
+            if self._accept(sign):
                 return bounds
         if not self._peek("{"):
             return None
-        end = self._text.find("}", self._at)
-        low, comma, high = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
+        end = self._text.find("}", self._pos)
+        low, comma, high = self._text[self._pos + 1 : end].partition(",") if end > 0 else ("", "", "")
         digits = [part for part in (low, high) if part]
         if end < 0 or not digits or not all(part.isascii() and part.isdigit() for part in digits):
             return None  # a literal brace
@@ -226,15 +226,15 @@ class _Parser:
             raise PatternError(f"the repetition {{,{high}}}, which dialects read in two ways")
         if any(len(part.lstrip("0")) > len(str(REPEAT_MAX)) for part in digits):
             raise PatternError(f"a repetition of more than {REPEAT_MAX}")
-        self._at = end + 1
+        self._pos = end + 1
         if not comma:
             return int(low), int(low)
         return int(low), int(high) if high else None
 
     def _is_repetition(self) -> bool:
         """Whether the brace just read begins a repetition; otherwise it is literal."""
-        after, self._at = self._at, self._at - 1
-        bounds, self._at = self._bounds(), after
+        after_brace, self._pos = self._pos, self._pos - 1
+        bounds, self._pos = self._bounds(), after_brace
         return bounds is not None
 
     def _atom(self) -> _Node:
@@ -249,47 +249,47 @@ class _Parser:
         if character in "^$":
             return _Anchor(character == "^")
         if character in "*+?" or (character == "{" and self._is_repetition()):
-            raise PatternError(f"nothing to repeat at {self._at - 1}")
+            raise PatternError(f"nothing to repeat at {self._pos - 1}")
         if character == "\\":
             return self._escape()
         return Chars(char_sets.of(character))
 
     def _group(self) -> _Node:
         self._depth += 1
-        if self._depth > GROUPS_DEEP_MAX:
-            raise PatternError(f"groups nested more than {GROUPS_DEEP_MAX} deep")
-        look: bool | None = None
-        if self._take("?"):
-            look = self._group_kind()
-        if look is True:
+        if self._depth > GROUP_DEPTH_MAX:
+            raise PatternError(f"groups nested more than {GROUP_DEPTH_MAX} deep")
+        is_negative: bool | None = None
+        if self._accept("?"):
+            is_negative = self._group_kind()
+        if is_negative is True:
             self._wide = not self._wide  # inside a negation the other reading is the strict one
         inner = self._choice()
-        if look is True:
+        if is_negative is True:
             self._wide = not self._wide
-        if not self._take(")"):
+        if not self._accept(")"):
             raise PatternError("an unclosed (")
         self._depth -= 1
-        return inner if look is None else _Look(inner, look)
+        return inner if is_negative is None else _Lookahead(inner, is_negative)
 
     def _group_kind(self) -> bool | None:
         """After `(?`: None for a plain group, else whether the lookahead is negative."""
-        if self._take(":"):
+        if self._accept(":"):
             return None
         for sign, negative in (("=", False), ("!", True)):
-            if self._take(sign):
+            if self._accept(sign):
                 return negative
         if self._peek("<=") or self._peek("<!"):
             raise PatternError("a lookbehind (?<=…) or (?<!…)")
-        if self._take("P<") or self._take("<"):
-            end = self._text.find(">", self._at)
-            if end < 0 or not self._text[self._at : end].isidentifier():
+        if self._accept("P<") or self._accept("<"):
+            end = self._text.find(">", self._pos)
+            if end < 0 or not self._text[self._pos : end].isidentifier():
                 raise PatternError("a malformed group name")
-            self._at = end + 1
+            self._pos = end + 1
             return None
-        raise PatternError(f"the group (?{self._text[self._at : self._at + 1]}…")
+        raise PatternError(f"the group (?{self._text[self._pos : self._pos + 1]}…")
 
     def _escape(self) -> _Node:
-        start = self._at
+        start = self._pos
         character = self._next()
         if character in "bB":
             raise PatternError(f"a word boundary \\{character}")
@@ -297,7 +297,7 @@ class _Parser:
             raise PatternError(f"\\{character}, which only some dialects know")
         if character in "123456789k":
             raise PatternError("a back-reference")
-        self._at = start
+        self._pos = start
         return Chars(self._escaped_set())
 
     def _escaped_set(self) -> CharSet:
@@ -309,7 +309,7 @@ class _Parser:
             return char_sets.complement(char_sets.named(character.lower(), wide=not self._wide))
         if character in "pP":
             return self._category(character == "P")
-        if character == "0" and self._text[self._at : self._at + 1].isdigit():
+        if character == "0" and self._text[self._pos : self._pos + 1].isdigit():
             raise PatternError("an octal escape")
         if character in _ESCAPED:
             return char_sets.of(_ESCAPED[character])
@@ -325,22 +325,22 @@ class _Parser:
         return char_sets.of(character)
 
     def _category(self, negated: bool) -> CharSet:
-        end = self._text.find("}", self._at)
-        name = self._text[self._at + 1 : end] if self._peek("{") and end > 0 else ""
-        found = char_sets.category(name)
-        if found is None:
+        end = self._text.find("}", self._pos)
+        name = self._text[self._pos + 1 : end] if self._peek("{") and end > 0 else ""
+        members = char_sets.category(name)
+        if members is None:
             raise PatternError(f"the character property \\p{{{name}}}")
-        self._at = end + 1
-        return char_sets.complement(found) if negated else found
+        self._pos = end + 1
+        return char_sets.complement(members) if negated else members
 
     def _code_point(self, letter: str) -> CharSet:
-        if letter == "u" and self._take("{"):
-            end = self._text.find("}", self._at)
-            point = self._hex(self._text[self._at : max(end, self._at)])
-            self._at = end + 1
+        if letter == "u" and self._accept("{"):
+            end = self._text.find("}", self._pos)
+            point = self._hex(self._text[self._pos : max(end, self._pos)])
+            self._pos = end + 1
         else:
             point = self._hex_digits(2 if letter == "x" else 4)
-        if 0xD800 <= point <= 0xDBFF and self._take("\\u"):
+        if 0xD800 <= point <= 0xDBFF and self._accept("\\u"):
             low = self._hex_digits(4)
             if not 0xDC00 <= low <= 0xDFFF:
                 raise PatternError("half of a surrogate pair")
@@ -350,8 +350,8 @@ class _Parser:
         return char_sets.chars((point, point))
 
     def _hex_digits(self, count: int) -> int:
-        digits = self._text[self._at : self._at + count]
-        self._at += count
+        digits = self._text[self._pos : self._pos + count]
+        self._pos += count
         return self._hex(digits if len(digits) == count else "")
 
     def _hex(self, digits: str) -> int:
@@ -362,16 +362,16 @@ class _Parser:
 
     def _class(self) -> CharSet:
         """After `[`, up to its `]`. In a negated class `wide` is inverted for the members, as in a negation."""
-        negated = self._take("^")
+        negated = self._accept("^")
         if self._peek("]"):
             raise PatternError("an empty class [] or a ] first in a class, which dialects read differently")
         if negated:
             self._wide = not self._wide
         members: list[CharSet] = []
-        while not self._take("]"):
+        while not self._accept("]"):
             first = self._member()
             if self._peek("-") and not self._peek("-]"):
-                self._at += 1
+                self._pos += 1
                 members.append(self._range(first, self._member()))
             else:
                 members.append(first)
@@ -392,4 +392,4 @@ class _Parser:
         character = self._next()
         if character != "\\":
             return char_sets.of(character)
-        return char_sets.of("\b") if self._take("b") else self._escaped_set()
+        return char_sets.of("\b") if self._accept("b") else self._escaped_set()

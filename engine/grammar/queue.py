@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.errors import EngineError, EngineOverloaded, ModelError
-from engine.fault_isolation import failure
-from engine.grammar.compile_lines import NO_THREAD, overloaded
+from engine.fault_isolation import failure_message
+from engine.grammar.compile_queue import NO_THREAD, overloaded
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.scheduling.request import Request
@@ -39,52 +39,52 @@ class Masks(Protocol):
     def close(self) -> None: ...
 
 
-class LateCompiler:
+class LazyCompiler:
     """Creates the compiler in a thread when the first request needs it: reading a vocabulary of 128,000 tokens takes
     seconds."""
 
-    def __init__(self, make: Callable[[], Compiler]) -> None:
-        self._make = make
-        self._made: Future[Compiler] | None = None
+    def __init__(self, create: Callable[[], Compiler]) -> None:
+        self._create = create
+        self._compiler: Future[Compiler] | None = None
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         """See `GrammarCompiler`. If the model's vocabulary cannot be read, every grammar is refused, with the reason."""
         compiled: Future[CompiledGrammar] = Future()
-        if self._made is None:
+        if self._compiler is None:
             worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-vocabulary")
             try:
-                self._made = worker.submit(self._make)
+                self._compiler = worker.submit(self._create)
             except RuntimeError:  # the next request tries again
                 compiled.set_exception(overloaded(spec, NO_THREAD))
                 return compiled
             finally:
                 worker.shutdown(wait=False)
-        self._made.add_done_callback(lambda made: _pass_on(made, spec, tenant_id, compiled))
+        self._compiler.add_done_callback(lambda compiler: _forward_submit(compiler, spec, tenant_id, compiled))
         return compiled
 
     def close(self) -> None:
         """End the compiler's processes, if there are any; a compiler that is still being created ends as soon as it is
         ready."""
-        if self._made is not None:
-            self._made.add_done_callback(_close)
+        if self._compiler is not None:
+            self._compiler.add_done_callback(_close)
 
 
-def _pass_on(made: Future[Compiler], spec: GrammarSpec, tenant_id: str, compiled: Future[CompiledGrammar]) -> None:
-    error = made.exception()
+def _forward_submit(compiler: Future[Compiler], spec: GrammarSpec, tenant_id: str, compiled: Future[CompiledGrammar]) -> None:
+    error = compiler.exception()
     if error is None:
-        made.result().submit(spec, tenant_id).add_done_callback(lambda grammar: _copy(grammar, compiled))
+        compiler.result().submit(spec, tenant_id).add_done_callback(lambda grammar: _copy_result(grammar, compiled))
     elif isinstance(error, ModelError):
         compiled.set_exception(GrammarError(spec.param, f"{spec.param} cannot be followed with this model: {error}"))
     else:
         compiled.set_exception(error)
 
 
-def _close(made: Future[Compiler]) -> None:
-    if made.exception() is None:
-        made.result().close()
+def _close(compiler: Future[Compiler]) -> None:
+    if compiler.exception() is None:
+        compiler.result().close()
 
 
-def _copy(source: Future[CompiledGrammar], target: Future[CompiledGrammar]) -> None:
+def _copy_result(source: Future[CompiledGrammar], target: Future[CompiledGrammar]) -> None:
     if source.cancelled():
         target.cancel()
     elif (error := source.exception()) is not None:
@@ -144,17 +144,17 @@ class GrammarQueue:
         for parked in self._parked.values():
             yield from parked.answers
 
-    def take_ready(self) -> list[tuple[list[Request], GrammarError | EngineError | None]]:
-        """Answers whose grammar is compiled, ready to run, or refused, with the reason. They are no longer parked. An
-        `EngineError` is not the fault of any field."""
+    def pop_ready(self) -> list[tuple[list[Request], GrammarError | EngineError | None]]:
+        """Remove and return the answers whose grammar is compiled, ready to run, or refused, with the reason. An `EngineError`
+        is not the fault of any field."""
         done = [request_id for request_id, parked in self._parked.items() if parked.grammar.done()]
         return [self._start(self._parked.pop(request_id)) for request_id in done]
 
-    def take_expired(self, now_s: float) -> list[Request]:
-        """The answers of requests that have waited too long. They are no longer parked."""
+    def pop_expired(self, now_s: float) -> list[Request]:
+        """Remove and return the answers of requests that have waited too long."""
         parked = self._parked.items()
-        late = [request_id for request_id, each in parked if each.deadline_s is not None and each.deadline_s <= now_s]
-        expired = [request for request_id in late for request in self._parked.pop(request_id).answers]
+        expired_ids = [request_id for request_id, entry in parked if entry.deadline_s is not None and entry.deadline_s <= now_s]
+        expired = [request for request_id in expired_ids for request in self._parked.pop(request_id).answers]
         self._num_answers -= len(expired)
         return expired
 
@@ -170,17 +170,17 @@ class GrammarQueue:
                 grammar = parked.grammar.result()
                 for request in parked.answers:
                     self._masks.start(request, grammar)
-        except Exception as failed:  # noqa: BLE001 - of the task that compiles: whoever waits for it ends alone
+        except Exception as failed:  # noqa: BLE001 - from the compiling task: only its waiters fail
             error = failed
         if error is None or isinstance(error, GrammarError | EngineOverloaded):
             return parked.answers, error
-        told = parked.param, parked.answers[0].request_id
-        log.error("a grammar could not be compiled param=%s request_id=%s", *told, exc_info=error)
-        return parked.answers, EngineError(failure("compile", error))
+        log_args = parked.param, parked.answers[0].request_id
+        log.error("a grammar could not be compiled param=%s request_id=%s", *log_args, exc_info=error)
+        return parked.answers, EngineError(failure_message("compile", error))
 
     @property
-    def guides(self) -> bool:
-        """Whether any running answer has a grammar."""
+    def has_guided_answers(self) -> bool:
+        """Whether any running answer has a grammar to follow."""
         return not self._masks.are_empty
 
     def wait(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Regular languages as trees, closed under `and` and `not`, with a matcher that cannot explode. Knows no syntax of patterns."""
+"""Regular languages as trees, closed under `and` and `not`, with a matcher in polynomial time. Knows no syntax of patterns."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Not:
 Regex: TypeAlias = Chars | Cat | Alt | Repeat | And | Not
 
 NOTHING = Alt(())
-EMPTY = Cat(())
+EPSILON = Cat(())
 ANY_CHAR = Chars(char_sets.ANY)
 ANYTHING = Repeat(ANY_CHAR, 0, None)
 
@@ -90,7 +90,7 @@ def alt(*parts: Regex) -> Regex:
     return joined[0] if len(joined) == 1 else Alt(tuple(joined))
 
 
-def both(*parts: Regex) -> Regex:
+def intersection(*parts: Regex) -> Regex:
     flat: dict[Regex, None] = {}
     for part in parts:
         flat.update(dict.fromkeys(part.parts if isinstance(part, And) else (part,)))
@@ -102,7 +102,7 @@ def both(*parts: Regex) -> Regex:
     return next(iter(flat)) if len(flat) == 1 else And(tuple(flat))
 
 
-def no(inner: Regex) -> Regex:
+def complement(inner: Regex) -> Regex:
     if isinstance(inner, Not):
         return inner.inner
     if inner == NOTHING:
@@ -111,10 +111,10 @@ def no(inner: Regex) -> Regex:
 
 
 def repeat(inner: Regex, low: int, high: int | None) -> Regex:
-    if high == 0 or inner == EMPTY:
-        return EMPTY
+    if high == 0 or inner == EPSILON:
+        return EPSILON
     if inner == NOTHING:
-        return EMPTY if low == 0 else NOTHING
+        return EPSILON if low == 0 else NOTHING
     return inner if (low, high) == (1, 1) else Repeat(inner, low, high)
 
 
@@ -137,13 +137,13 @@ class _Matcher:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._known: dict[tuple[int, int], frozenset[int]] = {}
+        self._cache: dict[tuple[int, int], frozenset[int]] = {}
 
     def ends(self, node: Regex, start: int) -> frozenset[int]:
         key = (id(node), start)
-        if key not in self._known:
-            self._known[key] = self._ends(node, start)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._ends(node, start)
+        return self._cache[key]
 
     def _ends(self, node: Regex, start: int) -> frozenset[int]:
         if isinstance(node, Chars):
@@ -166,15 +166,15 @@ class _Matcher:
         return frozenset().union(*(self.ends(node, start) for start in starts))
 
     def _repeated(self, node: Repeat, start: int) -> frozenset[int]:
-        reached, found, rounds = frozenset({start}), frozenset[int](), 0
+        reached, ends, repetitions = frozenset({start}), frozenset[int](), 0
         high = node.low + len(self._text) + 1 if node.high is None else node.high
-        while reached and rounds <= high:
-            if rounds >= node.low:
-                if reached <= found:
+        while reached and repetitions <= high:
+            if repetitions >= node.low:
+                if reached <= ends:
                     break
-                found |= reached
+                ends |= reached
             following = self._step(node.inner, reached)
-            if rounds < node.low and following == reached:
-                return found | following  # the inner node matches the empty string: more rounds reach nothing new
-            reached, rounds = following, rounds + 1
-        return found
+            if repetitions < node.low and following == reached:
+                return ends | following  # the inner node matches the empty string: more rounds reach nothing new
+            reached, repetitions = following, repetitions + 1
+        return ends

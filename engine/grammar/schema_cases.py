@@ -1,7 +1,7 @@
-"""Takes a conjunction of schemas apart into cases. A case has only plain constraints, and satisfying any one case suffices.
+"""Splits a conjunction of schemas into cases. A case has only plain constraints, and satisfying any one case suffices.
 
-The method is that of a tableau: `allOf`, `$ref` and negations are opened, `anyOf`, `oneOf`, `if` and the negation of a schema
-split the case. Negations are carried as negative literals, so that `not`, `oneOf` and `else` are exact.
+The method is that of a tableau: `allOf`, `$ref` and negations are expanded, `anyOf`, `oneOf`, `if` and the negation of a schema
+split the branch. Negations are kept as negative literals, so that `not`, `oneOf` and `else` are exact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.grammar.patterns import PatternError, search_language
-from engine.grammar.regex import Regex, alt, both, literal, no
+from engine.grammar.regex import Regex, alt, complement, intersection, literal
 from engine.grammar.schema_document import Document
 from engine.grammar.schema_nodes import PARAM, TYPES, Constraint, Contains, Items, Members, Node, refusal
 from engine.grammar.schema_values import TYPE_OF_KIND, Literal, Pair, Term, Values, type_of
@@ -30,10 +30,10 @@ class Case:
     values: tuple[Any, ...] | None = None
 
     def of_type(self, name: str) -> list[tuple[Constraint, bool]]:
-        return [(c, positive) for c, positive in self.facts if _type_of(c) in (name, None)]
+        return [(c, holds) for c, holds in self.facts if _type_of(c) in (name, None)]
 
 
-def term(literals: Iterable[Literal]) -> Term:
+def make_term(literals: Iterable[Literal]) -> Term:
     return tuple(sorted(dict.fromkeys(literals), key=_order))
 
 
@@ -41,8 +41,8 @@ def _order(each: Literal) -> tuple[int, bool]:
     return (each[0].index if isinstance(each[0], Node) else -1, each[1])
 
 
-def positive(nodes: Iterable[Node]) -> Term:
-    return term((node, True) for node in nodes)
+def conjunction(nodes: Iterable[Node]) -> Term:
+    return make_term((node, True) for node in nodes)
 
 
 def _type_of(constraint: Constraint) -> str | None:
@@ -51,32 +51,32 @@ def _type_of(constraint: Constraint) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """A choice whose alternatives are written when it is made: what is known by then separates most branches."""
+    """A choice whose alternatives are computed when it is made: the facts known by then separate most branches."""
 
     nodes: tuple[Node, ...]
 
 
-class _Path:
+class _Branch:
     """One branch of the tableau while it grows."""
 
-    __slots__ = ("choices", "facts", "literals", "pending", "seen", "types")
+    __slots__ = ("choices", "expanded", "facts", "literals", "pending", "types")
 
     def __init__(self, literals: Iterable[Literal]) -> None:
         self.literals: list[Literal] = list(literals)
         self.pending: list[Literal] = self.literals[::-1]
-        self.seen: set[Literal] = set()
+        self.expanded: set[Literal] = set()
         self.facts: dict[tuple[Constraint, bool], None] = {}
         self.types: frozenset[str] = TYPES
         self.choices: list[list[list[Literal]] | OneOf] = []
 
-    def taking(self, index: int, literals: list[Literal]) -> _Path:
+    def with_choice(self, index: int, literals: list[Literal]) -> _Branch:
         """A copy in which the choice `index` has been made."""
-        path = _Path(())
-        path.literals = [*self.literals, *literals]
-        path.pending = list(reversed(literals))
-        path.seen, path.facts, path.types = set(self.seen), dict(self.facts), self.types
-        path.choices = self.choices[:index] + self.choices[index + 1 :]
-        return path
+        branch = _Branch(())
+        branch.literals = [*self.literals, *literals]
+        branch.pending = list(reversed(literals))
+        branch.expanded, branch.facts, branch.types = set(self.expanded), dict(self.facts), self.types
+        branch.choices = self.choices[:index] + self.choices[index + 1 :]
+        return branch
 
 
 class Cases:
@@ -88,184 +88,194 @@ class Cases:
         self._is_empty = is_empty
         self._names_of = names_of
         self._values = Values(document)
-        self._known: dict[Term, tuple[Case, ...]] = {}
-        self._wholes: dict[Constraint, Constraint] = {}
+        self._cache: dict[Term, tuple[Case, ...]] = {}
+        self._integer_constraints: dict[Constraint, Constraint] = {}
         self._type_facts: dict[frozenset[str], Constraint] = {}
         self._num_splits = 0
 
-    def of(self, wanted: Term) -> tuple[Case, ...]:
+    def of(self, term: Term) -> tuple[Case, ...]:
         """Raises `GrammarError` for what cannot be enforced, and when the cases multiply beyond `CASES_MAX`."""
-        if wanted not in self._known:
-            found: dict[tuple[object, ...], Case] = {}
-            for case in self._open(_Path(wanted)):
+        if term not in self._cache:
+            cases: dict[tuple[object, ...], Case] = {}
+            for case in self._expand_branch(_Branch(term)):
                 key = (case.types, frozenset(case.facts), None if case.values is None else id(case))
-                found.setdefault(key, case)
-                if len(found) > CASES_MAX:
-                    path = wanted[0][0].path if wanted else "#"
+                cases.setdefault(key, case)
+                if len(cases) > CASES_MAX:
+                    path = term[0][0].path if term else "#"
                     raise refusal(path, f"alternatives that combine into more than {CASES_MAX} cases")
-            self._known[wanted] = tuple(found.values())
-        return self._known[wanted]
+            self._cache[term] = tuple(cases.values())
+        return self._cache[term]
 
-    def holds(self, wanted: Term, value: Any) -> bool:
-        return all(self._values.holds(each, value) for each in wanted)
+    def holds(self, term: Term, value: Any) -> bool:
+        return all(self._values.holds(each, value) for each in term)
 
-    def _open(self, path: _Path) -> Iterator[Case]:
-        while path.pending:
-            literal_ = path.pending.pop()
-            if literal_ in path.seen:
+    def _expand_branch(self, branch: _Branch) -> Iterator[Case]:
+        while branch.pending:
+            literal_ = branch.pending.pop()
+            if literal_ in branch.expanded:
                 continue
-            path.seen.add(literal_)
-            if not self._take(path, *literal_) or not path.types:
+            branch.expanded.add(literal_)
+            if not self._expand_literal(branch, *literal_) or not branch.types:
                 return
-        listed = next((c.value for c, holds in path.facts if c.kind == "enum" and holds), None)
+        listed = next((c.value for c, holds in branch.facts if c.kind == "enum" and holds), None)
         if listed is not None:
-            values = tuple(v for v in listed if type_of(v) in path.types and self._all_hold(path.literals, v))
+            values = tuple(v for v in listed if type_of(v) in branch.types and self._all_hold(branch.literals, v))
             if values:
-                yield Case(path.types, tuple(path.facts), values)
+                yield Case(branch.types, tuple(branch.facts), values)
             return
-        if not path.choices:
-            yield Case(path.types, tuple(path.facts))
+        if not branch.choices:
+            yield Case(branch.types, tuple(branch.facts))
             return
-        index = min(range(len(path.choices)), key=lambda i: _width(path.choices[i]))
-        choice = path.choices[index]
-        for literals in self._one_of(choice.nodes, path) if isinstance(choice, OneOf) else choice:
+        index = min(range(len(branch.choices)), key=lambda i: _choice_order(branch.choices[i]))
+        choice = branch.choices[index]
+        for literals in self._one_of(choice.nodes, branch) if isinstance(choice, OneOf) else choice:
             self._num_splits += 1
             if self._num_splits > SPLITS_MAX:
                 raise GrammarError(PARAM, f"the schema has alternatives that combine in more than {SPLITS_MAX} ways")
-            yield from self._open(path.taking(index, literals))
+            yield from self._expand_branch(branch.with_choice(index, literals))
 
     def _all_hold(self, literals: list[Literal], value: Any) -> bool:
         return all(self._values.holds(each, value) for each in literals)
 
-    def _take(self, path: _Path, part: Node | Constraint, holds: bool) -> bool:
-        """Open one literal into the path; False when nothing satisfies it."""
-        if isinstance(part, Node):
-            constraints = self._document.constraints(part)
+    def _expand_literal(self, branch: _Branch, formula: Node | Constraint, holds: bool) -> bool:
+        """Expand one literal into the branch; False when nothing satisfies it."""
+        if isinstance(formula, Node):
+            constraints = self._document.constraints(formula)
             if holds:
-                path.pending.extend((constraint, True) for constraint in reversed(constraints))
+                branch.pending.extend((constraint, True) for constraint in reversed(constraints))
                 return True
-            return self._choose(path, [[(constraint, False)] for constraint in constraints])
-        if part.kind in ("all", "any", "one", "not", "if", "dependent", "never", "type"):
-            return self._compound(path, part, holds)
-        kind = _type_of(part)
+            return self._add_choice(branch, [[(constraint, False)] for constraint in constraints])
+        if formula.kind in ("all", "any", "one", "not", "if", "dependent", "never", "type"):
+            return self._compound(branch, formula, holds)
+        kind = _type_of(formula)
         if not holds:
             if kind is not None:
-                path.types &= {kind}
-            alternatives = self._negated(part)
+                branch.types &= {kind}
+            alternatives = self._negated(formula)
             if alternatives is not None:
-                return self._choose(path, alternatives)
-        path.facts[(part, holds)] = None
+                return self._add_choice(branch, alternatives)
+        branch.facts[(formula, holds)] = None
         return True
 
-    def _choose(self, path: _Path, alternatives: list[list[Literal]]) -> bool:
+    def _add_choice(self, branch: _Branch, alternatives: list[list[Literal]]) -> bool:
         if len(alternatives) == 1:
-            path.literals.extend(alternatives[0])
-            path.pending.extend(reversed(alternatives[0]))
+            branch.literals.extend(alternatives[0])
+            branch.pending.extend(reversed(alternatives[0]))
         elif alternatives:
-            path.choices.append(alternatives)
+            branch.choices.append(alternatives)
         return bool(alternatives)
 
-    def _compound(self, path: _Path, part: Constraint, holds: bool) -> bool:
-        kind, value = part.kind, part.value
+    def _compound(self, branch: _Branch, constraint: Constraint, holds: bool) -> bool:
+        kind, value = constraint.kind, constraint.value
         if kind == "never":
             return not holds
         if kind == "type":
-            return self._type(path, part, holds)
+            return self._type(branch, constraint, holds)
         if kind == "not":
-            return self._choose(path, [[(value, not holds)]])
+            return self._add_choice(branch, [[(value, not holds)]])
         if kind == "if":
             test, then, otherwise = value
-            return self._choose(path, [[(test, True), (then, holds)], [(test, False), (otherwise, holds)]])
+            return self._add_choice(branch, [[(test, True), (then, holds)], [(test, False), (otherwise, holds)]])
         if kind == "dependent":
-            return self._choose(path, _dependent(part, holds))
+            return self._add_choice(branch, _dependent(constraint, holds))
         if kind == "one":
             if not holds:
-                return self._choose(path, _none_or_two(value))
-            path.choices.append(OneOf(tuple(value)))
+                return self._add_choice(branch, _none_or_two(value))
+            branch.choices.append(OneOf(tuple(value)))
             return True
         if (kind == "all") is holds:
-            return self._choose(path, [[(node, holds) for node in value]])
-        return self._choose(path, [[(node, holds)] for node in value])
+            return self._add_choice(branch, [[(node, holds) for node in value]])
+        return self._add_choice(branch, [[(node, holds)] for node in value])
 
-    def _type(self, path: _Path, part: Constraint, holds: bool) -> bool:
-        names: frozenset[str] = part.value
+    def _type(self, branch: _Branch, constraint: Constraint, holds: bool) -> bool:
+        names: frozenset[str] = constraint.value
         listed = (names & TYPES) | ({"number"} if "integer" in names else frozenset())
         only_whole = "integer" in names and "number" not in names
-        path.types = path.types & listed if holds else path.types - (names & TYPES)
+        branch.types = branch.types & listed if holds else branch.types - (names & TYPES)
         if only_whole:
-            whole = self._wholes.setdefault(part, Constraint("whole", None, part.path))
-            path.facts[(whole, holds)] = None
-        return bool(path.types)
+            is_integer = self._integer_constraints.setdefault(constraint, Constraint("whole", None, constraint.path))
+            branch.facts[(is_integer, holds)] = None
+        return bool(branch.types)
 
-    def _one_of(self, nodes: tuple[Node, ...], path: _Path) -> Iterator[list[Literal]]:
-        """For each branch: the branch, and the negation of every other one that could hold with it, given the path so far."""
-        known = (*path.facts, (self._types_of(path), True))
-        possible = [node for node in nodes if not self._is_empty((*known, (node, True)))]
+    def _one_of(self, nodes: tuple[Node, ...], branch: _Branch) -> Iterator[list[Literal]]:
+        """For each alternative: it, and the negation of every other one that could hold with it, given the branch so far."""
+        known_literals = (*branch.facts, (self._types_of(branch), True))
+        possible = [node for node in nodes if not self._is_empty((*known_literals, (node, True)))]
         for node in possible:
             others = [
-                other for other in possible if other is not node and not self._is_empty((*known, *positive((node, other))))
+                other
+                for other in possible
+                if other is not node and not self._is_empty((*known_literals, *conjunction((node, other))))
             ]
             yield [(node, True), *((other, False) for other in others)]
 
-    def _types_of(self, path: _Path) -> Constraint:
-        return self._type_facts.setdefault(path.types, Constraint("type", path.types, "#"))
+    def _types_of(self, branch: _Branch) -> Constraint:
+        return self._type_facts.setdefault(branch.types, Constraint("type", branch.types, "#"))
 
-    def _negated(self, part: Constraint) -> list[list[Literal]] | None:
+    def _negated(self, constraint: Constraint) -> list[list[Literal]] | None:
         """Alternatives that together are the opposite of a constraint; None where a negative fact is handled as it is."""
-        value = part.value
-        if part.kind == "members":
-            return self._other_member(part, value)
-        if part.kind == "enum":
-            return self._other_value(part, value)
-        if part.kind == "names":
+        value = constraint.value
+        if constraint.kind == "members":
+            return self._negated_members(constraint, value)
+        if constraint.kind == "enum":
+            return self._negated_enum(constraint, value)
+        if constraint.kind == "names":
             names = self._names_of(((value, False),))
-            return [[_pair(names, (), part)]]
-        if part.kind == "items":
-            return _other_item(part, value)
-        if part.kind == "contains":
-            return _other_count(part, value)
+            return [[_pair(names, (), constraint)]]
+        if constraint.kind == "items":
+            return _negated_items(constraint, value)
+        if constraint.kind == "contains":
+            return _negated_contains(constraint, value)
         return None
 
-    def _other_value(self, part: Constraint, values: list[Any]) -> list[list[Literal]] | None:
+    def _negated_enum(self, constraint: Constraint, values: list[Any]) -> list[list[Literal]] | None:
         """The value is none of these. Arrays and objects among them are excluded as schemas that only they satisfy."""
         nested = [value for value in values if isinstance(value, list | dict) and value]
         if not nested:
             return None
-        plain = Constraint("enum", [value for value in values if not (isinstance(value, list | dict) and value)], part.path)
-        return [[(plain, False), *((self._document.only(value, part.path), False) for value in nested)]]
+        plain = Constraint(
+            "enum", [value for value in values if not (isinstance(value, list | dict) and value)], constraint.path
+        )
+        return [[(plain, False), *((self._document.const_node(value, constraint.path), False) for value in nested)]]
 
-    def _other_member(self, part: Constraint, members: Members) -> list[list[Literal]]:
+    def _negated_members(self, constraint: Constraint, members: Members) -> list[list[Literal]]:
         """The object has a property that breaks the rule for its name."""
-        found: list[list[Literal]] = [
-            [(Constraint("member", (name, (node, False)), part.path), True)] for name, node in members.named.items()
+        alternatives: list[list[Literal]] = [
+            [(Constraint("member", (name, (node, False)), constraint.path), True)] for name, node in members.named.items()
         ]
         try:
             for pattern, node in members.patterned:
-                found.append([_pair(search_language(pattern), ((node, False),), part)])
+                alternatives.append([_pair(search_language(pattern), ((node, False),), constraint)])
             if members.others is not None:
                 listed = alt(*(literal(name) for name in members.named))
-                patterns = (no(search_language(pattern, wide=True)) for pattern, _ in members.patterned)
-                found.append([_pair(both(no(listed), *patterns), ((members.others, False),), part)])
+                patterns = (complement(search_language(pattern, wide=True)) for pattern, _ in members.patterned)
+                alternatives.append(
+                    [_pair(intersection(complement(listed), *patterns), ((members.others, False),), constraint)]
+                )
         except PatternError as error:
-            raise refusal(part.path, f"a pattern with {error}") from error
-        return found
+            raise refusal(constraint.path, f"a pattern with {error}") from error
+        return alternatives
 
 
-def _width(choice: list[list[Literal]] | OneOf) -> int:
+def _choice_order(choice: list[list[Literal]] | OneOf) -> int:
     """Sort key: choices with few alternatives are made first, and those that further facts narrow last."""
     return CASES_MAX + len(choice.nodes) if isinstance(choice, OneOf) else len(choice)
 
 
-def _pair(names: Regex, value: Term, like: Constraint) -> Literal:
-    return (Constraint("pair", Pair(names, value), like.path), True)
+def _pair(names: Regex, value: Term, origin: Constraint) -> Literal:
+    return (Constraint("pair", Pair(names, value), origin.path), True)
 
 
-def _dependent(part: Constraint, holds: bool) -> list[list[Literal]]:
-    name, node = part.value
-    has = Constraint("required", name, part.path)
+def _dependent(constraint: Constraint, holds: bool) -> list[list[Literal]]:
+    name, node = constraint.value
+    present = Constraint("required", name, constraint.path)
     if not holds:
-        return [[(has, True), (Constraint("type", frozenset({"object"}), part.path), True), (node, False)]]
-    return [[(Constraint("type", frozenset({"object"}), part.path), False)], [(has, False)], [(has, True), (node, True)]]
+        return [[(present, True), (Constraint("type", frozenset({"object"}), constraint.path), True), (node, False)]]
+    return [
+        [(Constraint("type", frozenset({"object"}), constraint.path), False)],
+        [(present, False)],
+        [(present, True), (node, True)],
+    ]
 
 
 def _none_or_two(nodes: list[Node]) -> list[list[Literal]]:
@@ -273,24 +283,26 @@ def _none_or_two(nodes: list[Node]) -> list[list[Literal]]:
     return [[(node, False) for node in nodes], *pairs]  # type: ignore[list-item]
 
 
-def _other_item(part: Constraint, items: Items) -> list[list[Literal]]:
+def _negated_items(constraint: Constraint, items: Items) -> list[list[Literal]]:
     """The array has an item that breaks the rule for its position: a fixed position, or any after the first ones."""
-    found: list[list[Literal]] = []
-    for place, node in enumerate(items.first):
-        found.append([(Constraint("at", (place, node), part.path), True)])
+    alternatives: list[list[Literal]] = []
+    for position, node in enumerate(items.first):
+        alternatives.append([(Constraint("at", (position, node), constraint.path), True)])
     if items.others is not None:
         if items.first:
-            raise refusal(part.path, "the negation of an array with items of several kinds")
-        found.append([(Constraint("contains", Contains(items.others, 1, None, holds=False), part.path), True)])
-    return found
+            raise refusal(constraint.path, "the negation of an array with items of several kinds")
+        alternatives.append([(Constraint("contains", Contains(items.others, 1, None, holds=False), constraint.path), True)])
+    return alternatives
 
 
-def _other_count(part: Constraint, contains: Contains) -> list[list[Literal]]:
-    found: list[list[Literal]] = []
+def _negated_contains(constraint: Constraint, contains: Contains) -> list[list[Literal]]:
+    alternatives: list[list[Literal]] = []
     if contains.low > 0:
-        found.append([(Constraint("contains", Contains(contains.node, 0, contains.low - 1, contains.holds), part.path), True)])
-    if contains.high is not None:
-        found.append(
-            [(Constraint("contains", Contains(contains.node, contains.high + 1, None, contains.holds), part.path), True)]
+        alternatives.append(
+            [(Constraint("contains", Contains(contains.node, 0, contains.low - 1, contains.holds), constraint.path), True)]
         )
-    return found
+    if contains.high is not None:
+        alternatives.append(
+            [(Constraint("contains", Contains(contains.node, contains.high + 1, None, contains.holds), constraint.path), True)]
+        )
+    return alternatives

@@ -1,4 +1,4 @@
-"""A JSON schema as a document: its draft, its schemas, and where its references lead.
+"""A JSON schema as a document: its draft, its schemas, and the targets of its references.
 
 Drafts 4, 6, 7, 2019-09 and 2020-12; a schema that names none is read as 2020-12, with the older spellings of tuples,
 `dependencies` and boolean exclusive bounds understood.
@@ -16,20 +16,20 @@ from engine.grammar.spec import GrammarError
 
 NODES_MAX = 50_000
 _LITERALS = ("enum", "const", "default", "examples")  # keywords whose values are not schemas
-_PLACE = re.compile("[0-9]{1,9}")  # an array index, as a reference writes it
+_ARRAY_INDEX = re.compile("[0-9]{1,9}")  # an array index, as a reference writes it
 _DRAFTS = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
 _SCHEMA_URI = re.compile(r"https?://json-schema\.org/(?:draft/)?(draft-0[467]|2019-09|2020-12)/(?:hyper-)?schema#?")
 
 
 class Document:
-    """A whole schema: its draft, its nodes, and where its references lead."""
+    """A whole schema: its draft, its nodes, and the targets of its references."""
 
     def __init__(self, root: Any) -> None:
         self.draft = _draft(root)
         self._nodes: dict[int, Node] = {}
         self._booleans: dict[tuple[bool, str], Node] = {}
-        self._kept: list[Any] = []  # values created here, kept alive because nodes are identified by object identity
-        self._places: dict[str, tuple[Any, str, str]] = {}
+        self._kept_alive: list[Any] = []  # values created here, kept alive because nodes are identified by object identity
+        self._schemas: dict[str, tuple[Any, str, str]] = {}
         self._constraints: dict[int, tuple[Constraint, ...]] = {}
         self._id = "id" if self.draft == 4 else "$id"
         self._index(root)
@@ -47,25 +47,25 @@ class Document:
             self._nodes[id(value)] = Node(value, self._base_of(value, base), path, len(self._nodes) + len(self._booleans))
         return self._nodes[id(value)]
 
-    def made(self, value: dict[str, Any], like: Node) -> Node:
+    def rewritten_node(self, value: dict[str, Any], origin: Node) -> Node:
         """A node for keywords rewritten in another form than the document's."""
-        self._kept.append(value)
-        return self.node(value, like.base, like.path)
+        self._kept_alive.append(value)
+        return self.node(value, origin.base, origin.path)
 
-    def only(self, value: Any, path: str) -> Node:
+    def const_node(self, value: Any, path: str) -> Node:
         """A node that only the given value satisfies; each member has a constraint of its own."""
         if isinstance(value, dict) and value:
-            members = {name: self._only(inner) for name, inner in value.items()}
+            members = {name: self._const_schema(inner) for name, inner in value.items()}
             schema = {"type": "object", "properties": members, "required": list(value), "additionalProperties": False}
         elif isinstance(value, list) and value:
             count = len(value)
-            schema = {"type": "array", "items": [self._only(v) for v in value], "minItems": count, "maxItems": count}
+            schema = {"type": "array", "items": [self._const_schema(v) for v in value], "minItems": count, "maxItems": count}
         else:
             schema = {"enum": [value]}
-        self._kept.append(schema)
+        self._kept_alive.append(schema)
         return self.node(schema, "", path)
 
-    def _only(self, value: Any) -> dict[str, Any]:
+    def _const_schema(self, value: Any) -> dict[str, Any]:
         return {"enum": [value]}
 
     def constraints(self, node: Node) -> tuple[Constraint, ...]:
@@ -75,16 +75,16 @@ class Document:
         return self._constraints[node.index]
 
     def resolve(self, reference: Any, node: Node) -> Node:
-        """Where a `$ref` leads. Raises `GrammarError` when it leaves the document or leads nowhere."""
+        """The target of a `$ref`. Raises `GrammarError` when it leaves the document or has no target."""
         if not isinstance(reference, str):
             raise refusal(node.path, "$ref must be a string")
-        target = _joined(node.base, reference)
-        place, fragment = urldefrag(target)
-        if target in self._places and not fragment.startswith("/"):
-            return self.node(*self._places[target])
-        if place not in self._places:
+        target = _resolve_uri(node.base, reference)
+        document_uri, fragment = urldefrag(target)
+        if target in self._schemas and not fragment.startswith("/"):
+            return self.node(*self._schemas[target])
+        if document_uri not in self._schemas:
             raise refusal(node.path, f"$ref to another document ({reference[:80]})")
-        value, base, path = self._places[place]
+        value, base, path = self._schemas[document_uri]
         if not fragment:
             return self.node(value, base, path)
         if not fragment.startswith("/"):
@@ -94,7 +94,7 @@ class Document:
             base = self._base_of(value, base)
             if isinstance(value, dict) and key in value:
                 value = value[key]
-            elif isinstance(value, list) and _PLACE.fullmatch(key) and int(key) < len(value):
+            elif isinstance(value, list) and _ARRAY_INDEX.fullmatch(key) and int(key) < len(value):
                 value = value[int(key)]
             else:
                 raise refusal(node.path, f"$ref to {reference[:80]}, which is nowhere in the schema")
@@ -105,38 +105,38 @@ class Document:
         """The base URI inside `value`, which an identifier there changes."""
         if not isinstance(value, dict):
             return base
-        own = value.get(self._id)
-        if not isinstance(own, str) or own.startswith("#") or (self.draft in (4, 6, 7) and "$ref" in value):
+        identifier = value.get(self._id)
+        if not isinstance(identifier, str) or identifier.startswith("#") or (self.draft in (4, 6, 7) and "$ref" in value):
             return base
-        return urldefrag(_joined(base, own))[0]
+        return urldefrag(_resolve_uri(base, identifier))[0]
 
     def _index(self, root: Any) -> None:
         """Record every schema that has its own name: the root, identifiers and anchors."""
-        self._places[""] = (root, "", "#")
-        waiting: list[tuple[Any, str, str]] = [(root, "", "#")]
-        while waiting:
-            value, base, path = waiting.pop()
+        self._schemas[""] = (root, "", "#")
+        worklist: list[tuple[Any, str, str]] = [(root, "", "#")]
+        while worklist:
+            value, base, path = worklist.pop()
             if isinstance(value, list):
-                waiting.extend((v, base, f"{path}/{k}") for k, v in enumerate(value))
+                worklist.extend((v, base, f"{path}/{k}") for k, v in enumerate(value))
             if not isinstance(value, dict):
                 continue
-            inner, anchor = self._base_of(value, base), self._anchor_of(value)
-            if inner != base or path == "#":
-                self._places.setdefault(inner, (value, base, path))
+            inner_base, anchor = self._base_of(value, base), self._anchor_of(value)
+            if inner_base != base or path == "#":
+                self._schemas.setdefault(inner_base, (value, base, path))
             if anchor is not None:
-                self._places.setdefault(f"{inner}#{anchor}", (value, base, path))
-            waiting.extend((v, inner, f"{path}/{k}") for k, v in value.items() if k not in _LITERALS)
+                self._schemas.setdefault(f"{inner_base}#{anchor}", (value, base, path))
+            worklist.extend((v, inner_base, f"{path}/{k}") for k, v in value.items() if k not in _LITERALS)
 
     def _anchor_of(self, schema: dict[str, Any]) -> str | None:
         """The name of a schema within its document: `$anchor`, before 2019 an identifier that begins with #."""
         if self.draft >= 2019:
             anchor = schema.get("$anchor")
             return anchor if isinstance(anchor, str) else None
-        own = schema.get(self._id)
-        return own[1:] if isinstance(own, str) and own.startswith("#") and len(own) > 1 else None
+        identifier = schema.get(self._id)
+        return identifier[1:] if isinstance(identifier, str) and identifier.startswith("#") and len(identifier) > 1 else None
 
 
-def _joined(base: str, reference: str) -> str:
+def _resolve_uri(base: str, reference: str) -> str:
     """A reference or schema identifier, resolved against `base`."""
     try:
         return urljoin(base, reference)
@@ -148,7 +148,7 @@ def _draft(root: Any) -> int:
     uri = root.get("$schema") if isinstance(root, dict) else None
     if uri is None:
         return 2020
-    found = _SCHEMA_URI.fullmatch(uri) if isinstance(uri, str) else None
-    if found is None:
+    match = _SCHEMA_URI.fullmatch(uri) if isinstance(uri, str) else None
+    if match is None:
         raise refusal("#/$schema", f"the dialect {str(uri)[:80]!r}; drafts 4, 6, 7, 2019-09 and 2020-12 are known")
-    return _DRAFTS[found.group(1)]
+    return _DRAFTS[match.group(1)]

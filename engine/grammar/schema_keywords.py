@@ -33,13 +33,13 @@ class KeywordReader:
             return
         for keyword in _REFUSED:
             if keyword in self.schema:
-                raise self.refuse(keyword, f"the keyword {keyword}")
+                raise self.refusal(keyword, f"the keyword {keyword}")
         ignored = "$ref" in self.schema and self.document.draft <= 7
         if not ignored:
             yield from self._members()
             yield from self._items()
         if "$ref" in self.schema:
-            yield self.made("$ref", "all", [self.document.resolve(self.schema["$ref"], self.node)])
+            yield self.constraint("$ref", "all", [self.document.resolve(self.schema["$ref"], self.node)])
             if ignored:
                 return  # these drafts say that its siblings are ignored
         for keyword, read in _READERS.items():
@@ -47,37 +47,37 @@ class KeywordReader:
                 yield from read(self, keyword, self.schema[keyword])
         yield from self._unevaluated()
 
-    def made(self, keyword: str, kind: str, value: Any) -> Constraint:
+    def constraint(self, keyword: str, kind: str, value: Any) -> Constraint:
         return Constraint(kind, value, f"{self.node.path}/{keyword}")
 
-    def refuse(self, keyword: str, what: str) -> GrammarError:
-        return refusal(f"{self.node.path}/{keyword}", what)
+    def refusal(self, keyword: str, reason: str) -> GrammarError:
+        return refusal(f"{self.node.path}/{keyword}", reason)
 
-    def sub(self, keyword: str, value: Any) -> Node:
+    def subschema(self, keyword: str, value: Any) -> Node:
         return self.document.node(value, self.node.base, f"{self.node.path}/{keyword}")
 
-    def subs(self, keyword: str, value: Any) -> list[Node]:
+    def subschemas(self, keyword: str, value: Any) -> list[Node]:
         if not isinstance(value, list) or not value:
-            raise self.refuse(keyword, f"{keyword} must be an array of at least one schema")
-        return [self.sub(f"{keyword}/{i}", inner) for i, inner in enumerate(value)]
+            raise self.refusal(keyword, f"{keyword} must be an array of at least one schema")
+        return [self.subschema(f"{keyword}/{i}", inner) for i, inner in enumerate(value)]
 
     def mapping(self, keyword: str) -> dict[str, Any]:
         value = self.schema.get(keyword, {})
         if not isinstance(value, dict):
-            raise self.refuse(keyword, f"{keyword} must be an object")
+            raise self.refusal(keyword, f"{keyword} must be an object")
         return value
 
-    def named(self, keyword: str) -> dict[str, Node]:
-        return {name: self.sub(f"{keyword}/{_escaped(name)}", value) for name, value in self.mapping(keyword).items()}
+    def named_subschemas(self, keyword: str) -> dict[str, Node]:
+        return {name: self.subschema(f"{keyword}/{_escaped(name)}", value) for name, value in self.mapping(keyword).items()}
 
     def _members(self) -> Iterator[Constraint]:
         keywords = ("properties", "patternProperties", "additionalProperties")
         if not any(keyword in self.schema for keyword in keywords):
             return
         others = self.schema.get("additionalProperties", True)
-        node = None if others is True else self.sub("additionalProperties", others)
-        patterned = tuple(self.named("patternProperties").items())
-        yield self.made("properties", "members", Members(self.named("properties"), patterned, node))
+        node = None if others is True else self.subschema("additionalProperties", others)
+        patterned = tuple(self.named_subschemas("patternProperties").items())
+        yield self.constraint("properties", "members", Members(self.named_subschemas("properties"), patterned, node))
 
     def _items(self) -> Iterator[Constraint]:
         first, others = self.schema.get("prefixItems"), self.schema.get("items")
@@ -87,27 +87,27 @@ class KeywordReader:
         elif first is not None and self.document.draft < 2020:
             first = None
         if first is not None and not isinstance(first, list):
-            raise self.refuse("prefixItems", "prefixItems must be an array of schemas")
-        nodes = tuple(self.sub(f"prefixItems/{i}", value) for i, value in enumerate(first or []))
-        rest = None if others is None or others is True else self.sub(keyword, others)
+            raise self.refusal("prefixItems", "prefixItems must be an array of schemas")
+        nodes = tuple(self.subschema(f"prefixItems/{i}", value) for i, value in enumerate(first or []))
+        rest = None if others is None or others is True else self.subschema(keyword, others)
         if nodes or rest is not None:
-            yield self.made(keyword, "items", Items(nodes, rest))
+            yield self.constraint(keyword, "items", Items(nodes, rest))
 
     def _unevaluated(self) -> Iterator[Constraint]:
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             value = self.schema.get(keyword, True)
             if value is True or self.document.draft < 2019:
                 continue
-            seen = self._evaluated(keyword, self.node, set())
-            if seen is None:
+            evaluated = self._evaluated(keyword, self.node, set())
+            if evaluated is None:
                 continue
-            rest = self.sub(keyword, value)
+            rest = self.subschema(keyword, value)
             if keyword == "unevaluatedProperties":
-                names = {name: self.sub(keyword, True) for name in sorted(seen[0])}
-                patterns = tuple((pattern, self.sub(keyword, True)) for pattern in sorted(seen[1]))
-                yield self.made(keyword, "members", Members(names, patterns, rest, is_list=False))
+                names = {name: self.subschema(keyword, True) for name in sorted(evaluated[0])}
+                patterns = tuple((pattern, self.subschema(keyword, True)) for pattern in sorted(evaluated[1]))
+                yield self.constraint(keyword, "members", Members(names, patterns, rest, is_ordered=False))
             else:
-                yield self.made(keyword, "items", Items((self.sub(keyword, True),) * seen[2], rest))
+                yield self.constraint(keyword, "items", Items((self.subschema(keyword, True),) * evaluated[2], rest))
 
     def _evaluated(self, keyword: str, node: Node, visited: set[int]) -> tuple[set[str], set[str], int] | None:
         """Names, patterns and number of items that a schema, and those it always includes, evaluate; None for all of them."""
@@ -115,26 +115,26 @@ class KeywordReader:
         if node.index in visited or not isinstance(node.value, dict):
             return names, patterns, count
         visited.add(node.index)
-        schema, inside = node.value, KeywordReader(self.document, node)
-        whole = ("additionalProperties",) if keyword == "unevaluatedProperties" else ("items", "additionalItems")
-        if any(word in schema and not isinstance(schema[word], list) for word in whole):
+        schema, inner_reader = node.value, KeywordReader(self.document, node)
+        covers_all = ("additionalProperties",) if keyword == "unevaluatedProperties" else ("items", "additionalItems")
+        if any(word in schema and not isinstance(schema[word], list) for word in covers_all):
             return None
         if node is not self.node and keyword in schema:
             return None
-        uncertain = [w for w in ("anyOf", "oneOf", "if", "dependentSchemas", "not") if w in schema]
-        if uncertain or (keyword == "unevaluatedItems" and "contains" in schema):
-            raise self.refuse(keyword, f"{keyword} beside {(uncertain or ['contains'])[0]}")
-        names.update(inside.mapping("properties"))
-        patterns.update(inside.mapping("patternProperties"))
+        conditional = [w for w in ("anyOf", "oneOf", "if", "dependentSchemas", "not") if w in schema]
+        if conditional or (keyword == "unevaluatedItems" and "contains" in schema):
+            raise self.refusal(keyword, f"{keyword} beside {(conditional or ['contains'])[0]}")
+        names.update(inner_reader.mapping("properties"))
+        patterns.update(inner_reader.mapping("patternProperties"))
         positional = schema.get("prefixItems", schema.get("items", []))
         count = len(positional) if isinstance(positional, list) else 0
         included = [self.document.resolve(schema["$ref"], node)] if "$ref" in schema else []
-        included += inside.subs("allOf", schema["allOf"]) if "allOf" in schema else []
+        included += inner_reader.subschemas("allOf", schema["allOf"]) if "allOf" in schema else []
         for inner in included:
-            found = self._evaluated(keyword, inner, visited)
-            if found is None:
+            inner_evaluated = self._evaluated(keyword, inner, visited)
+            if inner_evaluated is None:
                 return None
-            names, patterns, count = names | found[0], patterns | found[1], max(count, found[2])
+            names, patterns, count = names | inner_evaluated[0], patterns | inner_evaluated[1], max(count, inner_evaluated[2])
         return names, patterns, count
 
 
@@ -149,41 +149,41 @@ def _type(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constrain
     names = value if isinstance(value, list) else [value]
     unknown = [name for name in names if not isinstance(name, str) or name not in TYPES | {"integer"}]
     if not names:
-        raise reader.refuse(keyword, "type must name at least one type")
+        raise reader.refusal(keyword, "type must name at least one type")
     if unknown:
-        raise reader.refuse(keyword, f"unknown type {json.dumps(unknown[0], default=str)}")
-    yield reader.made(keyword, "type", frozenset(names))
+        raise reader.refusal(keyword, f"unknown type {json.dumps(unknown[0], default=str)}")
+    yield reader.constraint(keyword, "type", frozenset(names))
 
 
 def _enum(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
     if keyword == "const" and reader.document.draft == 4:
         return  # not a keyword of draft 4
     if keyword == "enum" and not isinstance(value, list):
-        raise reader.refuse(keyword, "enum must be an array")
-    yield reader.made(keyword, "enum", value if keyword == "enum" else [value])
+        raise reader.refusal(keyword, "enum must be an array")
+    yield reader.constraint(keyword, "enum", value if keyword == "enum" else [value])
 
 
-def _all_of(kind: str) -> _Read:
+def _combinator(kind: str) -> _Read:
     def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-        yield reader.made(keyword, kind, reader.subs(keyword, value))
+        yield reader.constraint(keyword, kind, reader.subschemas(keyword, value))
 
     return read
 
 
 def _not(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-    yield reader.made(keyword, "not", reader.sub(keyword, value))
+    yield reader.constraint(keyword, "not", reader.subschema(keyword, value))
 
 
 def _if(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
     if reader.document.draft < 7 or not ({"then", "else"} & reader.schema.keys()):
         return
-    branches = [reader.sub(name, reader.schema.get(name, True)) for name in ("then", "else")]
-    yield reader.made(keyword, "if", (reader.sub(keyword, value), *branches))
+    branches = [reader.subschema(name, reader.schema.get(name, True)) for name in ("then", "else")]
+    yield reader.constraint(keyword, "if", (reader.subschema(keyword, value), *branches))
 
 
 def _number(reader: KeywordReader, keyword: str, value: Any) -> int | Fraction:
     if isinstance(value, bool) or not isinstance(value, int | Fraction):
-        raise reader.refuse(keyword, f"{keyword} must be a number")
+        raise reader.refusal(keyword, f"{keyword} must be a number")
     return value
 
 
@@ -191,19 +191,19 @@ def _bound(side: str) -> _Read:
     """`minimum` and `maximum`; in draft 4 a boolean beside them makes the bound exclusive."""
 
     def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-        is_open = reader.schema.get("exclusive" + keyword.capitalize()) is True
-        yield reader.made(keyword, side, (Fraction(_number(reader, keyword, value)), is_open))
+        is_exclusive = reader.schema.get("exclusive" + keyword.capitalize()) is True
+        yield reader.constraint(keyword, side, (Fraction(_number(reader, keyword, value)), is_exclusive))
 
     return read
 
 
-def _open_bound(side: str) -> _Read:
+def _exclusive_bound(side: str) -> _Read:
     def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
         if isinstance(value, bool):
             if reader.document.draft not in (4, 2020):
-                raise reader.refuse(keyword, f"{keyword} must be a number")
+                raise reader.refusal(keyword, f"{keyword} must be a number")
             return
-        yield reader.made(keyword, side, (Fraction(_number(reader, keyword, value)), True))
+        yield reader.constraint(keyword, side, (Fraction(_number(reader, keyword, value)), True))
 
     return read
 
@@ -211,8 +211,8 @@ def _open_bound(side: str) -> _Read:
 def _multiple(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
     divisor = Fraction(_number(reader, keyword, value))
     if divisor <= 0:
-        raise reader.refuse(keyword, "multipleOf must be above 0")
-    yield reader.made(keyword, "multiple", divisor)
+        raise reader.refusal(keyword, "multipleOf must be above 0")
+    yield reader.constraint(keyword, "multiple", divisor)
 
 
 def count_of(value: Any) -> int | None:
@@ -222,16 +222,16 @@ def count_of(value: Any) -> int | None:
     return int(value)
 
 
-def _whole(reader: KeywordReader, keyword: str, value: Any) -> int:
+def _natural_number(reader: KeywordReader, keyword: str, value: Any) -> int:
     count = count_of(value)
     if count is None:
-        raise reader.refuse(keyword, f"{keyword} must be a whole number of at least 0")
+        raise reader.refusal(keyword, f"{keyword} must be a whole number of at least 0")
     return count
 
 
 def _count(kind: str) -> _Read:
     def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-        yield reader.made(keyword, kind, _whole(reader, keyword, value))
+        yield reader.constraint(keyword, kind, _natural_number(reader, keyword, value))
 
     return read
 
@@ -239,26 +239,26 @@ def _count(kind: str) -> _Read:
 def _text(kind: str) -> _Read:
     def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
         if not isinstance(value, str):
-            raise reader.refuse(keyword, f"{keyword} must be a string")
-        yield reader.made(keyword, kind, value)
+            raise reader.refusal(keyword, f"{keyword} must be a string")
+        yield reader.constraint(keyword, kind, value)
 
     return read
 
 
-def _names_in(reader: KeywordReader, keyword: str, value: Any) -> tuple[str, ...]:
+def _string_array(reader: KeywordReader, keyword: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise reader.refuse(keyword, f"{keyword} must hold arrays of strings")
+        raise reader.refusal(keyword, f"{keyword} must hold arrays of strings")
     return tuple(dict.fromkeys(value))
 
 
 def _required(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-    for name in _names_in(reader, keyword, value):
-        yield reader.made(keyword, "required", name)
+    for name in _string_array(reader, keyword, value):
+        yield reader.constraint(keyword, "required", name)
 
 
 def _property_names(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
     if reader.document.draft > 4:
-        yield reader.made(keyword, "names", reader.sub(keyword, value))
+        yield reader.constraint(keyword, "names", reader.subschema(keyword, value))
 
 
 def _dependent(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
@@ -267,10 +267,10 @@ def _dependent(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Cons
         return
     for name, inner in reader.mapping(keyword).items():
         if isinstance(inner, list):
-            needed = {"required": list(_names_in(reader, keyword, inner))}
-            yield reader.made(keyword, "dependent", (name, reader.document.made(needed, reader.node)))
+            needed = {"required": list(_string_array(reader, keyword, inner))}
+            yield reader.constraint(keyword, "dependent", (name, reader.document.rewritten_node(needed, reader.node)))
         else:
-            yield reader.made(keyword, "dependent", (name, reader.sub(f"{keyword}/{_escaped(name)}", inner)))
+            yield reader.constraint(keyword, "dependent", (name, reader.subschema(f"{keyword}/{_escaped(name)}", inner)))
 
 
 def _contains(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
@@ -278,31 +278,31 @@ def _contains(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Const
         return
     low, high = 1, None
     if reader.document.draft >= 2019:
-        low = _whole(reader, "minContains", reader.schema.get("minContains", low))
-        high = _whole(reader, "maxContains", reader.schema["maxContains"]) if "maxContains" in reader.schema else None
-    yield reader.made(keyword, "contains", Contains(reader.sub(keyword, value), low, high))
+        low = _natural_number(reader, "minContains", reader.schema.get("minContains", low))
+        high = _natural_number(reader, "maxContains", reader.schema["maxContains"]) if "maxContains" in reader.schema else None
+    yield reader.constraint(keyword, "contains", Contains(reader.subschema(keyword, value), low, high))
 
 
 def _unique(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
     if value is True:
-        yield reader.made(keyword, "unique", None)
+        yield reader.constraint(keyword, "unique", None)
     elif value is not False:
-        raise reader.refuse(keyword, "uniqueItems must be a boolean")
+        raise reader.refusal(keyword, "uniqueItems must be a boolean")
 
 
 _READERS: dict[str, _Read] = {
     "type": _type,
     "enum": _enum,
     "const": _enum,
-    "allOf": _all_of("all"),
-    "anyOf": _all_of("any"),
-    "oneOf": _all_of("one"),
+    "allOf": _combinator("all"),
+    "anyOf": _combinator("any"),
+    "oneOf": _combinator("one"),
     "not": _not,
     "if": _if,
     "minimum": _bound("low"),
     "maximum": _bound("high"),
-    "exclusiveMinimum": _open_bound("low"),
-    "exclusiveMaximum": _open_bound("high"),
+    "exclusiveMinimum": _exclusive_bound("low"),
+    "exclusiveMaximum": _exclusive_bound("high"),
     "multipleOf": _multiple,
     "minLength": _count("min_length"),
     "maxLength": _count("max_length"),

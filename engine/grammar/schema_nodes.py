@@ -15,8 +15,8 @@ TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 NUMBER_EXPONENT_MAX = 400
 
 
-def refusal(path: str, what: str) -> GrammarError:
-    return GrammarError(PARAM, f"the schema cannot be enforced at {path or '#'}: {what}")
+def refusal(path: str, reason: str) -> GrammarError:
+    return GrammarError(PARAM, f"the schema cannot be enforced at {path or '#'}: {reason}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +42,12 @@ class Constraint:
 class Members:
     """`properties`, `patternProperties` and `additionalProperties` of one schema; None constrains nothing.
 
-    `is_list` is False when the order of `named` has no meaning."""
+    `is_ordered` is False when the order of `named` has no meaning."""
 
     named: dict[str, Node]
     patterned: tuple[tuple[str, Node], ...]
     others: Node | None
-    is_list: bool = True
+    is_ordered: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,13 @@ def type_of(value: Any) -> str:
     return names.get(type(value), "number")
 
 
-def same(value: Any) -> Any:
+def equality_key(value: Any) -> Any:
     """A hashable stand-in that is equal exactly for equal JSON values: 1 and 1.0 are, 1 and true are not."""
     kind = type_of(value)
     if kind == "array":
-        return (kind, tuple(same(item) for item in value))
+        return (kind, tuple(equality_key(item) for item in value))
     if kind == "object":
-        return (kind, frozenset((name, same(item)) for name, item in value.items()))
+        return (kind, frozenset((name, equality_key(item)) for name, item in value.items()))
     return (kind, Fraction(value) if kind == "number" else value)
 
 
@@ -54,105 +54,105 @@ class Values:
         self._document = document
 
     def holds(self, literal: Literal, value: Any) -> bool:
-        part, positive = literal
-        if isinstance(part, Node):
-            return self._node(part, value) is positive
-        return self._constraint(part, value) is positive
+        formula, positive = literal
+        if isinstance(formula, Node):
+            return self._node(formula, value) is positive
+        return self._constraint(formula, value) is positive
 
     def _node(self, node: Node, value: Any) -> bool:
         return all(self._constraint(constraint, value) for constraint in self._document.constraints(node))
 
     def _constraint(self, constraint: Constraint, value: Any) -> bool:
-        kind, wanted = constraint.kind, constraint.value
+        kind, expected = constraint.kind, constraint.value
         if kind in _GENERAL:
-            return self._general(kind, wanted, value)
+            return self._general(kind, expected, value)
         if TYPE_OF_KIND[kind] != type_of(value):
             return True
         try:
-            return bool(getattr(self, f"_{TYPE_OF_KIND[kind]}")(kind, wanted, value))
+            return bool(getattr(self, f"_{TYPE_OF_KIND[kind]}")(kind, expected, value))
         except PatternError as error:
             raise refusal(constraint.path, f"a pattern with {error}") from error
 
-    def _general(self, kind: str, wanted: Any, value: Any) -> bool:
+    def _general(self, kind: str, expected: Any, value: Any) -> bool:
         if kind == "never":
             return False
         if kind == "type":
-            whole = "integer" in wanted and type_of(value) == "number" and Fraction(value).denominator == 1
-            return whole or type_of(value) in wanted
+            is_integer = "integer" in expected and type_of(value) == "number" and Fraction(value).denominator == 1
+            return is_integer or type_of(value) in expected
         if kind == "enum":
-            return same(value) in {same(each) for each in wanted}
+            return equality_key(value) in {equality_key(each) for each in expected}
         if kind == "not":
-            return not self._node(wanted, value)
+            return not self._node(expected, value)
         if kind == "if":
-            test, then, otherwise = wanted
+            test, then, otherwise = expected
             return self._node(then if self._node(test, value) else otherwise, value)
-        holding = [self._node(node, value) for node in wanted]
-        return {"all": all(holding), "any": any(holding), "one": sum(holding) == 1}[kind]
+        results = [self._node(node, value) for node in expected]
+        return {"all": all(results), "any": any(results), "one": sum(results) == 1}[kind]
 
-    def _number(self, kind: str, wanted: Any, value: Any) -> Any:
+    def _number(self, kind: str, expected: Any, value: Any) -> Any:
         if kind == "whole":
             return Fraction(value).denominator == 1
         if kind == "multiple":
-            return (Fraction(value) / wanted).denominator == 1
-        limit, is_open = wanted
+            return (Fraction(value) / expected).denominator == 1
+        limit, is_exclusive = expected
         if kind == "low":
-            return value > limit or (value == limit and not is_open)
-        return value < limit or (value == limit and not is_open)
+            return value > limit or (value == limit and not is_exclusive)
+        return value < limit or (value == limit and not is_exclusive)
 
-    def _string(self, kind: str, wanted: Any, value: str) -> Any:
+    def _string(self, kind: str, expected: Any, value: str) -> Any:
         if kind == "min_length":
-            return len(value) >= wanted
+            return len(value) >= expected
         if kind == "max_length":
-            return len(value) <= wanted
+            return len(value) <= expected
         if kind == "pattern":
-            return matches(search_language(wanted), value)
-        language = format_language(wanted)
+            return matches(search_language(expected), value)
+        language = format_language(expected)
         return language is None or matches(language, value)
 
-    def _array(self, kind: str, wanted: Any, value: list[Any]) -> Any:
+    def _array(self, kind: str, expected: Any, value: list[Any]) -> Any:
         if kind == "min_items":
-            return len(value) >= wanted
+            return len(value) >= expected
         if kind == "max_items":
-            return len(value) <= wanted
+            return len(value) <= expected
         if kind == "unique":
-            return len({same(item) for item in value}) == len(value)
+            return len({equality_key(item) for item in value}) == len(value)
         if kind == "contains":
-            assert isinstance(wanted, Contains)
-            found = sum(self._node(wanted.node, item) is wanted.holds for item in value)
-            return wanted.low <= found and (wanted.high is None or found <= wanted.high)
+            assert isinstance(expected, Contains)
+            num_matching = sum(self._node(expected.node, item) is expected.holds for item in value)
+            return expected.low <= num_matching and (expected.high is None or num_matching <= expected.high)
         if kind == "at":
-            place, node = wanted
-            return place < len(value) and not self._node(node, value[place])
-        assert isinstance(wanted, Items)
-        nodes = itertools.chain(wanted.first, itertools.repeat(wanted.others))
+            index, node = expected
+            return index < len(value) and not self._node(node, value[index])
+        assert isinstance(expected, Items)
+        nodes = itertools.chain(expected.first, itertools.repeat(expected.others))
         return all(node is None or self._node(node, item) for node, item in zip(nodes, value, strict=False))
 
-    def _object(self, kind: str, wanted: Any, value: dict[str, Any]) -> Any:
+    def _object(self, kind: str, expected: Any, value: dict[str, Any]) -> Any:
         if kind == "required":
-            return wanted in value
+            return expected in value
         if kind == "min_members":
-            return len(value) >= wanted
+            return len(value) >= expected
         if kind == "max_members":
-            return len(value) <= wanted
+            return len(value) <= expected
         if kind == "names":
-            return all(self._node(wanted, name) for name in value)
+            return all(self._node(expected, name) for name in value)
         if kind == "dependent":
-            return wanted[0] not in value or self._node(wanted[1], value)
+            return expected[0] not in value or self._node(expected[1], value)
         if kind == "member":
-            return wanted[0] in value and self.holds(wanted[1], value[wanted[0]])
+            return expected[0] in value and self.holds(expected[1], value[expected[0]])
         if kind == "pair":
-            return any(matches(wanted.names, k) and all(self.holds(e, v) for e in wanted.value) for k, v in value.items())
-        assert isinstance(wanted, Members)
-        return all(self._node(node, item) for name, item in value.items() for node in nodes_of(wanted, name))
+            return any(matches(expected.names, k) and all(self.holds(e, v) for e in expected.value) for k, v in value.items())
+        assert isinstance(expected, Members)
+        return all(self._node(node, item) for name, item in value.items() for node in nodes_of(expected, name))
 
 
 def nodes_of(members: Members, name: str) -> list[Node]:
     """The schemas that the value of a property must satisfy. Raises `PatternError`."""
-    found = [members.named[name]] if name in members.named else []
-    found += [node for pattern, node in members.patterned if matches(search_language(pattern), name)]
-    if not found and members.others is not None:
-        found = [members.others]
-    return found
+    nodes = [members.named[name]] if name in members.named else []
+    nodes += [node for pattern, node in members.patterned if matches(search_language(pattern), name)]
+    if not nodes and members.others is not None:
+        nodes = [members.others]
+    return nodes
 
 
 _GENERAL = frozenset({"never", "type", "enum", "not", "if", "all", "any", "one"})

@@ -1,4 +1,4 @@
-"""What the values of a term look like, type by type: the form from which grammar rules are written. Knows no grammar syntax."""
+"""The values that satisfy a term, type by type: the form from which grammar rules are written. Knows no grammar syntax."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from engine.grammar.regex import (
     NOTHING,
     Regex,
     alt,
-    both,
+    complement,
+    intersection,
     is_plain,
     literal,
     matches,
-    no,
     repeat,
 )
-from engine.grammar.schema_cases import Case, Cases, positive, term
+from engine.grammar.schema_cases import Case, Cases, conjunction, make_term
 from engine.grammar.schema_document import Document
 from engine.grammar.schema_nodes import Constraint, Items, Members, Node, refusal
-from engine.grammar.schema_values import Literal, Pair, Term, Values, nodes_of, same, type_of
+from engine.grammar.schema_values import Literal, Pair, Term, Values, equality_key, nodes_of, type_of
 
 NAME_CLASSES_MAX = 64
 UNIQUE_VALUES_MAX = 60
@@ -34,14 +34,14 @@ Facts = list[tuple[Constraint, bool]]
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class Constants:
     """Exactly these values."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class Strings:
     """Strings of a language."""
 
     language: Regex
@@ -102,74 +102,80 @@ class Array:
     unique: tuple[Any, ...] | None
 
 
-Shape = Listed | Numbers | Texts | Object | Array
+Shape = Constants | Numbers | Strings | Object | Array
 
 
 class Shapes:
-    """Shapes of the terms of one document. `is_nothing(language)` decides whether a language is empty."""
+    """Shapes of the terms of one document. `matches_nothing(language)` decides whether a language is empty."""
 
-    def __init__(self, document: Document, is_nothing: Callable[[Regex], bool]) -> None:
-        self._cases = Cases(document, self.is_empty, self.texts)
+    def __init__(self, document: Document, matches_nothing: Callable[[Regex], bool]) -> None:
+        self._cases = Cases(document, self.is_empty, self.strings)
         self._values = Values(document)
-        self._is_nothing = is_nothing
-        self._known: dict[Term, tuple[Shape, ...]] = {}
-        self._empty: dict[Term, bool] = {}
+        self._matches_nothing = matches_nothing
+        self._cache: dict[Term, tuple[Shape, ...]] = {}
+        self._emptiness: dict[Term, bool] = {}
 
-    def of(self, wanted: Term) -> tuple[Shape, ...]:
+    def of(self, term: Term) -> tuple[Shape, ...]:
         """Shapes that together are exactly the values of the term. Raises `GrammarError`."""
-        if wanted not in self._known:
-            found: dict[Any, Shape] = {}
-            for case in self._cases.of(wanted):
+        if term not in self._cache:
+            shapes: dict[Any, Shape] = {}
+            for case in self._cases.of(term):
                 for shape in self._of_case(case):
-                    found.setdefault(same(list(shape.values)) if isinstance(shape, Listed) else shape, shape)
-            self._known[wanted] = tuple(found.values())
-        return self._known[wanted]
+                    shapes.setdefault(equality_key(list(shape.values)) if isinstance(shape, Constants) else shape, shape)
+            self._cache[term] = tuple(shapes.values())
+        return self._cache[term]
 
-    def is_empty(self, wanted: Term) -> bool:
+    def is_empty(self, term: Term) -> bool:
         """Whether no value satisfies the term. A term that refers to itself is assumed to have a value meanwhile."""
-        if wanted not in self._empty:
-            self._empty[wanted] = False
-            self._empty[wanted] = not self.of(wanted)
-        return self._empty[wanted]
+        if term not in self._emptiness:
+            self._emptiness[term] = False
+            self._emptiness[term] = not self.of(term)
+        return self._emptiness[term]
 
-    def texts(self, wanted: Term) -> Regex:
+    def strings(self, term: Term) -> Regex:
         """The strings that satisfy a term."""
-        found: list[Regex] = []
-        for shape in self.of(wanted):
-            if isinstance(shape, Texts):
-                found.append(shape.language)
-            elif isinstance(shape, Listed):
-                found.extend(literal(value) for value in shape.values if isinstance(value, str))
-        return alt(*found)
+        languages: list[Regex] = []
+        for shape in self.of(term):
+            if isinstance(shape, Strings):
+                languages.append(shape.language)
+            elif isinstance(shape, Constants):
+                languages.extend(literal(value) for value in shape.values if isinstance(value, str))
+        return alt(*languages)
 
-    def listed(self, wanted: Term) -> list[Any] | None:
+    def enumerated(self, term: Term) -> list[Any] | None:
         """Every value of a term; None when they cannot be listed."""
-        found: dict[Any, Any] = {}
-        for shape in self.of(wanted):
-            values = shape.values if isinstance(shape, Listed) else shape.listed() if isinstance(shape, Numbers) else None
+        value_by_key: dict[Any, Any] = {}
+        for shape in self.of(term):
+            values = (
+                shape.values if isinstance(shape, Constants) else shape.enumerated() if isinstance(shape, Numbers) else None
+            )
             if values is None:
                 return None
-            found.update((same(value), value) for value in values)
-        return list(found.values())
+            value_by_key.update((equality_key(value), value) for value in values)
+        return list(value_by_key.values())
 
     def _of_case(self, case: Case) -> list[Shape]:
         if case.values is not None:
-            return [Listed(case.values)]
+            return [Constants(case.values)]
         excluded = [v for c, holds in case.facts if c.kind == "enum" and not holds for v in c.value]
-        found: list[Shape | None] = []
-        plain = [v for v in (None, False, True) if type_of(v) in case.types and same(v) not in {same(x) for x in excluded}]
+        shapes: list[Shape | None] = []
+        plain = [
+            v
+            for v in (None, False, True)
+            if type_of(v) in case.types and equality_key(v) not in {equality_key(x) for x in excluded}
+        ]
         if plain:
-            found.append(Listed(tuple(plain)))
+            shapes.append(Constants(tuple(plain)))
         makers: dict[str, Callable[[Facts, list[Any]], Shape | None]] = {
             "number": self._numbers,
-            "string": self._texts,
+            "string": self._strings,
             "array": self._array,
             "object": self._object,
         }
         for name, make in makers.items():
             if name in case.types:
-                found.append(make(case.of_type(name), [v for v in excluded if type_of(v) == name]))
-        return [shape for shape in found if shape is not None]
+                shapes.append(make(case.of_type(name), [v for v in excluded if type_of(v) == name]))
+        return [shape for shape in shapes if shape is not None]
 
     def _numbers(self, facts: Facts, excluded: list[Any]) -> Shape | None:
         lows, highs, multiples, others = set[Bound](), set[Bound](), set[Fraction](), set[Fraction]()
@@ -182,44 +188,44 @@ class Shapes:
             elif constraint.kind == "multiple":
                 (multiples if holds else others).add(value)
             elif constraint.kind in ("low", "high"):
-                limit, is_open = value
+                limit, is_exclusive = value
                 side = lows if (constraint.kind == "low") is holds else highs
-                side.add(Bound(limit, is_open if holds else not is_open))
+                side.add(Bound(limit, is_exclusive if holds else not is_exclusive))
         points = tuple(sorted({Fraction(value) for value in excluded}))
         limits = (_tightest(lows, 1), _tightest(highs, -1))
-        found = Numbers(*limits, tuple(sorted(multiples)), tuple(sorted(others)), points, is_whole)
-        listed = found.listed()
-        if listed is None:
-            return found
-        return Listed(tuple(int(value) if is_whole else value for value in listed)) if listed else None
+        numbers = Numbers(*limits, tuple(sorted(multiples)), tuple(sorted(others)), points, is_whole)
+        values = numbers.enumerated()
+        if values is None:
+            return numbers
+        return Constants(tuple(int(value) if is_whole else value for value in values)) if values else None
 
-    def _texts(self, facts: Facts, excluded: list[Any]) -> Shape | None:
+    def _strings(self, facts: Facts, excluded: list[Any]) -> Shape | None:
         low, high = _limits(facts, "min_length", "max_length")
-        parts = [_text_rule(constraint, holds) for constraint, holds in facts if constraint.kind in ("pattern", "format")]
+        parts = [_string_language(constraint, holds) for constraint, holds in facts if constraint.kind in ("pattern", "format")]
         if high is not None and high < low:
             return None
         parts.append(repeat(ANY_CHAR, low, high))
         if excluded:
-            parts.append(no(alt(*(literal(value) for value in excluded))))
-        language = both(*parts)
-        return None if self.is_nothing(language) else Texts(language)
+            parts.append(complement(alt(*(literal(value) for value in excluded))))
+        language = intersection(*parts)
+        return None if self.matches_nothing(language) else Strings(language)
 
-    def is_nothing(self, language: Regex) -> bool:
-        return language == NOTHING or (not is_plain(language) and self._is_nothing(language))
+    def matches_nothing(self, language: Regex) -> bool:
+        return language == NOTHING or (not is_plain(language) and self._matches_nothing(language))
 
     def _array(self, facts: Facts, excluded: list[Any]) -> Shape | None:
         groups: list[Items] = _values_of(facts, "items")
-        broken: list[tuple[int, Node]] = _values_of(facts, "at")
+        violations: list[tuple[int, Node]] = _values_of(facts, "at")
         low, high = _limits(facts, "min_items", "max_items")
-        low = max([low, *(place + 1 for place, _ in broken)])
+        low = max([low, *(position + 1 for position, _ in violations)])
         if excluded:  # the empty array; others were taken apart before
             low = max(low, 1)
-        length = max([0, *(len(items.first) for items in groups), *(place + 1 for place, _ in broken)])
-        first = [self._item(groups, broken, place) for place in range(length)]
+        length = max([0, *(len(items.first) for items in groups), *(position + 1 for position, _ in violations)])
+        first = [self._item(groups, violations, position) for position in range(length)]
         others = self._item(groups, (), length)
-        for place, each in enumerate((*first, others)):
-            if (high is None or place < high) and self.is_empty(each):
-                high = place
+        for position, each in enumerate((*first, others)):
+            if (high is None or position < high) and self.is_empty(each):
+                high = position
                 break
         if high is not None and high < low:
             return None
@@ -229,7 +235,7 @@ class Shapes:
             Counted(((each.node, each.holds),), ((each.node, not each.holds),), each.low, each.high)
             for each in _values_of(facts, "contains")
         )
-        if any(each.low and self.is_empty(term((*each.value, *others))) and not first for each in counted):
+        if any(each.low and self.is_empty(make_term((*each.value, *others))) and not first for each in counted):
             return None
         rules = {holds for c, holds in facts if c.kind == "unique"}
         if False in rules and high is not None and high < 2:
@@ -240,17 +246,17 @@ class Shapes:
         return Array(tuple(first), others, low, high, counted, unique)
 
     @staticmethod
-    def _item(groups: list[Items], broken: Any, place: int) -> Term:
-        nodes = [(g.first[place] if place < len(g.first) else g.others) for g in groups]
+    def _item(groups: list[Items], violations: Any, position: int) -> Term:
+        nodes = [(g.first[position] if position < len(g.first) else g.others) for g in groups]
         literals = [(node, True) for node in nodes if node is not None]
-        return term([*literals, *((node, False) for at, node in broken if at == place)])
+        return make_term([*literals, *((node, False) for index, node in violations if index == position)])
 
     def _unique(self, facts: Facts, others: Term | None) -> tuple[Any, ...]:
         constraint, holds = min(((c, holds) for c, holds in facts if c.kind == "unique"), key=lambda fact: fact[1])
-        values = None if others is None or not holds else self.listed(others)
+        values = None if others is None or not holds else self.enumerated(others)
         if values is None or len(values) > UNIQUE_VALUES_MAX:
-            what = "uniqueItems" if holds else "the negation of uniqueItems"
-            raise refusal(constraint.path, f"{what} over items that are not a list of at most {UNIQUE_VALUES_MAX} values")
+            keyword = "uniqueItems" if holds else "the negation of uniqueItems"
+            raise refusal(constraint.path, f"{keyword} over items that are not a list of at most {UNIQUE_VALUES_MAX} values")
         return tuple(values)
 
     def _object(self, facts: Facts, excluded: list[Any]) -> Shape | None:
@@ -259,75 +265,77 @@ class Shapes:
         low, high = _limits(facts, "min_members", "max_members")
         if excluded:  # the empty object; others were taken apart before
             low = max(low, 1)
-        demanded: list[tuple[str, Literal]] = _values_of(facts, "member")
-        demanded_names = [name for name, _ in demanded]
-        required = {*_values_of(facts, "required", holds=True), *demanded_names}
+        required_members: list[tuple[str, Literal]] = _values_of(facts, "member")
+        required_names = [name for name, _ in required_members]
+        required = {*_values_of(facts, "required", holds=True), *required_names}
         absent = {*_values_of(facts, "required", holds=False)}
-        rules = positive(_values_of(facts, "names"))  # a negated one was turned into a pair before
-        allowed = self._listed_names(rules)
+        rules = conjunction(_values_of(facts, "names"))  # a negated one was turned into a pair before
+        allowed = self._enumerated_names(rules)
         listed = (name for group in groups for name in group.named)
-        names = list(dict.fromkeys((*listed, *_values_of(facts, "required"), *demanded_names, *(allowed or ()))))
+        names = list(dict.fromkeys((*listed, *_values_of(facts, "required"), *required_names, *(allowed or ()))))
         named: list[Member] = []
         try:
             for name in names:
-                value = term([*_met(groups, name), *(rule for n, rule in demanded if n == name)])
+                value = make_term([*_schemas_of_member(groups, name), *(rule for n, rule in required_members if n == name)])
                 is_possible = name not in absent and all(self._values.holds(rule, name) for rule in rules)
                 if is_possible and not self.is_empty(value):
-                    serves = tuple(i for i, pair in enumerate(pairs) if matches(pair.names, name))
-                    named.append(Member(name, value, name in required, serves))
+                    pair_indices = tuple(i for i, pair in enumerate(pairs) if matches(pair.names, name))
+                    named.append(Member(name, value, name in required, pair_indices))
                 elif name in required:
                     return None
             others = () if allowed is not None or high == len(required) else self._others(groups, facts, rules, names, pairs)
         except PatternError as error:
             raise refusal(_path_of(facts), f"a pattern with {error}") from error
-        found = Object(tuple(named), others, low, high, pairs, any_order=_no_list_has_all(named, groups))
-        return self._checked_object(found, len(required), facts)
+        shape = Object(tuple(named), others, low, high, pairs, any_order=_has_no_common_order(named, groups))
+        return self._checked_object(shape, len(required), facts)
 
-    def _checked_object(self, found: Object, num_required: int, facts: Facts) -> Object | None:
-        if found.high is not None and found.high < max(found.low, num_required):
+    def _checked_object(self, shape: Object, num_required: int, facts: Facts) -> Object | None:
+        if shape.high is not None and shape.high < max(shape.low, num_required):
             return None
-        if not found.others and len(found.named) < found.low:
+        if not shape.others and len(shape.named) < shape.low:
             return None
-        for index, pair in enumerate(found.pairs):
-            members: tuple[Member | OtherMembers, ...] = (*found.named, *found.others)
+        for index, pair in enumerate(shape.pairs):
+            members: tuple[Member | OtherMembers, ...] = (*shape.named, *shape.others)
             serving = [m.value for m in members if index in m.pairs]
-            if all(self.is_empty(term((*value, *pair.value))) for value in serving):
+            if all(self.is_empty(make_term((*value, *pair.value))) for value in serving):
                 return None
-        if found.others and found.low > max(1, num_required):
+        if shape.others and shape.low > max(1, num_required):
             raise refusal(_path_of(facts, "min_members"), "minProperties above 1 where names are open: a name may repeat")
-        return found
+        return shape
 
-    def _listed_names(self, rules: Term) -> list[str] | None:
+    def _enumerated_names(self, rules: Term) -> list[str] | None:
         """All names there can be, when `propertyNames` lists them."""
-        if not rules or any(isinstance(shape, Texts) for shape in self.of(rules)):
+        if not rules or any(isinstance(shape, Strings) for shape in self.of(rules)):
             return None
-        listed = (value for shape in self.of(rules) if isinstance(shape, Listed) for value in shape.values)
-        return [value for value in listed if isinstance(value, str)]
+        values = (value for shape in self.of(rules) if isinstance(shape, Constants) for value in shape.values)
+        return [value for value in values if isinstance(value, str)]
 
     def _others(
         self, groups: list[Members], facts: Facts, rules: Term, names: list[str], pairs: tuple[Pair, ...]
     ) -> tuple[OtherMembers, ...]:
         """Other names, grouped by the patterns and pairs that they match, which determine the schemas of their values."""
-        start = self.texts(rules) if rules else ANYTHING
+        start = self.strings(rules) if rules else ANYTHING
         patterns = list(dict.fromkeys(pattern for group in groups for pattern, _ in group.patterned))
         classes: list[tuple[Regex, frozenset[str | int]]] = [(start, frozenset())]
         tests: list[tuple[str | int, Regex, Regex]] = [
-            (pattern, search_language(pattern), no(search_language(pattern, wide=True))) for pattern in patterns
+            (pattern, search_language(pattern), complement(search_language(pattern, wide=True))) for pattern in patterns
         ]
-        tests += [(index, pair.names, no(pair.names)) for index, pair in enumerate(pairs)]
+        tests += [(index, pair.names, complement(pair.names)) for index, pair in enumerate(pairs)]
         for test, inside, outside in tests:
-            split = [(both(c, inside), met | {test}) for c, met in classes] + [(both(c, outside), met) for c, met in classes]
-            classes = [(language, met) for language, met in split if not self.is_nothing(language)]
+            split = [(intersection(c, inside), matched | {test}) for c, matched in classes] + [
+                (intersection(c, outside), matched) for c, matched in classes
+            ]
+            classes = [(language, matched) for language, matched in split if not self.matches_nothing(language)]
             if len(classes) > NAME_CLASSES_MAX:
                 raise refusal(_path_of(facts, "members"), f"patterns that overlap in more than {NAME_CLASSES_MAX} ways")
-        found = []
-        for language, met in classes:
-            value = positive(node for group in groups for node in _nodes_met(group, met))
-            taken = [literal(name) for name in names if matches(language, name)]
-            free = both(language, no(alt(*taken))) if taken else language
-            if not self.is_empty(value) and not (taken and language != ANYTHING and self.is_nothing(free)):
-                found.append(OtherMembers(free, value, tuple(sorted(i for i in met if isinstance(i, int)))))
-        return tuple(found)
+        other_members = []
+        for language, matched in classes:
+            value = conjunction(node for group in groups for node in _nodes_matched(group, matched))
+            named_languages = [literal(name) for name in names if matches(language, name)]
+            remaining = intersection(language, complement(alt(*named_languages))) if named_languages else language
+            if not self.is_empty(value) and not (named_languages and language != ANYTHING and self.matches_nothing(remaining)):
+                other_members.append(OtherMembers(remaining, value, tuple(sorted(i for i in matched if isinstance(i, int)))))
+        return tuple(other_members)
 
 
 def _values_of(facts: Facts, kind: str, *, holds: bool | None = None) -> list[Any]:
@@ -335,26 +343,26 @@ def _values_of(facts: Facts, kind: str, *, holds: bool | None = None) -> list[An
     return [constraint.value for constraint, is_wanted in facts if constraint.kind == kind and holds in (None, is_wanted)]
 
 
-def _no_list_has_all(named: list[Member], groups: list[Members]) -> bool:
+def _has_no_common_order(named: list[Member], groups: list[Members]) -> bool:
     """Whether no single `properties` of the schema lists all these names, which would define their order."""
-    lists = [set(group.named) for group in groups if group.named and group.is_list]
-    return all(any(member.name not in listed for member in named) for listed in lists or [set[str]()])
+    name_sets = [set(group.named) for group in groups if group.named and group.is_ordered]
+    return all(any(member.name not in names for member in named) for names in name_sets or [set[str]()])
 
 
-def _met(groups: list[Members], name: str) -> list[Literal]:
+def _schemas_of_member(groups: list[Members], name: str) -> list[Literal]:
     return [(node, True) for group in groups for node in nodes_of(group, name)]
 
 
-def _nodes_met(group: Members, met: frozenset[str | int]) -> list[Node]:
-    found = [node for pattern, node in group.patterned if pattern in met]
-    if not found and group.others is not None:
+def _nodes_matched(group: Members, matched: frozenset[str | int]) -> list[Node]:
+    nodes = [node for pattern, node in group.patterned if pattern in matched]
+    if not nodes and group.others is not None:
         return [group.others]
-    return found
+    return nodes
 
 
 def _tightest(bounds: set[Bound], side: int) -> tuple[Bound, ...]:
     """The bound that implies the others: the greatest low (side 1) or the least high (side -1)."""
-    return (max(bounds, key=lambda b: (side * b.value, b.is_open)),) if bounds else ()
+    return (max(bounds, key=lambda b: (side * b.value, b.is_exclusive)),) if bounds else ()
 
 
 def _limits(facts: Facts, at_least: str, at_most: str) -> tuple[int, int | None]:
@@ -369,19 +377,19 @@ def _limits(facts: Facts, at_least: str, at_most: str) -> tuple[int, int | None]
     return low, high
 
 
-def _text_rule(constraint: Constraint, holds: bool) -> Regex:
+def _string_language(constraint: Constraint, holds: bool) -> Regex:
     if constraint.kind == "pattern":
         try:
             language = search_language(constraint.value, wide=not holds)
         except PatternError as error:
             raise refusal(constraint.path, f"a pattern with {error}") from error
-        return language if holds else no(language)
+        return language if holds else complement(language)
     if constraint.value in REFUSED:
         raise refusal(constraint.path, f"the format {constraint.value}")
-    known = format_language(constraint.value)
-    if known is None:
+    texts = format_language(constraint.value)
+    if texts is None:
         return ANYTHING if holds else NOTHING
-    return known if holds else no(known)
+    return texts if holds else complement(texts)
 
 
 def _path_of(facts: Facts, kind: str | None = None) -> str:

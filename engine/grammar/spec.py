@@ -62,12 +62,14 @@ def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
     Raises `GrammarError`, an `InvalidOption`, that names the field: two constraints at once, a size beyond its limit, a choice
     that is empty.
     """
-    asked = [(kind, param) for kind, param in PARAMS.items() if getattr(sampling, param) is not None]
-    if not asked:
+    requested = [(kind, param) for kind, param in PARAMS.items() if getattr(sampling, param) is not None]
+    if not requested:
         return None
-    if len(asked) > 1:
-        raise GrammarError(asked[1][1], f"{asked[1][1]} cannot be combined with {asked[0][1]}: one constraint per request")
-    kind, param = asked[0]
+    if len(requested) > 1:
+        raise GrammarError(
+            requested[1][1], f"{requested[1][1]} cannot be combined with {requested[0][1]}: one constraint per request"
+        )
+    kind, param = requested[0]
     value = getattr(sampling, param)
     if kind == "choice":
         return GrammarSpec(kind, _choices(value))

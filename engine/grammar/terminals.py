@@ -16,7 +16,7 @@ from engine.grammar.regex import And, Cat, Chars, Not, Regex, Repeat
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", ord('"'): '"', ord("\\"): "\\", ord("/"): "/"}
 _RAW = char_sets.complement(char_sets.union(char_sets.chars((0, 0x1F)), char_sets.of('"\\')))
-_BY_NUMBER = char_sets.complement(char_sets.chars((0x20, 0x7E)))
+_UNICODE_ESCAPED = char_sets.complement(char_sets.chars((0x20, 0x7E)))
 _BASIC = char_sets.chars((0, 0xFFFF))
 _NEVER = r"[^\x00-\x{10FFFF}]"
 
@@ -47,15 +47,15 @@ class Terminals:
 
     def _expression(self, node: Regex, in_json: bool) -> str:
         if isinstance(node, Chars):
-            spelling = _spelt(node.members) if in_json else _class(node.members)
+            spelling = _json_spelling(node.members) if in_json else _class(node.members)
             return f"/{spelling}/" if len(spelling) < 12 else self.name(f"/{spelling}/", "C")
         if isinstance(node, Cat):
             return self._sequence(node, in_json)
         if isinstance(node, Repeat):
-            return f"{self._group(node.inner, in_json)}{_times(node.low, node.high)}"
+            return f"{self._group(node.inner, in_json)}{_quantifier(node.low, node.high)}"
         if isinstance(node, Not):
             # The complement of bytes, restricted to valid text.
-            everything = self.name(f"/({_spelt(char_sets.ANY) if in_json else _class(char_sets.ANY)})*/", "ALL")
+            everything = self.name(f"/({_json_spelling(char_sets.ANY) if in_json else _class(char_sets.ANY)})*/", "ALL")
             return f"({everything} & ~{self._group(node.inner, in_json)})"
         if not node.parts:
             return f"/{_NEVER}/"
@@ -67,29 +67,29 @@ class Terminals:
 
     def _sequence(self, node: Cat, in_json: bool) -> str:
         """Single characters in a row become one literal pattern."""
-        written: list[str] = []
-        run = ""
+        pieces: list[str] = []
+        literal = ""
         for part in node.parts:
             if isinstance(part, Chars) and len(part.members) == 1 and part.members[0][0] == part.members[0][1]:
-                run += _spelt(part.members) if in_json else _class(part.members)
+                literal += _json_spelling(part.members) if in_json else _class(part.members)
                 continue
-            if run:
-                written.append(f"/{run}/")
-                run = ""
+            if literal:
+                pieces.append(f"/{literal}/")
+                literal = ""
             inner = self._expression(part, in_json)
-            written.append(f"({inner})" if isinstance(part, Cat) else inner)
-        if run:
-            written.append(f"/{run}/")
-        return " ".join(written) if written else '""'
+            pieces.append(f"({inner})" if isinstance(part, Cat) else inner)
+        if literal:
+            pieces.append(f"/{literal}/")
+        return " ".join(pieces) if pieces else '""'
 
 
-def _times(low: int, high: int | None) -> str:
+def _quantifier(low: int, high: int | None) -> str:
     if high is None:
         return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
     return "?" if (low, high) == (0, 1) else f"{{{low},{high}}}"
 
 
-def _point(code: int) -> str:
+def _escaped(code: int) -> str:
     character = chr(code)
     return character if character.isascii() and character.isalnum() else f"\\x{{{code:X}}}"
 
@@ -99,32 +99,32 @@ def _class(members: CharSet) -> str:
     if not members:
         return _NEVER
     if len(members) == 1 and members[0][0] == members[0][1]:
-        return _point(members[0][0])
-    return "[" + "".join(_point(low) if low == high else f"{_point(low)}-{_point(high)}" for low, high in members) + "]"
+        return _escaped(members[0][0])
+    return "[" + "".join(_escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}" for low, high in members) + "]"
 
 
 @functools.lru_cache(maxsize=4096)
-def _spelt(members: CharSet) -> str:
+def _json_spelling(members: CharSet) -> str:
     """Every spelling in JSON of one character of the set, as a pattern."""
-    ways: list[str] = []
+    spellings: list[str] = []
     raw = char_sets.intersect(members, _RAW)
     if raw:
-        ways.append(_class(raw))
+        spellings.append(_class(raw))
     short = [letter for code, letter in _SHORT.items() if char_sets.contains(members, chr(code))]
     if short:
-        ways.append(r"\\[" + "".join(_point(ord(letter)) for letter in short) + "]")
-    numbered = char_sets.intersect(members, _BY_NUMBER)
+        spellings.append(r"\\[" + "".join(_escaped(ord(letter)) for letter in short) + "]")
+    numbered = char_sets.intersect(members, _UNICODE_ESCAPED)
     for low, high in char_sets.intersect(numbered, _BASIC):
-        ways.extend(r"\\u" + digits for digits in _hex_range(low, high, 4))
+        spellings.extend(r"\\u" + digits for digits in _hex_range(low, high, 4))
     for low, high in numbered:
         if high > 0xFFFF:
-            ways.extend(_pairs(max(low, 0x10000), high))
-    if not ways:
+            spellings.extend(_surrogate_pairs(max(low, 0x10000), high))
+    if not spellings:
         return _NEVER
-    return ways[0] if len(ways) == 1 else "(" + "|".join(ways) + ")"
+    return spellings[0] if len(spellings) == 1 else "(" + "|".join(spellings) + ")"
 
 
-def _pairs(low: int, high: int) -> Iterator[str]:
+def _surrogate_pairs(low: int, high: int) -> Iterator[str]:
     """Surrogate pairs of the code points low … high."""
     first, last = (low - 0x10000) >> 10, (high - 0x10000) >> 10
     start, end = (low - 0x10000) & 0x3FF, (high - 0x10000) & 0x3FF
@@ -148,17 +148,17 @@ def _hex_range(low: int, high: int, width: int) -> list[str]:
     first, last = low // unit, high // unit
     if first == last:
         return [_hex_digits(first, first) + rest for rest in _hex_range(low % unit, high % unit, width - 1)]
-    found: list[str] = []
+    patterns: list[str] = []
     if low % unit:
-        found += [_hex_digits(first, first) + rest for rest in _hex_range(low % unit, unit - 1, width - 1)]
+        patterns += [_hex_digits(first, first) + rest for rest in _hex_range(low % unit, unit - 1, width - 1)]
         first += 1
     tail: list[str] = []
     if high % unit != unit - 1:
         tail = [_hex_digits(last, last) + rest for rest in _hex_range(0, high % unit, width - 1)]
         last -= 1
     if first <= last:
-        found.append(_hex_digits(first, last) + "[0-9A-Fa-f]" * (width - 1))
-    return found + tail
+        patterns.append(_hex_digits(first, last) + "[0-9A-Fa-f]" * (width - 1))
+    return patterns + tail
 
 
 def _hex_digits(low: int, high: int) -> str:

@@ -1,7 +1,7 @@
 """The bytes that each token id of a model stands for, read from its tokenizer.json. Knows no grammar library.
 
-A grammar is a set of byte strings, so a mask over tokens is only as exact as this table. The models that we serve have one of
-two alphabets: byte-level BPE, in which each character of a token stands for one byte (Radford et al. 2019, GPT-2), and
+A grammar is a set of byte strings, so a mask over tokens is only as exact as this table. The supported models have one of two
+alphabets: byte-level BPE, in which each character of a token stands for one byte (Radford et al. 2019, GPT-2), and
 SentencePiece, in which a token is text, `▁` stands for a space and `<0xNN>` for one byte.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.errors import NotAModelDirectory, UnsupportedModel
 
-NEVER = b""  # the bytes of an id that no text contains: padding of the embedding, special tokens
+NO_BYTES = b""  # the bytes of an id that no text contains: padding of the embedding, special tokens
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE = "▁"
 
@@ -63,9 +63,9 @@ def vocabulary_of(tokenizer: Mapping[str, Any], vocab_size: int, eos_token_ids: 
     elif kinds & {"ByteFallback", "Metaspace"} or any(_replaces_metaspace(step) for step in decoders):
         to_bytes = _sentencepiece
     else:
-        known = "ByteLevel, or Metaspace / ByteFallback"
-        raise UnsupportedModel(f"tokenizer.json has the decoder {sorted(kinds) or 'none'}; structured output takes {known}")
-    tokens = [NEVER] * vocab_size
+        supported = "ByteLevel, or Metaspace / ByteFallback"
+        raise UnsupportedModel(f"tokenizer.json has the decoder {sorted(kinds) or 'none'}; structured output takes {supported}")
+    tokens = [NO_BYTES] * vocab_size
     for text, token_id in _entries(tokenizer):
         if token_id < vocab_size and token_id not in added:
             tokens[token_id] = to_bytes(text)
@@ -74,7 +74,7 @@ def vocabulary_of(tokenizer: Mapping[str, Any], vocab_size: int, eos_token_ids: 
             tokens[token_id] = to_bytes(str(token["content"]))
     eos = tuple(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size}))
     for token_id in eos:
-        tokens[token_id] = NEVER
+        tokens[token_id] = NO_BYTES
     return Vocabulary(tuple(tokens), eos, any(_strips_space(step) for step in decoders))
 
 
@@ -86,15 +86,15 @@ def _entries(tokenizer: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     return [(str(entry[0]), token_id) for token_id, entry in enumerate(vocab)]
 
 
-def _steps(part: Any, member: str) -> Iterable[Mapping[str, Any]]:
+def _steps(component: Any, member: str) -> Iterable[Mapping[str, Any]]:
     """The steps of a pipeline: a `Sequence` is opened, anything else is one step."""
-    if not isinstance(part, dict):
+    if not isinstance(component, dict):
         return
-    if part.get("type") == "Sequence":
-        for inner in part.get(member) or []:
+    if component.get("type") == "Sequence":
+        for inner in component.get(member) or []:
             yield from _steps(inner, member)
     else:
-        yield part
+        yield component
 
 
 def _replaces_metaspace(step: Mapping[str, Any]) -> bool:
@@ -113,7 +113,7 @@ def _sentencepiece(text: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's one-to-one map from characters to bytes: printable ones stand for themselves, the rest are moved up."""
+    """GPT-2's one-to-one map from characters to bytes: printable ones map to themselves, the rest are moved up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}

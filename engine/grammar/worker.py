@@ -1,4 +1,4 @@
-"""A process that proves grammars before the engine builds them: it can be killed, and a Rust call in a thread cannot.
+"""A process that checks grammars before the engine builds them: it can be killed, and a Rust call in a thread cannot.
 
 Uses lines of JSON on its standard streams: first the vocabulary, then one constraint a line, each answered with its grammar
 text or with an error. `python -m engine.grammar.worker`, started only by `grammar.compiler`.
@@ -16,9 +16,9 @@ import threading
 from typing import IO
 
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import build_matcher, of_text, token_trie
+from engine.grammar.matcher import answer_grammar, build_matcher, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
-from engine.grammar.stacks import PROVING_STACK_BYTES, new_threads_get
+from engine.grammar.stacks import WORKER_STACK_BYTES, thread_stack_size
 from engine.grammar.vocabulary import Vocabulary
 
 GRAMMAR_CHARACTERS_MAX = 2_000_000
@@ -56,7 +56,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         signal.alarm(math.ceil(job["deadline_s"] + ALARM_MARGIN_S))
         spec = GrammarSpec(job["kind"], job["text"])
         try:
-            lark = of_text(to_lark(spec), first_space=vocabulary.strips_first_space)
+            lark = answer_grammar(to_lark(spec), first_space=vocabulary.strips_first_space)
             if len(lark) > GRAMMAR_CHARACTERS_MAX:
                 raise GrammarError(spec.param, f"{spec.param} makes a grammar of more than {GRAMMAR_CHARACTERS_MAX} characters")
             build_matcher(trie, lark, spec)
@@ -73,7 +73,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 if __name__ == "__main__":
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (HEAP_BYTES_MAX, HEAP_BYTES_MAX))
-    with new_threads_get(PROVING_STACK_BYTES):
+    with thread_stack_size(WORKER_STACK_BYTES):
         thread = threading.Thread(target=serve, args=(sys.stdin.buffer, sys.stdout.buffer), name="proving")
         thread.start()
     thread.join()

@@ -1,1 +1,1 @@
-"""Parts of a decoder layer: weights in, tensors through. They call `kernels.ops` and know no request."""
+"""The parts of a decoder layer, built on `kernels.ops`. They know no request."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.config.model import LayerConfig, ModelConfig
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
 from engine.quantization.kv_scales import KvScales
@@ -17,7 +17,7 @@ from kernels import ops
 
 
 def attention_shapes(config: ModelConfig, block_size: int) -> list[ops.AttentionShape]:
-    """What the kernels need to know about each of the model's `windows`."""
+    """The shape that the kernels need for each of the model's `windows`."""
     return [
         ops.AttentionShape(
             block_size,
@@ -91,31 +91,31 @@ class Attention:
             self._k_norm.pack()
 
     @property
-    def products(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
-        """The weights before and behind `attend`, where they may be fused with what is around them."""
+    def plain_weights(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
+        """The weights before and after `attend`, where they may be fused with the operations around them."""
         return self._qkv.plain, self._out.plain
 
     @property
     def takes_fp8_rows(self) -> bool:
         return self._qkv.takes_fp8_rows
 
-    def __call__(self, x: torch.Tensor | ops.Fp8Rows, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
-        """x: [T, hidden], kv_cache: [N, P, 2, K, D] or None when all of every text is in this batch → [T, H·D]"""
+    def __call__(self, x: torch.Tensor | ops.Fp8Rows, inputs: ForwardInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
+        """x: [T, hidden], kv_cache: [N, P, 2, K, D], or None when this batch contains every text whole → [T, H·D]"""
         return self.attend(self._qkv(x), inputs, kv_cache)
 
-    def project_back(self, attended: torch.Tensor) -> torch.Tensor:
-        """attended: [R, H·D], some rows of what was attended → [R, hidden]"""
+    def output_projection(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended: [R, H·D], some rows of the output of `attend` → [R, hidden]"""
         return self._out(attended)
 
-    def attend(self, projected: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, projected: torch.Tensor, inputs: ForwardInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
         """projected: [T, (H+2K)·D], which may be changed in place → [T, H·D]"""
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_dim
         qkv = projected.view(-1, heads + 2 * kv_heads, size)
         cos, sin = inputs.rotations[self._rope_idx]
         q_norm, k_norm = self._q_norm, self._k_norm
         plan = inputs.attention[self._window_idx]
-        rows = (qkv, cos, sin, kv_cache, inputs.slot_mapping)
-        kept: dict[str, Any] = {
+        operands = (qkv, cos, sin, kv_cache, inputs.slot_mapping)
+        options: dict[str, Any] = {
             "rotary_dim": self._rotary_dim,
             "q_weight": None if q_norm is None else q_norm.weight,
             "k_weight": None if k_norm is None else k_norm.weight,
@@ -124,8 +124,8 @@ class Attention:
         }
         if self._rotated_decode is not None and isinstance(plan, ops.PagedPlan) and plan.takes_projections:
             tables = (plan.block_tables, plan.context_lens, plan.shape)
-            attended = self._rotated_decode(*rows, *tables, workspace=plan.workspace, **kept)
+            attended = self._rotated_decode(*operands, *tables, workspace=plan.workspace, **options)
         else:
-            self._ops.rope_and_cache(*rows, num_kv_heads=kv_heads, **kept)
+            self._ops.rope_and_cache(*operands, num_kv_heads=kv_heads, **options)
             attended = ops.paged_attention(qkv, kv_cache, plan, self.kv_scales)
         return attended.view(-1, heads * size)

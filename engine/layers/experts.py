@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of the feed-forward part: a router chooses a few for each token (arXiv 2401.04088)."""
+"""A mixture of experts as the feed-forward part: a router chooses a few for each token (arXiv 2401.04088)."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class SparseMLP:
         self._router.pack(packer)
         for expert in self._experts:
             expert.pack(packer)
-        self._mixture = self._bound()
+        self._mixture = self._bind_experts()
 
     @property
     def has_host_sync(self) -> bool:
         """Whether a step waits for the host to read which experts were chosen, so that it cannot be captured."""
         return self._mixture is None
 
-    def _bound(self) -> Mixture | None:
+    def _bind_experts(self) -> Mixture | None:
         """All experts in one function, where there is such an operation and it can read their weights."""
         bind, route = self._ops.bind_experts, self._ops.route_live
         weights = [expert.weights for expert in self._experts]
@@ -88,8 +88,8 @@ class SparseMLP:
     def __call__(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """x: [T, hidden] → [T, hidden]
 
-        slots: [T], below 0 for rows of padding, whose experts need not be read: what becomes of them is nobody's. None where
-        there are no such rows.
+        slots: [T], below 0 for rows of padding, whose experts need not be read and whose output is undefined. None where there
+        are no such rows.
         """
         logits = self._router(x)
         if self._mixture is not None:

@@ -28,7 +28,7 @@ class FusedLinear:
         self._kernel: ops.LinearKernel | None = None
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
-        """Each part of the checkpoint goes to its rows here."""
+        """Load each part of the checkpoint into its rows of the stacked matrix."""
         assert self._kernel is None, "the weights are packed already"
         modules = [(f"{prefix}.{name}", size) for name, size in self._parts]
         if plan.storage is not None:
@@ -48,7 +48,7 @@ class FusedLinear:
             start += size
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
-        """Bind the loaded weights to a kernel and let go of the plain tensor."""
+        """Bind the loaded weights to a kernel and release the plain tensor."""
         if self._stored is not None:
             self._kernel, self._stored = self._stored.pack(packer), None
             return
@@ -72,7 +72,7 @@ class FusedLinear:
 
     @property
     def takes_fp8_rows(self) -> bool:
-        """Whether the operation before it may quantise the rows that it multiplies."""
+        """Whether the preceding operation may quantise the rows that this product multiplies."""
         return isinstance(self._kernel, ops.Fp8Product) and self._kernel.takes_rows
 
     def __call__(self, x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:

@@ -12,7 +12,7 @@ from engine.weights import WeightPlan
 from kernels import ops
 
 GATED_ACTIVATIONS = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
-"""The operation that stands for an activation's name in the configuration."""
+"""The operation for each activation name of the configuration."""
 
 
 class GatedMLP:
@@ -47,13 +47,13 @@ class GatedMLP:
         self._down.pack(packer)
 
     @property
-    def products(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
-        """The weights before and behind the activation, where they may be fused with what is around them."""
+    def plain_weights(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
+        """The weights before and after the activation, where they may be fused with the operations around them."""
         return self._gate_up.plain, self._down.plain
 
     @property
     def weights(self) -> tuple[Any, Any]:
-        """What is multiplied with before and behind the activation, plain or in codes; None as `FusedLinear.weight` says."""
+        """The weights before and after the activation, plain or quantised; None as for `FusedLinear.weight`."""
         return self._gate_up.weight, self._down.weight
 
     @property

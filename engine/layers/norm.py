@@ -19,36 +19,37 @@ class RMSNorm:
         self.eps = eps
         self._offset = offset
         self._ops = ops.operations(device, dtype)
-        self._feeds_fp8 = False
+        self._quantises_output = False
 
     def plan(self, plan: WeightPlan, name: str) -> None:
         plan.add(f"{name}.weight", self.weight)
 
     def pack(self) -> None:
-        """Make the loaded weight ready; once."""
+        """Prepare the loaded weight, once."""
         if self._offset:
             self.weight += 1.0
             self._offset = False
 
-    def feed(self, *, takes_fp8_rows: bool) -> None:
-        """Call this if one product alone reads the output. If it takes rows in 8 bits, `rows` quantises them, provided that
-        there is a kernel for it and that there are more rows than the product multiplies unrounded."""
-        self._feeds_fp8 = takes_fp8_rows and self._ops.rms_norm_fp8 is not None
+    def set_consumer(self, *, takes_fp8_rows: bool) -> None:
+        """Call this if a single product reads the output. If it takes rows in 8 bits, `norm_for_consumer` quantises them,
+        provided that there is a kernel for it and that there are more rows than the product multiplies unrounded."""
+        self._quantises_output = takes_fp8_rows and self._ops.rms_norm_fp8 is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(x, self.weight, self.eps)
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor | ops.Fp8Rows:
-        """The normalised rows in the form that the product behind takes. x: [T, hidden]"""
-        if self._feeds_fp8 and x.shape[0] > ops.FUSED_ROWS_MAX and self._ops.rms_norm_fp8 is not None:
+    def norm_for_consumer(self, x: torch.Tensor) -> torch.Tensor | ops.Fp8Rows:
+        """The normalised rows in the form that the consumer takes. x: [T, hidden]"""
+        if self._quantises_output and x.shape[0] > ops.FUSED_ROWS_MAX and self._ops.rms_norm_fp8 is not None:
             return ops.Fp8Rows(*self._ops.rms_norm_fp8(x, self.weight, self.eps), x.dtype)
         return self(x)
 
-    def rows_of_sum(
+    def add_norm_for_consumer(
         self, branch: torch.Tensor, residual: torch.Tensor, *, alpha: float, branch_weight: torch.Tensor | None
     ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
-        """`rows` of the sum residual + alpha · branch, and the sum itself; `branch_weight` normalises the branch before."""
-        if self._feeds_fp8 and residual.shape[0] > ops.FUSED_ROWS_MAX and self._ops.add_rms_norm_fp8 is not None:
+        """`norm_for_consumer` of the sum residual + alpha · branch, and the sum itself. `branch_weight` is the weight of a norm
+        applied to the branch first."""
+        if self._quantises_output and residual.shape[0] > ops.FUSED_ROWS_MAX and self._ops.add_rms_norm_fp8 is not None:
             values, scales, total = self._ops.add_rms_norm_fp8(
                 branch, residual, self.weight, self.eps, alpha=alpha, branch_weight=branch_weight
             )

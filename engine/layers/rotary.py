@@ -14,7 +14,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 CHUNK_POSITIONS = 16_384
-"""Positions whose angles are computed at a time, on the device: 4 MiB of them for heads of 128, whatever the context."""
+"""Positions whose angles are computed at a time, on the device: 4 MiB for heads of 128, independent of the context."""
 
 
 def inverse_frequencies(rope: RopeConfig, max_len: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def inverse_frequencies(rope: RopeConfig, max_len: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between are blended."""
+    """Long wavelengths are stretched by `factor`, short ones kept, those between are blended."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_len / rope.low_freq_factor
     shortest = rope.original_max_len / rope.high_freq_factor
@@ -45,19 +45,19 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(powers: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Pairs that turn often in the original context are kept, those that turn seldom stretched, a ramp between."""
-    low, high = _turning_dim(rope.beta_fast, rope), _turning_dim(rope.beta_slow, rope)
+    """Pairs that rotate often in the original context are kept, those that rotate seldom are stretched, with a ramp between."""
+    low, high = _correction_dim(rope.beta_fast, rope), _correction_dim(rope.beta_slow, rope)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     width = high - low or 0.001
-    kept = 1 - ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return (1 - kept) / (rope.factor * powers) + kept / powers
+    extrapolation = 1 - ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return (1 - extrapolation) / (rope.factor * powers) + extrapolation / powers
 
 
-def _turning_dim(num_turns: float, rope: RopeConfig) -> float:
-    """The dimension that turns `num_turns` times within the original context (equation 17 of YaRN)."""
-    return rope.rotary_dim * math.log(rope.original_max_len / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+def _correction_dim(num_rotations: float, rope: RopeConfig) -> float:
+    """The dimension that makes `num_rotations` rotations within the original context (equation 17 of YaRN)."""
+    return rope.rotary_dim * math.log(rope.original_max_len / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 class RotaryTable:

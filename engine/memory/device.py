@@ -18,7 +18,7 @@ WORKSPACE_BYTES = 128 << 20
 """For libraries and the code of kernels on a GPU, which take their memory in the first step."""
 
 
-def kv_bytes_left(needs: MemoryNeeds, utilization: float, device: torch.device) -> int:
+def free_kv_bytes(needs: MemoryNeeds, utilization: float, device: torch.device) -> int:
     """Bytes that a GPU has left for the KV cache once the weights are loaded, beside what steps need. `utilization`: the share
     of its memory that may be used."""
     free, total = torch.cuda.mem_get_info(device)
@@ -26,36 +26,36 @@ def kv_bytes_left(needs: MemoryNeeds, utilization: float, device: torch.device) 
     return max(0, int(total * utilization) - (total - free) - reserved)
 
 
-class GraphsTaken(NamedTuple):
-    """Captured graphs, those that were evicted since included, and what the driver took of the card for them beside torch's
-    allocator (`driver_bytes`). It takes memory in pieces, so that one graph alone shows nothing or too much. What it puts off
-    until a graph first runs is not in it; what other processes took of the card during captures is, and what they gave back
-    is taken off, down to 0."""
+class GraphMemory(NamedTuple):
+    """Captured graphs, including those evicted since, and the memory that the driver allocated on the card for them outside
+    torch's allocator (`driver_bytes`). The driver allocates in large pieces, so that one graph alone shows nothing or too much.
+    What it defers until a graph first runs is not included; what other processes allocated on the card during captures is,
+    and what they freed is subtracted, down to 0."""
 
     num_graphs: int = 0
     driver_bytes: int = 0
 
 
 def driver_bytes(device: torch.device) -> int:
-    """What is taken of a GPU beside this process' allocator: by the driver for its context, code of kernels and graphs, and by
-    other processes, whose share the driver does not tell."""
+    """Memory of a GPU that is in use outside this process' allocator: by the driver for its context, code of kernels and
+    graphs, and by other processes, whose share the driver does not report."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def main_memory_bytes() -> int:
-    """Memory of the machine, or of the container, which ends who takes more."""
-    whole, allowed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup.memory_bytes()
-    return whole if allowed is None else min(whole, allowed)
+    """Memory of the machine, or of the container, whose processes are killed if they exceed it."""
+    machine_bytes, limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup.memory_bytes()
+    return machine_bytes if limit_bytes is None else min(machine_bytes, limit_bytes)
 
 
 def check_swap_space(options: EngineOptions, device: torch.device) -> None:
     """Raise `EngineConfigError` for a host tier that main memory cannot hold. Beside a GPU it is page-locked, of which
     torch takes the next power of two."""
     memory, wanted = main_memory_bytes(), int(options.swap_space * GIB)
-    taken = 1 << (wanted - 1).bit_length() if wanted and device.type == "cuda" else wanted
-    if taken > memory * SWAP_SPACE_SHARE_MAX:
-        rounded = f", page-locked as {taken / GIB:g} GiB," if taken > wanted else ""
+    locked_bytes = 1 << (wanted - 1).bit_length() if wanted and device.type == "cuda" else wanted
+    if locked_bytes > memory * SWAP_SPACE_SHARE_MAX:
+        rounded = f", page-locked as {locked_bytes / GIB:g} GiB," if locked_bytes > wanted else ""
         raise EngineConfigError(
             "swap_space",
             f"({options.swap_space:g} GiB){rounded} is more than {SWAP_SPACE_SHARE_MAX:.0%} of main memory "

@@ -1,6 +1,6 @@
 """What an engine with these options would need of a device's memory, computed from its configuration alone. Knows no torch.
 
-An engine asks before it loads, and `gatehouse plan` asks on any machine: both get this answer.
+An engine computes this before it loads, and `gatehouse plan` on any machine: both get the same result.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def estimate_fit(
         has_fp8=has_fp8(memory.capability),
         memory_bytes=memory.memory_bytes,
     )
-    return _seated(fit) if load.on_gpu and options.max_num_seqs is None else fit
+    return _fit_seats(fit) if load.on_gpu and options.max_num_seqs is None else fit
 
 
-def _seated(fit: MemoryFit) -> MemoryFit:
+def _fit_seats(fit: MemoryFit) -> MemoryFit:
     """The fit with the most seats, out of the default and its halves, that leave room for the wanted context and for enough
     tokens of each in the cache."""
     seats = [fit.load.num_seqs]

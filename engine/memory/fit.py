@@ -129,22 +129,22 @@ class MemoryFit:
             ("device context", needs.context_bytes),
             (f"keys and values of {self.wanted_len} tokens", needs.kv_bytes(self.wanted_len)),
         ]
-        said = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in parts if num_bytes)
+        text = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in parts if num_bytes)
         needed, usable = format_distinct(self.needed_bytes, self.usable_bytes)
-        said = f"needs {needed} ({said}), and {usable} may be used"
+        text = f"needs {needed} ({text}), and {usable} may be used"
         if self.memory_bytes is not None:
-            said += f" (gpu_memory_utilization={self.share:g} of {gib(self.memory_bytes)})"
+            text += f" (gpu_memory_utilization={self.share:g} of {gib(self.memory_bytes)})"
         if self.fits:
-            return said
+            return text
         remedies = [str(remedy) for remedy in self.remedies()]
         if not remedies:
-            return f"{said}; {self._smallest()}"
-        return f"{said}; what would make it fit:" + ("\n  " + "\n  ".join(remedies) if in_lines else f" {'; '.join(remedies)}")
+            return f"{text}; {self._smallest()}"
+        return f"{text}; what would make it fit:" + ("\n  " + "\n  ".join(remedies) if in_lines else f" {'; '.join(remedies)}")
 
     def _smallest(self) -> str:
         """What is needed after all changes, with room for one block."""
-        tried = [self, *(fit for _, fit in changes_in_order(self))]
-        least = min(fit.needs.fixed_bytes + fit.needs.block_bytes for fit in tried)
+        fits = [self, *(fit for _, fit in changes_in_order(self))]
+        least = min(fit.needs.fixed_bytes + fit.needs.block_bytes for fit in fits)
         return f"no possible change makes it fit: after all of them it needs {gib(least)} with a minimal context"
 
 
@@ -159,7 +159,7 @@ Change = Callable[[MemoryFit], Changed | None]
 """None where there is nothing to change."""
 
 
-def larger_share(fit: MemoryFit) -> Changed | None:
+def raise_memory_share(fit: MemoryFit) -> Changed | None:
     usable_bytes = int((fit.memory_bytes or 0) * LARGER_SHARE)
     if usable_bytes <= fit.usable_bytes:
         return None
@@ -167,7 +167,7 @@ def larger_share(fit: MemoryFit) -> Changed | None:
     return Changed(words, replace(fit, usable_bytes=usable_bytes))
 
 
-def fewer_at_a_time(fit: MemoryFit) -> Changed | None:
+def shrink_batch(fit: MemoryFit) -> Changed | None:
     load = fit.load
     few = replace(load, num_seqs=min(load.num_seqs, FEW_SEATS), num_tokens=min(load.num_tokens, FEW_TOKENS))
     options = [
@@ -177,19 +177,19 @@ def fewer_at_a_time(fit: MemoryFit) -> Changed | None:
     return Changed(f"fewer at a time ({', '.join(options)})", replace(fit, load=few)) if options else None
 
 
-def no_captured_steps(fit: MemoryFit) -> Changed | None:
+def disable_graphs(fit: MemoryFit) -> Changed | None:
     if not fit.load.has_slots:
         return None
     return Changed("no captured steps (enforce_eager)", replace(fit, load=replace(fit.load, has_slots=False)))
 
 
-def numbers_16(fit: MemoryFit) -> Changed | None:
+def activations_16_bit(fit: MemoryFit) -> Changed | None:
     if not fit.load.on_gpu or fit.formats.element_bytes <= 2:
         return None
     return Changed("numbers in 16 bits (dtype=bfloat16)", replace(fit, formats=_in_16_bits(fit.formats)))
 
 
-def head_8(fit: MemoryFit) -> Changed | None:
+def head_8_bit(fit: MemoryFit) -> Changed | None:
     weights = fit.formats.weights
     if weights.bits > 8 or weights.head_bits:
         return None
@@ -197,14 +197,14 @@ def head_8(fit: MemoryFit) -> Changed | None:
     return Changed("the output head in 8 bits (head_quantization=int8)", replace(fit, formats=formats))
 
 
-def kv_8(fit: MemoryFit) -> Changed | None:
+def kv_8_bit(fit: MemoryFit) -> Changed | None:
     if not fit.has_fp8 or fit.formats.kv_element_bytes == 1:
         return None
     formats = replace(fit.formats, kv_element_bytes=1)
     return Changed("keys and values in 8 bits (kv_cache_dtype=fp8)", replace(fit, formats=formats))
 
 
-def weights_8(fit: MemoryFit) -> Changed | None:
+def weights_8_bit(fit: MemoryFit) -> Changed | None:
     if fit.formats.weights.bits <= 8:
         return None
     formats = replace(fit.formats, weights=EIGHT_BITS)
@@ -212,7 +212,7 @@ def weights_8(fit: MemoryFit) -> Changed | None:
     return Changed(f"weights in 8 bits (quantization={named})", replace(fit, formats=formats))
 
 
-def weights_4(fit: MemoryFit) -> Changed | None:
+def weights_4_bit(fit: MemoryFit) -> Changed | None:
     """A GPU has kernels for 4 bits where it computes in 16."""
     if fit.formats.weights.bits <= 4:
         return None
@@ -220,33 +220,33 @@ def weights_4(fit: MemoryFit) -> Changed | None:
     return Changed("weights in 4 bits (an AWQ or GPTQ checkpoint)", replace(fit, formats=replace(formats, weights=FOUR_BITS)))
 
 
-IN_ORDER: tuple[tuple[Change, ...], ...] = (
-    (larger_share,),
-    (fewer_at_a_time,),
-    (no_captured_steps,),
-    (fewer_at_a_time, no_captured_steps),
-    (numbers_16,),
-    (head_8,),
-    (kv_8,),
-    (numbers_16, kv_8),
-    (weights_8,),
-    (weights_8, kv_8),
-    (weights_4,),
-    (weights_4, kv_8),
+CHANGES_BY_COST: tuple[tuple[Change, ...], ...] = (
+    (raise_memory_share,),
+    (shrink_batch,),
+    (disable_graphs,),
+    (shrink_batch, disable_graphs),
+    (activations_16_bit,),
+    (head_8_bit,),
+    (kv_8_bit,),
+    (activations_16_bit, kv_8_bit),
+    (weights_8_bit,),
+    (weights_8_bit, kv_8_bit),
+    (weights_4_bit,),
+    (weights_4_bit, kv_8_bit),
 )
-EVERYTHING: tuple[tuple[Change, ...], ...] = (
-    (larger_share, fewer_at_a_time, no_captured_steps, weights_8, kv_8),
-    (larger_share, fewer_at_a_time, no_captured_steps, weights_4, kv_8),
+COMBINED_CHANGES: tuple[tuple[Change, ...], ...] = (
+    (raise_memory_share, shrink_batch, disable_graphs, weights_8_bit, kv_8_bit),
+    (raise_memory_share, shrink_batch, disable_graphs, weights_4_bit, kv_8_bit),
 )
 
 
 def changes_in_order(fit: MemoryFit) -> list[tuple[list[str], MemoryFit]]:
     """What can be changed, alone or two at a time; at the end all at once, without what is done already."""
-    found = [made for changes in IN_ORDER if len((made := _make(changes, fit))[0]) == len(changes)]
-    return found + [made for changes in EVERYTHING if len((made := _make(changes, fit))[0]) > 1]
+    found = [applied for changes in CHANGES_BY_COST if len((applied := _apply_changes(changes, fit))[0]) == len(changes)]
+    return found + [applied for changes in COMBINED_CHANGES if len((applied := _apply_changes(changes, fit))[0]) > 1]
 
 
-def _make(changes: Sequence[Change], fit: MemoryFit) -> tuple[list[str], MemoryFit]:
+def _apply_changes(changes: Sequence[Change], fit: MemoryFit) -> tuple[list[str], MemoryFit]:
     words = []
     for change in changes:
         changed = change(fit)

@@ -11,7 +11,7 @@ import torch
 from engine.config.model import ModelConfig
 from engine.device import format_name
 from engine.errors import EngineConfigError
-from engine.memory.device import WORKSPACE_BYTES, GraphsTaken, driver_bytes, main_memory_bytes
+from engine.memory.device import WORKSPACE_BYTES, GraphMemory, driver_bytes, main_memory_bytes
 from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import MemoryFit, gib
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
@@ -46,28 +46,28 @@ class MemoryForecast:
         return needs.num_blocks(self.fit.usable_bytes) * needs.block_bytes
 
     def check(self, options: EngineOptions) -> None:
-        """Raise `EngineConfigError`, naming the option, when the model cannot be held as it was asked for: before memory is
-        touched, because a machine that runs out of it ends processes instead of refusing. `num_kv_blocks` is
-        `num_gpu_blocks_override` to those who set it."""
+        """Raise `EngineConfigError`, naming the option, when the model does not fit as requested: before memory is touched,
+        because a machine that runs out of memory kills processes instead of refusing. Operators set `num_kv_blocks` as
+        `num_gpu_blocks_override`."""
         fit, needs = self.fit, self.fit.needs
         most = needs.num_blocks(fit.usable_bytes)
         if self.fixed_kv_bytes is not None and most and self.predicted_kv_bytes > most * needs.block_bytes:
             room = f"beside {self.name} there is room for {most * needs.block_bytes} bytes ({gib(most * needs.block_bytes)})"
             if options.num_kv_blocks is not None:
-                refused = f"({options.num_kv_blocks} blocks, {gib(self.fixed_kv_bytes)}) is too much: {room}, {most} blocks"
-                raise EngineConfigError("num_gpu_blocks_override", refused)
+                problem = f"({options.num_kv_blocks} blocks, {gib(self.fixed_kv_bytes)}) is too much: {room}, {most} blocks"
+                raise EngineConfigError("num_gpu_blocks_override", problem)
             if options.kv_cache_bytes is not None:
-                refused = f"({self.fixed_kv_bytes} bytes, {gib(self.fixed_kv_bytes)}) is too much: {room}"
-                raise EngineConfigError("kv_cache_bytes", refused)
+                problem = f"({self.fixed_kv_bytes} bytes, {gib(self.fixed_kv_bytes)}) is too much: {room}"
+                raise EngineConfigError("kv_cache_bytes", problem)
         if self.fixed_kv_bytes is not None and needs.fixed_bytes + self.fixed_kv_bytes > fit.usable_bytes:
-            asked = f"{self.name} does not fit with {gib(self.fixed_kv_bytes)} of keys and values"
-            raise EngineConfigError("model", f"{asked}: {fit.explain()}")
+            misfit = f"{self.name} does not fit with {gib(self.fixed_kv_bytes)} of keys and values"
+            raise EngineConfigError("model", f"{misfit}: {fit.explain()}")
         if self.fixed_kv_bytes is None and not fit.context_len:
             raise EngineConfigError("model", f"{self.name} does not fit: {fit.explain()}")
         if self.fixed_kv_bytes is None and options.max_model_len is not None and not fit.fits:
             raise EngineConfigError("max_model_len", f"({options.max_model_len}) does not fit: {self.name} {fit.explain()}")
 
-    def shortened(self) -> str | None:
+    def shortened_note(self) -> str | None:
         """Why the context is shorter than the model's own, None when it is not."""
         if self.fixed_kv_bytes is not None or self.fit.fits:
             return None
@@ -92,7 +92,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """What was taken in the end; None where this device does not tell, or where nothing has been taken yet."""
+    """What was allocated in the end; None where this device does not report it, or where nothing has been allocated yet."""
 
     weights_bytes: int
     kv_bytes: int
@@ -114,7 +114,7 @@ def forecast_memory(
     device: torch.device,
     draft: ModelConfig | None = None,
 ) -> MemoryForecast:
-    """Predict from the configuration and what the device says now. Creates the driver's context, to count it."""
+    """Predict from the configuration and what the device reports now. Creates the driver's context, to count it."""
     ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
     fit = estimate_fit(config, options, format_name(dtype), _memory(options, device), mode, draft=draft)
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
@@ -124,10 +124,10 @@ def forecast_memory(
 
 
 def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
-    """What this process may reach on the device, and what is taken already, by others included."""
+    """What this process may use of the device, and what is in use already, by others included."""
     if device.type == "cpu":
-        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=taken)
+        used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=used_bytes)
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(
         device_type="cuda",
@@ -146,17 +146,17 @@ def _fixed_kv_bytes(options: EngineOptions, device: torch.device, block_bytes: i
 
 def format_parts(parts: Sequence[MemoryPart]) -> str:
     """The parts in words: `weights 15.0 GiB (predicted 15.1 GiB), graphs 0.1 GiB of 9 (predicted 1.0 GiB of 91), …`."""
-    return ", ".join(_said(part) for part in parts if part.predicted_bytes or part.measured_bytes)
+    return ", ".join(_format_part(part) for part in parts if part.predicted_bytes or part.measured_bytes)
 
 
-def _said(part: MemoryPart) -> str:
-    predicted = f"predicted {gib(part.predicted_bytes)}{_of(part.num_predicted)}"
+def _format_part(part: MemoryPart) -> str:
+    predicted = f"predicted {gib(part.predicted_bytes)}{_format_count(part.num_predicted)}"
     if part.measured_bytes is None:
         return f"{part.name} {predicted}"
-    return f"{part.name} {gib(part.measured_bytes)}{_of(part.num_measured)} ({predicted})"
+    return f"{part.name} {gib(part.measured_bytes)}{_format_count(part.num_measured)} ({predicted})"
 
 
-def _of(number: int | None) -> str:
+def _format_count(number: int | None) -> str:
     return "" if number is None else f" of {number}"
 
 
@@ -176,46 +176,46 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before_run = 0
-        self._before_slots = 0
+        self._allocated_before_run = 0
+        self._allocated_before_slots = 0
         self._slots_bytes = 0
-        self._before_graphs = 0
+        self._reserved_before_graphs = 0
         self._on_gpu = device.type == "cuda"
 
     def begin_run(self) -> None:
         """Call when weights and cache are made and no step has run yet."""
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before_run = torch.cuda.memory_allocated(self._device)
+            self._allocated_before_run = torch.cuda.memory_allocated(self._device)
 
     def begin_slots(self) -> None:
         """Call before slots, and what belongs to them, are made."""
         if self._on_gpu:
-            self._before_slots = torch.cuda.memory_allocated(self._device)
+            self._allocated_before_slots = torch.cuda.memory_allocated(self._device)
 
     def begin_graphs(self) -> None:
         """Call when slots are made and no graph is captured yet."""
         if self._on_gpu:
-            self._before_graphs = torch.cuda.memory_reserved(self._device)
-            self._slots_bytes = torch.cuda.memory_allocated(self._device) - self._before_slots
+            self._reserved_before_graphs = torch.cuda.memory_reserved(self._device)
+            self._slots_bytes = torch.cuda.memory_allocated(self._device) - self._allocated_before_slots
 
-    def with_graphs(self, measured: MeasuredMemory, taken: GraphsTaken) -> MeasuredMemory:
+    def with_graphs(self, measured: MeasuredMemory, graph_memory: GraphMemory) -> MeasuredMemory:
         """`measured` with the slots and the graphs captured so far: what these compute with, from torch's allocator, and what
-        the driver took for them (`taken`, which other processes on the card may disturb)."""
+        the driver took for them (`graph_memory`, which other processes on the card may disturb)."""
         if not self._on_gpu:
             return measured
-        pool_bytes = max(0, torch.cuda.memory_reserved(self._device) - self._before_graphs)
-        graphs_bytes = pool_bytes + taken.driver_bytes
-        return replace(measured, graphs_bytes=graphs_bytes, num_graphs=taken.num_graphs, slots_bytes=self._slots_bytes)
+        pool_bytes = max(0, torch.cuda.memory_reserved(self._device) - self._reserved_before_graphs)
+        graphs_bytes = pool_bytes + graph_memory.driver_bytes
+        return replace(measured, graphs_bytes=graphs_bytes, num_graphs=graph_memory.num_graphs, slots_bytes=self._slots_bytes)
 
     def measured(self, weights_bytes: int, kv_bytes: int, rotary_bytes: int) -> MeasuredMemory:
         """What was taken, once the first steps have run. On a CPU that is the given sizes and nothing else."""
         if not self._on_gpu:
             return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes, rotary_bytes=rotary_bytes)
         return MeasuredMemory(
-            weights_bytes=self._before_run - kv_bytes - rotary_bytes,
+            weights_bytes=self._allocated_before_run - kv_bytes - rotary_bytes,
             kv_bytes=kv_bytes,
             rotary_bytes=rotary_bytes,
-            activations_bytes=torch.cuda.max_memory_allocated(self._device) - self._before_run,
+            activations_bytes=torch.cuda.max_memory_allocated(self._device) - self._allocated_before_run,
             context_bytes=driver_bytes(self._device),
         )

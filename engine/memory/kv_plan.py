@@ -2,7 +2,7 @@
 
 A KV block holds keys and values of `block_size` tokens in all layers. At least one request of `max_model_len` tokens always
 fits. When the operator left `max_model_len` open and memory is short, the context is what fits, and `EngineInfo` says so;
-when he asked for it, memory that is too small is an error.
+when it was set explicitly, too little memory is an error.
 """
 
 from __future__ import annotations

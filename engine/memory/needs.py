@@ -71,13 +71,13 @@ class MemoryNeeds:
     ) -> MemoryNeeds:
         """`context_len` is that of the longest request; `draft` a second model, unquantised, with blocks of the same ids: the
         two compute one after the other."""
-        both = [model] if draft is None else [model, draft]
+        models = [model] if draft is None else [model, draft]
         size = formats.element_bytes
         drafts_bytes = 0 if draft is None else draft.weights_bytes(unquantised(size), size)
         logit_bytes = 4 if load.batch_invariant else size
         logits_bytes = load.num_rows * model.vocab_size * logit_bytes if load.has_slots else 0
-        recorded_bytes = sum(each.recorded_bytes(load.recorded_rows, size) for each in both)
-        largest_step_bytes = max(logits_bytes, *(each.step_bytes(load, context_len, formats) for each in both))
+        recorded_bytes = sum(each.recorded_bytes(load.recorded_rows, size) for each in models)
+        largest_step_bytes = max(logits_bytes, *(each.step_bytes(load, context_len, formats) for each in models))
         num_graphs, graphs_bytes = (
             cls._graphs(model, draft, load, context_len, size, logits_bytes) if load.has_slots else (0, 0)
         )
@@ -85,10 +85,10 @@ class MemoryNeeds:
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=largest_step_bytes + recorded_bytes,
             graphs_bytes=graphs_bytes,
-            slots_bytes=cls._slots_bytes(both, load, context_len, formats.kv_element_bytes, logit_bytes),
-            rotary_bytes=sum(each.rotary_bytes(context_len, size) for each in both),
+            slots_bytes=cls._slots_bytes(models, load, context_len, formats.kv_element_bytes, logit_bytes),
+            rotary_bytes=sum(each.rotary_bytes(context_len, size) for each in models),
             context_bytes=context_bytes,
-            block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
+            block_bytes=sum(each.kv_token for each in models) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,
             num_graphs=num_graphs,
         )
@@ -101,8 +101,8 @@ class MemoryNeeds:
         piece of memory for their splits."""
         splits: list[int] = []
         if load.on_gpu:
-            asked = load.num_rows, context_len, kv_element_bytes
-            splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in models]
+            sizes = load.num_rows, context_len, kv_element_bytes
+            splits = [each.splits_bytes(*sizes, batch_invariant=load.batch_invariant) for each in models]
         if not load.has_slots:
             return max(splits, default=0)
         return sum(splits) + models[0].columns_bytes(load.num_seqs, logit_bytes, num_guesses=load.num_guesses)

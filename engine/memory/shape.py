@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config.model import ModelConfig, kv_numbers_per_token
+from engine.config.model import ModelConfig, kv_elements_per_token
 from engine.formats import Formats, WeightFormat
 from engine.memory.splits import (
     CHUNK_CONTEXT_MIN,
@@ -26,7 +26,7 @@ LAUNCH_BYTES = 24 << 10
 """Of a captured step: the most kernels of a layer, the most before and behind all layers, and how many more a mixture of
 experts has than a gated feed-forward part (router, choice, sort, two products, sum); and the bytes that the driver keeps on the
 card for one launch. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's
-log tells 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own
+log says 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own
 are measured: Llama-3.1-8B's steps come to 8 MiB each."""
 
 BIAS_BYTES_MAX = 128 << 20
@@ -110,7 +110,7 @@ class MemoryShape:
             embedding=config.vocab_size * d,
             head=config.vocab_size * d if has_own_head else 0,
             others=d + sum(biases + norms + others for _, others in feed_forward),
-            kv_token=kv_numbers_per_token(config.num_layers, config.num_kv_heads, config.head_dim),
+            kv_token=kv_elements_per_token(config.num_layers, config.num_kv_heads, config.head_dim),
             layer_width=_layer_width(
                 d,
                 attended,
@@ -170,8 +170,8 @@ class MemoryShape:
     def captured_chunks_bytes(self, num_rows: int, element_bytes: int) -> int:
         """What a captured step with chunks needs: activations of so many rows, and the partial results of splits, which only a
         few rows have. A few block tables are not counted."""
-        left_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
-        return num_rows * self.layer_width * element_bytes + left_bytes
+        partials_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
+        return num_rows * self.layer_width * element_bytes + partials_bytes
 
     def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
         """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, needs if it has more rows than the workspace of
@@ -181,8 +181,8 @@ class MemoryShape:
             return 0
         kv_bytes = formats.kv_element_bytes
         splits = max(num_splits(context_len, self.head_dim, kv_bytes, window) for window in self.windows)
-        left_bytes = min(num_tokens * splits * self.num_heads * (self.head_dim + 1) * 4, FEW_QUERIES_BYTES_MAX)
-        return num_tokens * self.layer_width * formats.element_bytes + left_bytes
+        partials_bytes = min(num_tokens * splits * self.num_heads * (self.head_dim + 1) * 4, FEW_QUERIES_BYTES_MAX)
+        return num_tokens * self.layer_width * formats.element_bytes + partials_bytes
 
     def recorded_bytes(self, num_rows: int, element_bytes: int) -> int:
         """What recorded steps of `num_rows` rows keep, all kinds together: two layers, which take turns, what is computed

@@ -38,6 +38,6 @@ def invariant_bytes(num_seqs: int, num_tokens: int, num_heads: int, head_dim: in
         splits = min(splits, (window + 129) // INVARIANT_SPLIT + 2)
     if splits <= 1:
         return 0
-    place_bytes = (head_dim + 2) * 4
-    places = min(max(num_seqs, INVARIANT_QUERIES_MIN) * num_heads * splits, INVARIANT_BYTES_MAX // place_bytes)
-    return max(num_heads * splits, places) * place_bytes
+    partial_bytes = (head_dim + 2) * 4
+    num_partials = min(max(num_seqs, INVARIANT_QUERIES_MIN) * num_heads * splits, INVARIANT_BYTES_MAX // partial_bytes)
+    return max(num_heads * splits, num_partials) * partial_bytes

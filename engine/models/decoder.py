@@ -8,8 +8,8 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.layers.attention import Attention
-from engine.layers.batch_inputs import BatchInputs
 from engine.layers.experts import SparseMLP
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.models.fused_layers import FusedLayer, FusedLayers
@@ -50,9 +50,9 @@ class DecoderLayer:
         self._mlp.pack(packer)
         for norm in self._norms.values():
             norm.pack()
-        for before, part in ((self._before_attention, self._attention), (self._before_mlp, self._mlp)):
+        for before, module in ((self._before_attention, self._attention), (self._before_mlp, self._mlp)):
             if before is not None:
-                before.feed(takes_fp8_rows=not isinstance(part, SparseMLP) and part.takes_fp8_rows)
+                before.set_consumer(takes_fp8_rows=not isinstance(module, SparseMLP) and module.takes_fp8_rows)
 
     def scale_kv(self) -> bool:
         return self._attention.scale_kv()
@@ -67,41 +67,41 @@ class DecoderLayer:
         return FusedLayer.of(self._attention, self._mlp, norms, dtype)
 
     @property
-    def norm(self) -> RMSNorm | None:
-        """The norm before its attention, which the layer before it applies when it adds to the residual stream."""
+    def input_norm(self) -> RMSNorm | None:
+        """The norm before attention. The previous layer applies it when it adds to the residual stream."""
         return self._before_attention
 
     def __call__(
         self,
         x: torch.Tensor | ops.Fp8Rows,
         residual: torch.Tensor,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_cache: torch.Tensor | None,
         next_norm: RMSNorm | None,
-        wanted: torch.Tensor | None,
+        sampled_rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
-        """x: residual normalised by `norm`, both [T, hidden] → the new residual normalised by `next_norm`, and itself, both
-        [R, hidden]: all rows are attended, the rest is computed for those that are `wanted`, None is all of them."""
+        """x: residual normalised by `input_norm`, both [T, hidden] → the new residual normalised by `next_norm`, and itself,
+        both [R, hidden]. Attention is computed for all rows, the rest only for `sampled_rows`; None is all of them."""
         x, slots = self._attention(x, inputs, kv_cache), None if kv_cache is None else inputs.slot_mapping
-        if wanted is not None:
-            x, residual, slots = x.index_select(0, wanted), residual.index_select(0, wanted), None
-            if not len(wanted):
+        if sampled_rows is not None:
+            x, residual, slots = x.index_select(0, sampled_rows), residual.index_select(0, sampled_rows), None
+            if not len(sampled_rows):
                 return residual, residual
-        branch = self._attention.project_back(x)
-        x, residual = self._add(branch, residual, self._after_attention, self._before_mlp)
-        branch = self._mlp(_plain(x), slots) if isinstance(self._mlp, SparseMLP) else self._mlp(x)
-        return self._add(branch, residual, self._after_mlp, next_norm)
+        branch = self._attention.output_projection(x)
+        x, residual = self._add_norm(branch, residual, self._after_attention, self._before_mlp)
+        branch = self._mlp(_unquantised(x), slots) if isinstance(self._mlp, SparseMLP) else self._mlp(x)
+        return self._add_norm(branch, residual, self._after_mlp, next_norm)
 
-    def _add(
+    def _add_norm(
         self, branch: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, before: RMSNorm | None
     ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
         alpha, branch_weight = self._multiplier, None if after is None else after.weight
         if before is not None:
-            return before.rows_of_sum(branch, residual, alpha=alpha, branch_weight=branch_weight)
+            return before.add_norm_for_consumer(branch, residual, alpha=alpha, branch_weight=branch_weight)
         return self._ops.add_rms_norm(branch, residual, None, self._eps, alpha=alpha, branch_weight=branch_weight)
 
 
-def _plain(x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:
+def _unquantised(x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:
     assert isinstance(x, torch.Tensor), "rows in 8 bits are for a product with such weights alone"
     return x
 
@@ -139,14 +139,14 @@ class Decoder:
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: what is packed gives a row the same bits in any batch, and so do the operations around it."""
+        """`batch_invariant`: packed weights and the other operations compute the same bits for a row in any batch."""
         self.config, self.dtype, self.device, self.batch_invariant = config, dtype, device, batch_invariant
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [
             DecoderLayer(config, index, dtype=dtype, device=device, batch_invariant=batch_invariant)
             for index in range(config.num_layers)
         ]
-        self._later_norms = tuple(layer.norm for layer in self._layers[1:])
+        self._later_norms = tuple(layer.input_norm for layer in self._layers[1:])
         offset = config.family.norm_offset
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=offset)
         self._has_own_head = config.has_head and not config.tie_word_embeddings
@@ -187,7 +187,7 @@ class Decoder:
         plan.add("lm_head.weight", self._head)
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear, head_packer: ops.LinearPacker | None = None) -> None:
-        """Bind the loaded weights to kernels. A tied embedding is kept beside its packed twin: rows are looked up in it.
+        """Bind the loaded weights to kernels. A tied embedding is kept besides its packed copy, for lookups of rows.
 
         `head_packer` is for an output head that is not packed yet, None is `packer`."""
         for layer in self._layers:
@@ -230,7 +230,7 @@ class Decoder:
 
     def __call__(
         self,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] | None = None,
     ) -> torch.Tensor:
@@ -240,33 +240,33 @@ class Decoder:
         layer of a step that is being recorded; all of its rows sample.
         """
         if before_layer is not None:
-            return self._through(self._embedded(inputs), inputs, kv_caches, before_layer)
+            return self._run_layers(self._embed(inputs), inputs, kv_caches, before_layer)
         if self._fused is not None and kv_caches is not None and len(inputs.token_ids) <= ops.FUSED_ROWS_MAX:
-            x = self._fused(self._embedded(inputs), inputs, kv_caches, self._norm)
+            x = self._fused(self._embed(inputs), inputs, kv_caches, self._norm)
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
-        return self._through(self._embedded(inputs), inputs, kv_caches)  # which alone holds the rows, and lets go of them
+        return self._run_layers(self._embed(inputs), inputs, kv_caches)  # holds the only reference, so it can free the rows
 
-    def _embedded(self, inputs: BatchInputs) -> torch.Tensor:
+    def _embed(self, inputs: ForwardInputs) -> torch.Tensor:
         return self._ops.embed(inputs.token_ids, self._embedding, multiplier=self._multiplier)
 
-    def _through(
+    def _run_layers(
         self,
         residual: torch.Tensor,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """Through all layers: [T, hidden] → [R, hidden], the wanted rows, normalised. Behind the last layer's attention nobody
-        reads the other rows, and nothing is computed for them."""
-        first = self._layers[0].norm
-        rows: torch.Tensor | ops.Fp8Rows = residual if first is None else first.rows(residual)
+        """Run all layers: [T, hidden] → [R, hidden], the sampled rows, normalised. After the last layer's attention the other
+        rows are not read, so nothing is computed for them."""
+        first = self._layers[0].input_norm
+        rows: torch.Tensor | ops.Fp8Rows = residual if first is None else first.norm_for_consumer(residual)
         norms = (*self._later_norms, self._norm)
         caches = (None,) * len(norms) if kv_caches is None else kv_caches
         for layer, kv_cache, next_norm in zip(self._layers, caches, norms, strict=True):
             before_layer()
-            wanted = inputs.sampled_rows if layer is self._layers[-1] else None
-            rows, residual = layer(rows, residual, inputs, kv_cache, next_norm, wanted)
-        return _plain(rows)
+            sampled_rows = inputs.sampled_rows if layer is self._layers[-1] else None
+            rows, residual = layer(rows, residual, inputs, kv_cache, next_norm, sampled_rows)
+        return _unquantised(rows)
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
         """hidden: [B, hidden] → [B, V] float32; unless `wide`, in the format of the product where nothing follows it"""

@@ -1,4 +1,4 @@
-"""Encoders of the BERT kind: whole texts in, hidden states of their tokens out; every token sees its whole text."""
+"""Encoders of the BERT kind: whole texts in, hidden states of their tokens out; attention is bidirectional."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from engine.config.encoder import EncoderConfig
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import LayerNorm
 from engine.weights import WeightPlan
@@ -51,22 +51,22 @@ class EncoderLayer:
 
 
 class Encoder:
-    """Embeddings and layers; the pooler of the checkpoint, which only its training used, is left out."""
+    """Embeddings and layers. The checkpoint's pooler, which only training used, is ignored."""
 
     def __init__(self, config: EncoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         hidden = config.hidden_size
-        self._words = torch.empty(config.vocab_size, hidden, dtype=dtype, device=device)
-        self._positions = torch.empty(config.num_positions, hidden, dtype=dtype, device=device)
-        self._token_types = torch.empty(config.num_token_types, hidden, dtype=dtype, device=device)
+        self._word_embeddings = torch.empty(config.vocab_size, hidden, dtype=dtype, device=device)
+        self._position_embeddings = torch.empty(config.num_positions, hidden, dtype=dtype, device=device)
+        self._token_type_embeddings = torch.empty(config.num_token_types, hidden, dtype=dtype, device=device)
         self._norm = LayerNorm(hidden, config.layer_norm_eps, dtype=dtype, device=device)
         self._layers = [EncoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self._first_position = config.first_position
 
     def weight_plan(self) -> WeightPlan:
         plan = WeightPlan(ignored=("pooler.", "embeddings.position_ids", "embeddings.token_type_ids"))
-        plan.add("embeddings.word_embeddings.weight", self._words)
-        plan.add("embeddings.position_embeddings.weight", self._positions)
-        plan.add("embeddings.token_type_embeddings.weight", self._token_types)
+        plan.add("embeddings.word_embeddings.weight", self._word_embeddings)
+        plan.add("embeddings.position_embeddings.weight", self._position_embeddings)
+        plan.add("embeddings.token_type_embeddings.weight", self._token_type_embeddings)
         self._norm.plan(plan, "embeddings.LayerNorm")
         for index, layer in enumerate(self._layers):
             layer.plan(plan, f"encoder.layer.{index}")
@@ -76,11 +76,11 @@ class Encoder:
         for layer in self._layers:
             layer.pack()
 
-    def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:
-        """Hidden states of the rows that are asked for: [rows, hidden]. There is no cache, and texts are of the first type."""
+    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """Hidden states of `sampled_rows`: [R, hidden]. There is no cache, and all tokens have the first token type."""
         assert kv_caches is None, "an encoder keeps nothing"
-        x = functional.embedding(inputs.token_ids, self._words) + self._token_types[0]
-        x = self._norm(x + self._positions.index_select(0, inputs.positions + self._first_position))
+        x = functional.embedding(inputs.token_ids, self._word_embeddings) + self._token_type_embeddings[0]
+        x = self._norm(x + self._position_embeddings.index_select(0, inputs.positions + self._first_position))
         for layer in self._layers:
             x = layer(x, inputs.attention[0])
         assert inputs.sampled_rows is not None, "texts are pooled from the rows that were named"

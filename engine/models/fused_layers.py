@@ -6,7 +6,7 @@ squares from which the next product takes the root. Only for layers that are nor
 feed-forward part, and whose products can multiply rows as they are.
 
 A row of float16 that is multiplied before it is divided may overflow. There a norm's weight is divided by a power of two that
-leaves none above one, so that a row times it is finite wherever the row is, and the product behind it is multiplied by that.
+leaves none above one, so that a row times it is finite wherever the row is, and the next product is multiplied by that power.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.layers.attention import Attention
-from engine.layers.batch_inputs import BatchInputs
 from engine.layers.experts import SparseMLP
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from kernels import ops
@@ -26,7 +26,7 @@ from kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class FusedNorm:
-    """A norm whose division is done by the product behind it. weight: [hidden], `factor` times less than the norm's."""
+    """A norm whose division is done by the product after it. weight: [hidden], `factor` times less than the norm's."""
 
     norm: RMSNorm
     weight: torch.Tensor
@@ -62,11 +62,11 @@ class FusedLayer:
         before_attention, after_attention, before_mlp, after_mlp = norms
         if isinstance(mlp, SparseMLP) or after_attention is not None or after_mlp is not None:
             return None
-        (qkv, out), (gate_up, down) = attention.products, mlp.products
+        (qkv, out), (gate_up, down) = attention.plain_weights, mlp.plain_weights
         if before_attention is None or before_mlp is None or qkv is None or out is None or gate_up is None or down is None:
             return None
-        norms_of_products = FusedNorm.of(before_attention, dtype), FusedNorm.of(before_mlp, dtype)
-        return cls(attention, qkv, out, gate_up, down, mlp.gate, norms_of_products)
+        fused_norms = FusedNorm.of(before_attention, dtype), FusedNorm.of(before_mlp, dtype)
+        return cls(attention, qkv, out, gate_up, down, mlp.gate, fused_norms)
 
 
 class FusedLayers:
@@ -87,12 +87,12 @@ class FusedLayers:
         self._multiplier, self._eps = multiplier, eps
 
     def __call__(
-        self, residual: torch.Tensor, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor], last_norm: RMSNorm
+        self, residual: torch.Tensor, inputs: ForwardInputs, kv_caches: Sequence[torch.Tensor], last_norm: RMSNorm
     ) -> torch.Tensor:
-        """residual: [T, hidden], as it was embedded → [T, hidden], the stream behind the last layer; `last_norm` comes next"""
+        """residual: [T, hidden], the embeddings → [T, hidden], the stream after the last layer; `last_norm` comes next"""
         stream: ops.Stream | None = None
-        nexts = [layer.norms[0] for layer in self._layers[1:]] + [FusedNorm(last_norm, last_norm.weight, 1.0)]
-        for layer, kv_cache, next_norm in zip(self._layers, kv_caches, nexts, strict=True):
+        next_norms = [layer.norms[0] for layer in self._layers[1:]] + [FusedNorm(last_norm, last_norm.weight, 1.0)]
+        for layer, kv_cache, next_norm in zip(self._layers, kv_caches, next_norms, strict=True):
             if stream is None:
                 qkv = layer.qkv(layer.norms[0].norm(residual))
             else:

@@ -41,6 +41,6 @@ def load_decoder(
     plan = decoder.weight_plan(scheme.storage)
     load_weights(directory, plan, progress=progress)
     size = WeightsSize.of(plan)
-    del plan  # it holds the plain tensors, which packing lets go of
+    del plan  # it refers to the plain tensors, which packing releases
     decoder.pack(scheme.packer, scheme.head_packer)
     return LoadedDecoder(decoder, size, scheme.name)

@@ -23,7 +23,7 @@ def engine_params(sampling: SamplingParams) -> SamplingParams:
 
 
 class Answer:
-    """One answer of a request. Finished when the engine says so, or as soon as a stop string stands in its text."""
+    """One answer of a request. It ends when the engine says so, or as soon as its text contains a stop string."""
 
     def __init__(self, text: AnswerText | None) -> None:
         self.token_ids: list[int] = []
@@ -51,21 +51,21 @@ class Answer:
         assert reason is not None, f"answer {self.last.index} of request {self.last.request_id} ended without a reason"
         return reason
 
-    def take(self, event: TokenEvent) -> None:
-        """Take over one event of the engine; tokens behind a stop string are nobody's."""
+    def add_event(self, event: TokenEvent) -> None:
+        """Add one event of the engine; tokens after a stop string are dropped."""
         self.last = event
-        taken = self.take_tokens(event.token_ids, ends_by_token=event.finish_reason is FinishReason.STOP)
-        self.logprobs += (event.logprobs or [])[:taken]
-        self.num_accepted_draft_tokens += max(0, taken - 1)
+        num_added = self.add_tokens(event.token_ids, ends_by_token=event.finish_reason is FinishReason.STOP)
+        self.logprobs += (event.logprobs or [])[:num_added]
+        self.num_accepted_draft_tokens += max(0, num_added - 1)
 
-    def take_tokens(self, token_ids: list[int], *, ends_by_token: bool = False) -> int:
-        """How many of them are the answer's."""
-        taken = len(token_ids)
+    def add_tokens(self, token_ids: list[int], *, ends_by_token: bool = False) -> int:
+        """Add tokens up to the end of a stop string. Returns how many were added."""
+        num_added = len(token_ids)
         if self._text is not None:
-            piece, taken = self._text.push(token_ids, ends_by_token=ends_by_token)
+            piece, num_added = self._text.push(token_ids, ends_by_token=ends_by_token)
             self._pieces.append(piece)
-        self.token_ids += token_ids[:taken]
-        return taken
+        self.token_ids += token_ids[:num_added]
+        return num_added
 
     def text(self, tokenizer: Tokenizer | None, end_ids: Collection[int]) -> str:
         """Without the stop string or end token that ended it."""
@@ -78,24 +78,24 @@ class Answer:
 
 
 class Completion:
-    """A request with all of its answers. `asked` is what the caller wants, `wanted.sampling` what the engine computes."""
+    """A request with all of its answers. `sampling` is what the caller passed, `request.sampling` what the engine computes."""
 
     def __init__(
         self,
-        wanted: GenerationRequest,
+        request: GenerationRequest,
         *,
-        asked: SamplingParams,
+        sampling: SamplingParams,
         prompt: str | None,
         tokenizer: Tokenizer | None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        self.wanted = wanted
-        self._asked = asked
+        self.request = request
+        self._sampling = sampling
         self._prompt = prompt
         self._tokenizer = tokenizer
-        ends = asked.is_guided or not asked.ignore_eos  # a grammar ends with the model's own end, whatever is ignored
-        self._end_ids = frozenset(asked.stop_token_ids).union(eos_token_ids if ends else ())
-        self._answers = [Answer(self._answer_text()) for _ in range(asked.num_answers)]
+        stops_at_eos = sampling.is_guided or not sampling.ignore_eos  # a grammar ends by the model's EOS, ignored or not
+        self._end_ids = frozenset(sampling.stop_token_ids).union(eos_token_ids if stops_at_eos else ())
+        self._answers = [Answer(self._answer_text()) for _ in range(sampling.num_answers)]
         self._prompt_logprobs: list[TokenLogprob] = []
         self._started_s = time.monotonic()
         self._first_token_s: float | None = None
@@ -103,7 +103,7 @@ class Completion:
 
     @property
     def request_id(self) -> str:
-        return self.wanted.request_id
+        return self.request.request_id
 
     @property
     def is_finished(self) -> bool:
@@ -118,8 +118,8 @@ class Completion:
     def num_output_tokens(self) -> int:
         return sum(len(answer.token_ids) for answer in self._answers)
 
-    def take(self, event: TokenEvent) -> bool:
-        """Take over one event of the engine. True when the caller must end this answer: a stop string stands in its text."""
+    def add_event(self, event: TokenEvent) -> bool:
+        """Add one event of the engine. True when the caller must abort this answer because its text contains a stop string."""
         answer = self._answers[event.index]
         if answer.has_ended():
             return False
@@ -127,19 +127,19 @@ class Completion:
             self._first_token_s = time.monotonic()
         if not event.index:
             self._prompt_logprobs += event.prompt_logprobs or []
-        answer.take(event)
-        return self._notes_end(answer) and event.finish_reason is None
+        answer.add_event(event)
+        return self._record_end(answer) and event.finish_reason is None
 
-    def take_token(self, index: int, token_id: int) -> bool:
-        """As `take`, of an answer that merely goes on with one more token: nearly all that a step says."""
+    def add_token(self, index: int, token_id: int) -> bool:
+        """As `add_event`, for an answer that continues with one token, as nearly all answers in a step do."""
         answer = self._answers[index]
         if answer.has_ended():
             return False
-        answer.take_tokens([token_id])
-        return self._notes_end(answer)
+        answer.add_tokens([token_id])
+        return self._record_end(answer)
 
-    def _notes_end(self, answer: Answer) -> bool:
-        """Whether it has ended, and perhaps the request with it."""
+    def _record_end(self, answer: Answer) -> bool:
+        """Whether the answer has ended. Records the end of the request if all its answers have."""
         has_ended = answer.has_ended()
         if has_ended and all(other.has_ended() for other in self._answers):
             self._finished_s = time.monotonic()
@@ -149,12 +149,12 @@ class Completion:
         """The finished request. Calling it earlier is a bug."""
         assert self._finished_s is not None, f"request {self.request_id} is not finished"
         events = [answer.last for answer in self._answers if answer.last is not None]
-        count = self._asked.prompt_logprobs
+        count = self._sampling.prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
-            prompt_token_ids=self.wanted.prompt_token_ids,
-            prompt_logprobs=None if count is None else [None, *self._named_prompt(count)],
+            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_logprobs=None if count is None else [None, *self._prompt_logprob_maps(count)],
             outputs=[self._output(index, answer) for index, answer in enumerate(self._best_answers())],
             num_cached_tokens=events[0].num_cached_tokens,
             metrics=RequestMetrics(
@@ -168,62 +168,64 @@ class Completion:
 
     def _answer_text(self) -> AnswerText | None:
         """Only stop strings need the text of an answer while it grows."""
-        if self._tokenizer is None or not self._asked.stop:
+        if self._tokenizer is None or not self._sampling.stop:
             return None
         return AnswerText(
             self._tokenizer.decode,
-            stop=self._asked.stop,
+            stop=self._sampling.stop,
             stop_token_ids=self._end_ids,
-            min_tokens=self._asked.min_tokens,
+            min_tokens=self._sampling.min_tokens,
         )
 
     def _best_answers(self) -> list[Answer]:
         """The `n` answers with the highest cumulative log-probability, or all in their order. Failed ones come last."""
-        if len(self._answers) == self._asked.n:
+        if len(self._answers) == self._sampling.n:
             return self._answers
         ranked = sorted(
             self._answers, key=lambda answer: (answer.finish_reason is FinishReason.ERROR, -answer.cumulative_logprob)
         )
-        return ranked[: self._asked.n]
+        return ranked[: self._sampling.n]
 
     def _output(self, index: int, answer: Answer) -> CompletionOutput:
-        asked, reason, last = self._asked, answer.finish_reason, answer.last
+        sampling, reason, last = self._sampling, answer.finish_reason, answer.last
         assert last is not None, f"answer {index} of request {self.request_id} has no event"
         logprobs = None
-        if asked.logprobs is not None:
-            logprobs = [self._named(*pair, asked.logprobs) for pair in zip(answer.token_ids, answer.logprobs, strict=True)]
-        own_end = reason is FinishReason.STOP and answer.token_ids[-1] in asked.stop_token_ids
+        if sampling.logprobs is not None:
+            logprobs = [
+                self._logprob_map(*pair, sampling.logprobs) for pair in zip(answer.token_ids, answer.logprobs, strict=True)
+            ]
+        is_stop_token = reason is FinishReason.STOP and answer.token_ids[-1] in sampling.stop_token_ids
         return CompletionOutput(
             index=index,
             text=self._echoed_text() + answer.text(self._tokenizer, self._end_ids),
-            token_ids=(self.wanted.prompt_token_ids if asked.echo else []) + answer.token_ids,
-            cumulative_logprob=None if self.wanted.sampling.logprobs is None else answer.cumulative_logprob,
-            logprobs=logprobs if logprobs is None or not asked.echo else self._echoed_logprobs() + logprobs,
+            token_ids=(self.request.prompt_token_ids if sampling.echo else []) + answer.token_ids,
+            cumulative_logprob=None if self.request.sampling.logprobs is None else answer.cumulative_logprob,
+            logprobs=logprobs if logprobs is None or not sampling.echo else self._echoed_logprobs() + logprobs,
             finish_reason=reason.value,
-            stop_reason=answer.stop_string or (answer.token_ids[-1] if own_end else None),
+            stop_reason=answer.stop_string or (answer.token_ids[-1] if is_stop_token else None),
             error=last.error,
             error_param=last.error_param,
         )
 
     def _echoed_text(self) -> str:
-        if not self._asked.echo or self._tokenizer is None:
+        if not self._sampling.echo or self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(self.wanted.prompt_token_ids) if self._prompt is None else self._prompt
+        return self._tokenizer.decode(self.request.prompt_token_ids) if self._prompt is None else self._prompt
 
     def _echoed_logprobs(self) -> list[dict[int, Logprob]]:
-        return [{}, *self._named_prompt(self._asked.logprobs or 0)]
+        return [{}, *self._prompt_logprob_maps(self._sampling.logprobs or 0)]
 
-    def _named_prompt(self, count: int) -> list[dict[int, Logprob]]:
-        """The log-probabilities of every prompt token but the first, with `count` of the likeliest tokens beside it."""
-        pairs = zip(self.wanted.prompt_token_ids[1:], self._prompt_logprobs, strict=False)
-        return [self._named(token_id, entry, count) for token_id, entry in pairs]
+    def _prompt_logprob_maps(self, count: int) -> list[dict[int, Logprob]]:
+        """The log-probabilities of every prompt token but the first, and those of the `count` likeliest tokens there."""
+        pairs = zip(self.request.prompt_token_ids[1:], self._prompt_logprobs, strict=False)
+        return [self._logprob_map(token_id, entry, count) for token_id, entry in pairs]
 
-    def _named(self, token_id: int, entry: TokenLogprob, count: int) -> dict[int, Logprob]:
+    def _logprob_map(self, token_id: int, entry: TokenLogprob, count: int) -> dict[int, Logprob]:
         values = {token_id: (entry.logprob, entry.rank)}
         top = zip(entry.top_token_ids[:count], entry.top_logprobs, strict=False)
         for rank, (top_id, logprob) in enumerate(top, start=1):
             values.setdefault(top_id, (logprob, rank))
-        return {key: Logprob(logprob, rank, self._shown(key)) for key, (logprob, rank) in values.items()}
+        return {key: Logprob(logprob, rank, self._token_text(key)) for key, (logprob, rank) in values.items()}
 
-    def _shown(self, token_id: int) -> str | None:
+    def _token_text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

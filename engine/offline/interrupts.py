@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps of an engine and not within one: a step that is half booked cannot be undone.
+"""Ctrl-C between two steps of an engine and not within one: a step that is half applied cannot be undone.
 
 Knows no engine and no torch.
 """
@@ -23,21 +23,21 @@ def between_steps() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield lambda: None
         return
-    waiting: list[int] = []
+    pending: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        waiting.append(number)
-        if len(waiting) > 1:
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        pending.append(number)
+        if len(pending) > 1:
             handler(number, frame)
 
-    def look() -> None:
-        if waiting:
-            waiting.clear()
+    def deliver() -> None:
+        if pending:
+            pending.clear()
             handler(signal.SIGINT, None)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield look
+        yield deliver
     finally:
         signal.signal(signal.SIGINT, handler)
-    look()
+    deliver()

@@ -15,12 +15,12 @@ from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
 from engine.environment import prepare_environment
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
 from engine.number_checks import is_integer
-from engine.offline.collector import rare_full_collections
 from engine.offline.completion import Completion, engine_params
+from engine.offline.gc_thresholds import rare_full_collections
 from engine.offline.interrupts import between_steps
 from engine.offline.outputs import GenerationFailed, RequestOutput
 from engine.offline.progress import Progress
-from engine.offline.prompts import Prompt, conversations, listed, params_for, read_prompt
+from engine.offline.prompts import Prompt, as_list, conversations, params_for, read_prompt
 from engine.option_limits import COUNT
 from engine.options import LIMITS, EngineOptions
 from engine.protocol import EngineStatus, GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
@@ -37,7 +37,7 @@ from engine.runner.embedder import Embedder, Embedding  # noqa: E402
 from engine.runner.model_runner import ModelRunner  # noqa: E402
 from engine.runner.paged_decoder import PagedDecoder  # noqa: E402
 from engine.runner.slot_runner import SlotRunner  # noqa: E402
-from engine.runner.text_models import gives_embeddings_only, load_text_model  # noqa: E402
+from engine.runner.text_models import is_embedding_model, load_text_model  # noqa: E402
 
 TENANT = "offline"
 
@@ -79,17 +79,17 @@ class LLM:
         `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain runner. `engine.options`
         describes `batch_invariant`, `scheduling_policy`, `inter_token_target_ms` and `shared_prefixes`, `speculation.options`
         what `speculative_config` may hold. Raises `ModelError` or `EngineConfigError`."""
-        given = {option: value for option, value in locals().items() if option in LIMITS}
+        arguments = {option: value for option, value in locals().items() if option in LIMITS}
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")
         if not is_integer(seed):
             raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
         _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
         _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
-        if num_gpu_blocks_override is not None and not COUNT.holds(num_gpu_blocks_override):
+        if num_gpu_blocks_override is not None and not COUNT.allows(num_gpu_blocks_override):
             raise EngineConfigError("num_gpu_blocks_override", COUNT.refusal(num_gpu_blocks_override))
-        options = EngineOptions.of({**given, "num_kv_blocks": num_gpu_blocks_override})
-        self._text_model = load_text_model(options) if gives_embeddings_only(options.model) else None
+        options = EngineOptions.of({**arguments, "num_kv_blocks": num_gpu_blocks_override})
+        self._text_model = load_text_model(options) if is_embedding_model(options.model) else None
         self._engine = None if self._text_model else build_engine(options, has_one_caller=True)
         self._directory = options.model
         self._tokenizer: Tokenizer | None = None
@@ -114,19 +114,19 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers in the order of `prompts`.
 
-        Raises `PromptError` for a prompt and `InvalidOption` for a parameter that cannot be run; then nothing is. Raises
-        `GenerationFailed`, which holds all outputs, where it is found out later that a request asks for the impossible.
+        Raises `PromptError` for a prompt and `InvalidOption` for a parameter that cannot be run; then nothing is run. Raises
+        `GenerationFailed`, which holds all outputs, if a request turns out later to ask for the impossible.
         """
-        engine = self._generator()
-        found = listed(prompts)
-        pairs = zip(found, params_for(sampling_params, len(found)), strict=True)
+        engine = self._generating_engine()
+        prompt_list = as_list(prompts)
+        pairs = zip(prompt_list, params_for(sampling_params, len(prompt_list)), strict=True)
         completions = [self._completion(engine, index, *pair) for index, pair in enumerate(pairs)]
         try:
             outputs = _run(engine, completions, Progress(len(completions), enabled=use_tqdm))
         except BaseException as error:
-            self._broken = _end_all(engine, error)
+            self._broken = _abort_all(engine, error)
             raise
-        _raise_for_blame(outputs)
+        _raise_for_request_errors(outputs)
         return outputs
 
     def chat(
@@ -153,14 +153,14 @@ class LLM:
         normalize: bool | None = None,
         use_tqdm: bool = True,
     ) -> list[Embedding]:
-        """One vector per text, a list of floats, in their order, of an encoder or of a decoder.
+        """One vector per text, a list of floats, in the order of the texts, from an encoder or a decoder.
 
-        Pooling and normalisation are those that sentence-transformers wrote beside the model; without its files an encoder
-        takes the mean of the tokens, a decoder the last one, and vectors have length one. `pooling` (mean, cls or last) and
-        `normalize` say otherwise. Raises `PromptError` when a text cannot be computed; then none is.
+        Pooling and normalisation are those of the model's sentence-transformers files; without these an encoder takes the mean
+        of the tokens, a decoder the last one, and vectors have length one. `pooling` (mean, cls or last) and `normalize`
+        override them. Raises `PromptError` when a text cannot be computed; then none is.
         """
         embedder = self._embedder(pooling, normalize)
-        token_ids = [self._text_ids(index, text, embedder.pooling) for index, text in enumerate(listed(texts))]
+        token_ids = [self._text_ids(index, text, embedder.pooling) for index, text in enumerate(as_list(texts))]
         progress = Progress(len(token_ids), enabled=use_tqdm)
         vectors = embedder.embed(token_ids, progress=progress.show)
         progress.end()
@@ -177,7 +177,7 @@ class LLM:
 
     def status(self) -> EngineStatus:
         """Gauges and running totals of the engine since it was loaded."""
-        return self._generator().status()
+        return self._generating_engine().status()
 
     def __enter__(self) -> LLM:
         return self
@@ -185,7 +185,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _generator(self) -> Engine:
+    def _generating_engine(self) -> Engine:
         if self._closed:
             raise EngineError("this LLM is closed")
         if self._broken is not None:
@@ -199,7 +199,7 @@ class LLM:
             text, token_ids = self._prompt_ids(prompt, engine.info.max_model_len)
         except PromptError as error:
             raise PromptError(f"prompt {index}: {error}") from error
-        wanted = GenerationRequest(
+        request = GenerationRequest(
             request_id=str(self._num_submitted),
             tenant_id=TENANT,
             prompt_token_ids=token_ids,
@@ -208,8 +208,8 @@ class LLM:
         self._num_submitted += 1
         needs_text = bool(sampling.stop or sampling.bad_words) or (self._directory / "tokenizer.json").is_file()
         return Completion(
-            wanted,
-            asked=sampling,
+            request,
+            sampling=sampling,
             prompt=text,
             tokenizer=self.tokenizer if needs_text else None,
             eos_token_ids=engine.info.eos_token_ids,
@@ -221,15 +221,15 @@ class LLM:
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._seeds.getrandbits(63))
         if sampling.bad_words:
-            token_ids = bad_words_token_ids(sampling.bad_words, self._encode_plainly)
+            token_ids = bad_words_token_ids(sampling.bad_words, self._encode_without_special_tokens)
             sampling = replace(sampling, bad_words_token_ids=token_ids + (sampling.bad_words_token_ids or []))
         return sampling
 
-    def _encode_plainly(self, text: str) -> list[int]:
+    def _encode_without_special_tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _conversation_ids(self, index: int, text: str) -> list[int]:
-        max_model_len = self._generator().info.max_model_len
+        max_model_len = self._generating_engine().info.max_model_len
         try:
             return self.tokenizer.encode_prompt(text, max_model_len=max_model_len, add_special_tokens=False)
         except PromptError as error:
@@ -266,41 +266,41 @@ class LLM:
 
 def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) -> list[RequestOutput]:
     """Submit all and step until none is live."""
-    with between_steps() as look_for_interrupt:
+    with between_steps() as deliver_interrupt:
         for index, completion in enumerate(completions):
-            refused = engine.submit(completion.wanted)
+            refused = engine.submit(completion.request)
             if refused:
                 raise _refusal(index, refused[0])
         by_id = {completion.request_id: completion for completion in completions}
         while engine.has_requests:
             _step(engine, by_id, progress)
-            look_for_interrupt()
+            deliver_interrupt()
         engine.check_when_idle()
     progress.end(**_num_tokens(completions))
     return [completion.result() for completion in completions]
 
 
 def _step(engine: Engine, by_id: Mapping[str, Completion], progress: Progress) -> None:
-    happened = engine.step_in_columns()
-    for event in happened.others:
-        if by_id[event.request_id].take(event):
+    step_events = engine.step_in_columns()
+    for event in step_events.others:
+        if by_id[event.request_id].add_event(event):
             engine.abort_answer(event.request_id, event.index)
-    for request_id, index, token_id in happened.decoded:
-        if by_id[request_id].take_token(index, token_id):
+    for request_id, index, token_id in step_events.decoded:
+        if by_id[request_id].add_token(index, token_id):
             engine.abort_answer(request_id, index)
     if progress.is_due:
         progress.show(sum(completion.is_finished for completion in by_id.values()), **_num_tokens(by_id.values()))
 
 
-def _end_all(engine: Engine, error: BaseException) -> str | None:
-    """End what `error` has left live. → why the engine cannot go on with other requests, None where it can"""
+def _abort_all(engine: Engine, error: BaseException) -> str | None:
+    """Abort the requests that `error` left unfinished. Returns why the engine cannot serve further requests, None if it can."""
     if isinstance(error, EngineBroken):
         return str(error)
     try:
         engine.abort_all()
         engine.check_when_idle()
-    except (AssertionError, LookupError, ValueError, EngineBroken) as torn:
-        return f"{type(error).__name__} came within a step, and it is not in order: {torn}"
+    except (AssertionError, LookupError, ValueError, EngineBroken) as fault:
+        return f"{type(error).__name__} came within a step, and it is not in order: {fault}"
     return None
 
 
@@ -319,7 +319,7 @@ def _refusal(index: int, event: TokenEvent) -> Exception:
     return InvalidOption(event.error_param, message)
 
 
-def _raise_for_blame(outputs: list[RequestOutput]) -> None:
+def _raise_for_request_errors(outputs: list[RequestOutput]) -> None:
     for index, output in enumerate(outputs):
         for answer in output.outputs:
             if answer.error_param is not None:

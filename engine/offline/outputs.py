@@ -41,8 +41,8 @@ class CompletionOutput:
 class RequestMetrics:
     """Seconds since the request was submitted. `ttft_s` is None when no token was generated.
 
-    `num_preemptions` and `num_accepted_draft_tokens` are those of all answers together; a draft token is one that came beside
-    another in one step.
+    `num_preemptions` and `num_accepted_draft_tokens` are those of all answers together; draft tokens are the tokens of a step
+    beyond its first.
     """
 
     queue_s: float

@@ -63,10 +63,10 @@ def compare(directory: Path, formats: FormatOptions, *, is_plain: bool, unquanti
         raise EngineConfigError("unquantized", f"({reference}) has another tokenizer: the perplexities cannot be compared")
     size = min(window_tokens(each) for each in (directory, reference) if each is not None)
     num_scored = sum(len(window) - 1 for window in windows_of(tokens, size))
-    found = perplexity(directory, tokens, formats, size)
-    beside = None if reference is None else perplexity(reference, tokens, FormatOptions(), size)
+    measured = perplexity(directory, tokens, formats, size)
+    baseline = None if reference is None else perplexity(reference, tokens, FormatOptions(), size)
     differs = not is_plain and replace(formats, quantization=None) != FormatOptions()
-    return Comparison(found, beside, num_scored, perplexity(directory, tokens, FormatOptions(), size) if differs else None)
+    return Comparison(measured, baseline, num_scored, perplexity(directory, tokens, FormatOptions(), size) if differs else None)
 
 
 def text_tokens(directory: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""How far a long call has come: one line on a terminal, rewritten twice a second; silent elsewhere. Knows no torch."""
+"""Progress of a long call: one line on a terminal, rewritten twice a second; silent elsewhere. Knows no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shapes in which `LLM` takes prompts, conversations and their parameters, brought into one. Knows no torch.
+"""Normalises the forms in which `LLM` takes prompts, conversations and their parameters. Knows no torch.
 
 One prompt or a list of them: text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or both in one mapping.
 """
@@ -16,18 +16,18 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 PROMPT_FIELDS = ("prompt", "prompt_token_ids")
 
 
-def listed(prompts: Any) -> list[Any]:
-    """A single prompt as a list of one. Raises `PromptError` for what is no prompt and no list of prompts."""
+def as_list(prompts: Any) -> list[Any]:
+    """The prompts as a list; a single prompt becomes a list of one. Raises `PromptError` for anything else."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise PromptError(f"prompts must be text, token ids, a mapping or a list of these, not {type(prompts).__name__}")
-    found = list(prompts)
-    return [found] if found and _is_number(found[0]) else found
+    prompt_list = list(prompts)
+    return [prompt_list] if prompt_list and _is_number(prompt_list[0]) else prompt_list
 
 
 def _is_number(value: Any) -> bool:
-    """Also of numpy or torch, whose arrays of one prompt's ids are made of such."""
+    """Whether it is a number, or a scalar of numpy or torch, of which arrays of one prompt's ids consist."""
     return isinstance(value, int | float) or getattr(value, "ndim", None) == 0
 
 
@@ -54,34 +54,34 @@ def read_prompt(prompt: Any, encode: Callable[[str], list[int]]) -> tuple[str | 
 
 
 def _token_ids(ids: Any) -> list[int]:
-    """Whatever counts as an integer as one, as numpy's do; truth values and floats do not."""
+    """Token ids as integers. Anything with `__index__` counts, as numpy's integers do; booleans and floats do not."""
     if not isinstance(ids, Iterable) or isinstance(ids, bytes | bytearray):
         raise PromptError(f"a prompt must be text or token ids, not {type(ids).__name__}")
-    found = list(ids)
-    kinds = set(map(type, found))
+    token_ids = list(ids)
+    kinds = set(map(type, token_ids))
     if kinds <= {int}:
-        return found
+        return token_ids
     if any(issubclass(kind, bool) or not hasattr(kind, "__index__") for kind in kinds):
         names = ", ".join(sorted(kind.__name__ for kind in kinds - {int}))
         raise PromptError(f"the prompt has token ids that are not integers: {names}")
     try:
-        return [operator.index(token_id) for token_id in found]
+        return [operator.index(value) for value in token_ids]
     except TypeError as error:
         raise PromptError(f"the prompt has token ids that are not integers: {error}") from error
 
 
 def conversations(messages: Any) -> list[Any]:
-    """A single conversation as a list of one. Raises `PromptError` for what is no list of messages or no text."""
-    found = listed(messages)
-    found = [found] if found and isinstance(found[0], Mapping) else found
-    for index, conversation in enumerate(found):
+    """The conversations as a list; a single one becomes a list of one. Raises `PromptError` for anything but text messages."""
+    chats = as_list(messages)
+    chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
+    for index, conversation in enumerate(chats):
         is_list = isinstance(conversation, Sequence) and not isinstance(conversation, str | bytes)
         if not is_list or not all(isinstance(message, Mapping) for message in conversation):
             raise PromptError(f"conversation {index} must be a list of messages, each a mapping with role and content")
-    return [[_with_text(index, message) for message in conversation] for index, conversation in enumerate(found)]
+    return [[_with_joined_text(index, message) for message in conversation] for index, conversation in enumerate(chats)]
 
 
-def _with_text(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_joined_text(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message; where its content is a list of parts, with their texts, joined as the gateway joins them. Templates of text
     models would write the list itself into the prompt."""
     content = message.get("content")

@@ -14,25 +14,25 @@ from typing import Any, Protocol
 import torch
 
 from engine.config.quantization import CheckpointQuantization, Fp8Weights
-from engine.quantization.products import side_by_side
-from engine.quantization.stored_fp8 import Fp8Part
-from engine.quantization.stored_int4 import Int4Part
+from engine.quantization.products import concat_outputs
+from engine.quantization.stored_fp8 import Fp8Matrix
+from engine.quantization.stored_int4 import Int4Matrix
 from engine.weights import WeightPlan
 from kernels import ops
 
 
-class Part(Protocol):
-    """One quantised matrix of the checkpoint. When all are read, neighbours of one class with equal keys are joined."""
+class StoredMatrix(Protocol):
+    """One quantised matrix of the checkpoint. When all are read, neighbours with equal join keys are joined."""
 
     def plan(self, plan: WeightPlan, module: str) -> None: ...
 
-    def key(self) -> object: ...
+    def join_key(self) -> object: ...
 
     def join(self, others: Sequence[Any], bias: torch.Tensor | None) -> ops.LinearKernel: ...
 
 
 PREFIX = "model."
-"""What the tensor names of some checkpoints lack at their beginning."""
+"""The prefix that the tensor names of some checkpoints lack."""
 
 
 class CheckpointStorage:
@@ -45,34 +45,36 @@ class CheckpointStorage:
 
     def linear(
         self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> JoinedParts | None:
-        """None when no module of them is quantised."""
+    ) -> StackedMatrices | None:
+        """None when none of the modules is quantised."""
         if not any(self._is_quantised(module) for module, _ in modules):
             return None
-        parts: list[tuple[str, int, Part | torch.Tensor]] = []
+        matrices: list[tuple[str, int, StoredMatrix | torch.Tensor]] = []
         for module, rows in modules:
             plain = not self._is_quantised(module)
-            stored = torch.empty(rows, columns, dtype=dtype, device=device) if plain else self._part(rows, columns, device)
-            parts.append((module, rows, stored))
+            stored = (
+                torch.empty(rows, columns, dtype=dtype, device=device) if plain else self._stored_matrix(rows, columns, device)
+            )
+            matrices.append((module, rows, stored))
         biased = [module for module, _ in modules if bias or f"{module}.bias" in self._names]
-        return JoinedParts(parts, columns, biased, dtype=dtype, device=device, row_invariant=self._row_invariant)
+        return StackedMatrices(matrices, columns, biased, dtype=dtype, device=device, row_invariant=self._row_invariant)
 
     def _is_quantised(self, module: str) -> bool:
-        mark = "weight_scale" if isinstance(self._weights, Fp8Weights) else "qweight"
-        return f"{module}.{mark}" in self._names
+        suffix = "weight_scale" if isinstance(self._weights, Fp8Weights) else "qweight"
+        return f"{module}.{suffix}" in self._names
 
-    def _part(self, rows: int, columns: int, device: torch.device) -> Part:
+    def _stored_matrix(self, rows: int, columns: int, device: torch.device) -> StoredMatrix:
         if isinstance(self._weights, Fp8Weights):
-            return Fp8Part(rows, columns, self._weights.activations, device=device)
-        return Int4Part(rows, columns, self._weights, device=device)
+            return Fp8Matrix(rows, columns, self._weights.activations, device=device)
+        return Int4Matrix(rows, columns, self._weights, device=device)
 
 
-class JoinedParts:
-    """The matrices of one fused module. Some of GPTQ's packers store a bias where the model has none; it is added."""
+class StackedMatrices:
+    """The matrices of one fused module. Some GPTQ packers store a bias where the model has none; it is added."""
 
     def __init__(
         self,
-        parts: Sequence[tuple[str, int, Part | torch.Tensor]],
+        matrices: Sequence[tuple[str, int, StoredMatrix | torch.Tensor]],
         columns: int,
         biased: Sequence[str],
         *,
@@ -80,18 +82,18 @@ class JoinedParts:
         device: torch.device,
         row_invariant: bool,
     ) -> None:
-        self._parts, self._columns, self._biased = parts, columns, biased
+        self._matrices, self._columns, self._biased = matrices, columns, biased
         self._dtype, self._device, self._row_invariant = dtype, device, row_invariant
-        rows = sum(size for _, size, _ in parts)
+        rows = sum(size for _, size, _ in matrices)
         self._bias = torch.zeros(rows, dtype=dtype, device=device) if biased else None
 
     def plan(self, plan: WeightPlan) -> None:
         start = 0
-        for module, rows, part in self._parts:
-            if isinstance(part, torch.Tensor):
-                plan.add(f"{module}.weight", part)
+        for module, rows, matrix in self._matrices:
+            if isinstance(matrix, torch.Tensor):
+                plan.add(f"{module}.weight", matrix)
             else:
-                part.plan(plan, module)
+                matrix.plan(plan, module)
             if self._bias is not None and module in self._biased:
                 plan.add(f"{module}.bias", self._bias.narrow(0, start, rows))
             start += rows
@@ -99,27 +101,27 @@ class JoinedParts:
     def pack(self, packer: ops.LinearPacker) -> ops.LinearKernel:
         """`packer` is for the parts that are plain."""
         kernels, start = [], 0
-        for _, group in groupby(self._parts, key=lambda entry: _key(entry[2])):
+        for _, group in groupby(self._matrices, key=lambda entry: _join_key(entry[2])):
             members = list(group)
             rows = sum(size for _, size, _ in members)
             bias = None if self._bias is None else self._bias.narrow(0, start, rows)
-            kernels.append(self._product([part for _, _, part in members], bias, packer))
+            kernels.append(self._product([matrix for _, _, matrix in members], bias, packer))
             start += rows
-        return side_by_side(kernels)
+        return concat_outputs(kernels)
 
     def _product(
-        self, parts: Sequence[Part | torch.Tensor], bias: torch.Tensor | None, packer: ops.LinearPacker
+        self, matrices: Sequence[StoredMatrix | torch.Tensor], bias: torch.Tensor | None, packer: ops.LinearPacker
     ) -> ops.LinearKernel:
-        first, *others = parts
+        first, *others = matrices
         if isinstance(first, torch.Tensor):
-            weights = [part for part in parts if isinstance(part, torch.Tensor)]
+            weights = [part for part in matrices if isinstance(part, torch.Tensor)]
             return packer(first if not others else torch.cat(weights), bias)
         kernel = first.join(others, bias)
         if not self._row_invariant:
             return kernel
         invariant = partial(ops.row_invariant, num_columns=self._columns, dtype=self._dtype, device=self._device)
-        return side_by_side([invariant(part) for part in getattr(kernel, "parts", [kernel])])
+        return concat_outputs([invariant(part) for part in getattr(kernel, "parts", [kernel])])
 
 
-def _key(part: Part | torch.Tensor) -> object:
-    return "plain" if isinstance(part, torch.Tensor) else ("quantised", part.key())
+def _join_key(matrix: StoredMatrix | torch.Tensor) -> object:
+    return "plain" if isinstance(matrix, torch.Tensor) else ("quantised", matrix.join_key())

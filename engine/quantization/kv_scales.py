@@ -14,11 +14,12 @@ NAMES = (
     ("k_proj.k_scale", "v_proj.v_scale"),
     ("k_proj.output_scale", "v_proj.output_scale"),
 )
-"""How llm-compressor, vLLM, ModelOpt and AutoFP8 call them, below the name of the attention."""
+"""Their names in checkpoints of llm-compressor, vLLM, ModelOpt and AutoFP8, below the name of the attention."""
 
 
 class KvScales:
-    """`values`: [2] float32, of keys and of values; a cache of 8 bits holds value / scale. `calibrated` is what was found."""
+    """`values`: [2] float32, of keys and of values; a cache of 8 bits holds value / scale. `calibrated`: which of the two the
+    checkpoint has."""
 
     def __init__(self, device: torch.device) -> None:
         self.values = torch.ones(2, dtype=torch.float32, device=device)
@@ -43,7 +44,7 @@ class _KvScalePlace:
     def __init__(self, scales: KvScales, indices: tuple[int, ...]) -> None:
         self._scales, self._indices = scales, indices
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.numel() != 1:
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected one number for all heads")
         number = checked_scales(tensor).reshape(())

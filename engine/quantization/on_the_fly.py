@@ -8,14 +8,14 @@ import torch
 
 from engine.config.quantization import Activations
 from engine.errors import EngineConfigError
-from engine.quantization.checkpoint import JoinedParts
+from engine.quantization.checkpoint import StackedMatrices
 from engine.quantization.products import fp8_product
 from engine.weights import LinearStorage, StoredLinear, WeightPlan, copy_checked
 from kernels import ops
 
 HEAD = "lm_head"
 ROUTER = ".gate"
-"""The last part of a router's name. It is small, and which experts it chooses may hang on a small difference."""
+"""The last part of a router's name. A router is small, and a small difference may change which experts it chooses."""
 
 
 def int8_packer(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:
@@ -31,7 +31,7 @@ def fp8_packer(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKer
 PACKERS: dict[str, ops.LinearPacker] = {"int8": int8_packer, "fp8": fp8_packer}
 
 
-class OnTheFly:
+class OnTheFlyStorage:
     """The `LinearStorage` that hands each module to `packer` as soon as the last of its matrices was read."""
 
     def __init__(self, packer: ops.LinearPacker, plain: ops.LinearPacker) -> None:
@@ -39,35 +39,35 @@ class OnTheFly:
 
     def linear(
         self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> PackedWhenWhole:
-        """Routers keep their numbers; everything else goes to the packer."""
+    ) -> PackedOnLoad:
+        """Routers stay unquantised; everything else goes to the packer."""
         packer = self._plain if modules[0][0].endswith(ROUTER) else self._packer
         num_bytes = dtype.itemsize if packer is self._plain else 1
-        return PackedWhenWhole(modules, columns, packer, bias=bias, dtype=dtype, device=device, element_bytes=num_bytes)
+        return PackedOnLoad(modules, columns, packer, bias=bias, dtype=dtype, device=device, element_bytes=num_bytes)
 
 
-class HeadOnTheFly:
-    """The `LinearStorage` that hands an output head of its own to `packer`, and leaves everything else to `others`."""
+class OnTheFlyHeadStorage:
+    """The `LinearStorage` that hands an output head of its own to `packer`, and leaves everything else to `fallback`."""
 
-    def __init__(self, others: LinearStorage | None, packer: ops.LinearPacker, *, is_plain: bool) -> None:
-        self._others, self._packer, self._is_plain = others, packer, is_plain
+    def __init__(self, fallback: LinearStorage | None, packer: ops.LinearPacker, *, is_plain: bool) -> None:
+        self._fallback, self._packer, self._is_plain = fallback, packer, is_plain
 
     def linear(
         self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> StoredLinear | None:
         """Raises `EngineConfigError` for a head that the checkpoint holds quantised."""
-        others = self._others
-        stored = None if others is None else others.linear(modules, columns, bias=bias, dtype=dtype, device=device)
+        fallback = self._fallback
+        stored = None if fallback is None else fallback.linear(modules, columns, bias=bias, dtype=dtype, device=device)
         if modules[0][0] != HEAD:
             return stored
-        if isinstance(stored, JoinedParts):
+        if isinstance(stored, StackedMatrices):
             raise EngineConfigError("head_quantization", "cannot be applied: the checkpoint's output head is quantised already")
         num_bytes = dtype.itemsize if self._is_plain else 1
-        return PackedWhenWhole(modules, columns, self._packer, bias=bias, dtype=dtype, device=device, element_bytes=num_bytes)
+        return PackedOnLoad(modules, columns, self._packer, bias=bias, dtype=dtype, device=device, element_bytes=num_bytes)
 
 
-class PackedWhenWhole:
-    """Stacked matrices, in a tensor that exists from when the first of them is read until the last one was."""
+class PackedOnLoad:
+    """Stacked matrices that are packed when the last of them has been read. The unpacked tensor exists only until then."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class PackedWhenWhole:
         self._shape = (sum(rows for _, rows in modules), columns)
         self._dtype, self._device, self._element_bytes = dtype, device, element_bytes
         self._weight: torch.Tensor | None = None
-        self._missing = len(modules)
+        self._num_unread = len(modules)
         # Zeros, because a packer may try the kernel before the bias was read.
         self._bias = torch.zeros(self._shape[0], dtype=dtype, device=device) if bias else None
         self._kernel: ops.LinearKernel | None = None
@@ -97,28 +97,28 @@ class PackedWhenWhole:
                 plan.add(f"{module}.bias", self._bias.narrow(0, start, rows))
             start += rows
 
-    def pack(self, packer: ops.LinearPacker) -> ops.LinearKernel:  # noqa: ARG002 - it is for what is not packed yet
-        """What was packed when its last matrix was read."""
+    def pack(self, packer: ops.LinearPacker) -> ops.LinearKernel:  # noqa: ARG002 - for matrices not packed yet
+        """The kernel that was packed when the last matrix was read."""
         assert self._kernel is not None, "not all matrices were read"
         return self._kernel
 
-    def take(self, start: int, tensor: torch.Tensor) -> None:
+    def load(self, start: int, tensor: torch.Tensor) -> None:
         if self._weight is None:
             self._weight = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         copy_checked(self._weight.narrow(0, start, tensor.shape[0]), tensor)
-        self._missing -= 1
-        if not self._missing:
+        self._num_unread -= 1
+        if not self._num_unread:
             self._kernel = self._packer(self._weight, self._bias)
             self._weight = None
 
 
 class _Rows:
-    def __init__(self, target: PackedWhenWhole, start: int, shape: tuple[int, int], element_bytes: int) -> None:
+    def __init__(self, target: PackedOnLoad, start: int, shape: tuple[int, int], element_bytes: int) -> None:
         self._target, self._start, self._shape = target, start, shape
         self.num_parameters = shape[0] * shape[1]
         self.num_bytes = self.num_parameters * element_bytes
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shape:
-            copy_checked(torch.empty(self._shape, device="meta"), tensor)  # says what is wrong about it
-        self._target.take(self._start, tensor)
+            copy_checked(torch.empty(self._shape, device="meta"), tensor)  # raises, naming what is wrong
+        self._target.load(self._start, tensor)

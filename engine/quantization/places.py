@@ -1,4 +1,4 @@
-"""Places for the tensors of quantised checkpoints that are no plain matrices: scales, codes in words, orders of columns."""
+"""Places for the tensors of quantised checkpoints that are not plain matrices: scales, packed codes, column orders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from engine.errors import WeightsError
 from engine.weights import copy_checked
 from kernels import ops
 
-NO_NUMBER = 0x7F
-"""The bits of NaN in e4m3, but for its sign: the one code without a number."""
+NAN_BITS = 0x7F
+"""The bits of NaN in e4m3 without the sign: the only code that is not a number."""
 
-CHECKED_BYTES = 1 << 20
-"""Looked through at a time on a CPU, so that what is in between stays in the second-level cache: five times faster."""
+CHECK_CHUNK_BYTES = 1 << 20
+"""Checked at a time on a CPU, so that intermediate results stay in the second-level cache: five times faster."""
 
 
 class ScalePlace:
@@ -24,7 +24,7 @@ class ScalePlace:
         self._target = target
         self.num_bytes = target.nbytes
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         rows = self._target.shape[0]
         if tensor.numel() not in (1, rows) or tensor.dim() > 2 or (tensor.numel() > 1 and tensor.shape[0] != rows):
             one_each = "" if rows == 1 else f" or [{rows}, 1]"
@@ -52,23 +52,23 @@ class Fp8CodesPlace:
         self.num_parameters = target.numel()
         self.num_bytes = target.nbytes
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         copy_checked(self._target, tensor)
-        kept = tensor if self._target.is_meta else self._target
-        num_rows = max(1, CHECKED_BYTES // kept.shape[1]) if kept.device.type == "cpu" else kept.shape[0]
-        if any(int(rows.bitwise_and(NO_NUMBER).amax()) == NO_NUMBER for rows in torch.split(kept.view(torch.uint8), num_rows)):
+        codes = tensor if self._target.is_meta else self._target
+        num_rows = max(1, CHECK_CHUNK_BYTES // codes.shape[1]) if codes.device.type == "cpu" else codes.shape[0]
+        if any(int(rows.bitwise_and(NAN_BITS).amax()) == NAN_BITS for rows in torch.split(codes.view(torch.uint8), num_rows)):
             raise WeightsError("holds codes that are no numbers (NaN)")
 
 
 class CodesPlace:
-    """Keeps words of codes as they are; the codes are parameters where `counts` says so."""
+    """Keeps words of codes as they are; the codes are parameters where `are_parameters` says so."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device, *, counts: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], device: torch.device, *, are_parameters: bool) -> None:
         self.tensor = torch.empty(shape, dtype=torch.int32, device=device)
-        self.num_parameters = self.tensor.numel() * 8 if counts else 0
+        self.num_parameters = self.tensor.numel() * 8 if are_parameters else 0
         self.num_bytes = self.tensor.nbytes
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.dtype is not torch.int32:
             raise WeightsError(f"is {tensor.dtype}, expected torch.int32 with eight codes in each")
         copy_checked(self.tensor, tensor)
@@ -84,7 +84,7 @@ class GroupScalesPlace:
         self.tensor = torch.empty(0, dtype=torch.float16, device=device)
         self.num_bytes = 2 * shape[0] * shape[1]
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shape:
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {self._shape}: group_size says so")
         checked_scales(tensor)
@@ -96,7 +96,7 @@ class GroupScalesPlace:
 
 
 class OrderPlace:
-    """Keeps to which group of `group_size` each column belongs, when the checkpoint says so: [columns] integers."""
+    """Keeps the group of `group_size` that each column belongs to, when the checkpoint says so: [columns] integers."""
 
     num_parameters = 0
     num_bytes = 0
@@ -105,7 +105,7 @@ class OrderPlace:
         self._num_columns, self._group_size, self._device = num_columns, group_size, device
         self.tensor: torch.Tensor | None = None
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != (self._num_columns,) or tensor.is_floating_point():
             raise WeightsError(f"is {tensor.dtype} {tuple(tensor.shape)}, expected integers ({self._num_columns},)")
         num_groups = -(-self._num_columns // self._group_size)

@@ -1,4 +1,4 @@
-"""Quantised matrices bound to the product that reads them: functions [T, in] → [T, out], as `ops.pack_linear` makes them."""
+"""Quantised matrices bound to the product that reads them: functions [T, in] → [T, out] like those of `ops.pack_linear`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StaticFp8Product(ops.Fp8Product):
         self._input_scale = input_scale
 
     def rounded(self, x: torch.Tensor) -> ops.Fp8Rows:
-        """x: [T, K] → the rows that are multiplied in its place, all with the one scale"""
+        """x: [T, K] → the quantised rows, all with the one scale"""
         return ops.Fp8Rows(ops.to_fp8(x.float() / self._input_scale), self._input_scale, x.dtype)
 
 
@@ -55,7 +55,7 @@ class StaticFp8Products:
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         scales = [scale for _, scale in input_scales]
         self.parts = [StaticFp8Product(*part) for part in zip(weights, biases, scales, strict=True)]
-        # On CPUs, which round every row, each part is packed anew, and nothing would read the whole.
+        # On CPUs, which round every row, each part is repacked, and nothing would read the whole weight.
         self.unrounded = None if self.parts[0].weight is None else ops.bind_fp8(weight, bias)
         self.weight, self.bias = None if self.unrounded is None else weight, bias
 
@@ -65,8 +65,8 @@ class StaticFp8Products:
         return torch.cat([multiply(x) for multiply in self.parts], dim=-1)
 
 
-def side_by_side(products: Sequence[ops.LinearKernel]) -> ops.LinearKernel:
-    """Several products of the same input, their outputs one after the other."""
+def concat_outputs(products: Sequence[ops.LinearKernel]) -> ops.LinearKernel:
+    """One function that multiplies the same input by several matrices and concatenates the outputs."""
     if len(products) == 1:
         return products[0]
     return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)

@@ -15,7 +15,7 @@ from engine.weights import WeightPlan
 from kernels import ops
 
 
-class Fp8Part:
+class Fp8Matrix:
     """[rows, columns] in E4M3 (arXiv 2209.05433); a scale for the whole matrix is the scale of each of its rows."""
 
     def __init__(self, rows: int, columns: int, activations: Activations, *, device: torch.device) -> None:
@@ -32,20 +32,20 @@ class Fp8Part:
         if self._input_scale is not None:
             plan.add(f"{module}.input_scale", ScalePlace(self._input_scale))
 
-    def key(self) -> object:
-        """All are joined: a scale of each row of the weight stays what it is, and static ones of inputs are kept by rows."""
+    def join_key(self) -> object:
+        """All can be joined: weights have a scale for each row, and static input scales are kept with their numbers of rows."""
         return None
 
     def join(self, others: Sequence[Any], bias: torch.Tensor | None) -> ops.LinearKernel:
-        parts = [self, *others]
-        scales = torch.cat([part._scales for part in parts]).squeeze(1)
-        values = self._values if not others else torch.cat([part._values.view(torch.uint8) for part in parts])
+        matrices = [self, *others]
+        scales = torch.cat([matrix._scales for matrix in matrices]).squeeze(1)
+        values = self._values if not others else torch.cat([matrix._values.view(torch.uint8) for matrix in matrices])
         weight = ops.Fp8Weight(values.view(torch.float8_e4m3fn), scales)
-        return fp8_product(weight, bias, self._activations, _by_rows(parts))
+        return fp8_product(weight, bias, self._activations, _input_scale_runs(matrices))
 
 
-def _by_rows(parts: Sequence[Fp8Part]) -> list[tuple[int, torch.Tensor]]:
+def _input_scale_runs(matrices: Sequence[Fp8Matrix]) -> list[tuple[int, torch.Tensor]]:
     """Static scales of inputs, each with the number of rows of its weight: one for neighbours whose scales are equal."""
-    scaled = [(part._values.shape[0], part._input_scale) for part in parts if part._input_scale is not None]
+    scaled = [(matrix._values.shape[0], matrix._input_scale) for matrix in matrices if matrix._input_scale is not None]
     runs = [list(run) for _, run in groupby(scaled, key=lambda each: each[1].item())]
     return [(sum(num_rows for num_rows, _ in run), run[0][1]) for run in runs]

@@ -1,4 +1,4 @@
-"""One matrix of 4-bit codes as AWQ and GPTQ checkpoints store it: `qweight`, `qzeros`, `scales` and, of GPTQ, `g_idx`."""
+"""One matrix of 4-bit codes as AWQ and GPTQ checkpoints store it: `qweight`, `qzeros`, `scales` and, for GPTQ, `g_idx`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels import ops
 CODES_PER_WORD = 8
 
 
-class Int4Part:
+class Int4Matrix:
     """[rows, columns] as (code - zero) · scale. The layouts are those of the methods' own packers: see `kernels.ops.pack_awq`
     and `pack_gptq`, which read them."""
 
@@ -27,8 +27,8 @@ class Int4Part:
         words = (columns, rows // CODES_PER_WORD)
         if stored.layout is Int4Layout.GPTQ:
             words = (columns // CODES_PER_WORD, rows)
-        self._codes = CodesPlace(words, device, counts=True)
-        self._zeros = CodesPlace((num_groups, rows // CODES_PER_WORD), device, counts=False)
+        self._codes = CodesPlace(words, device, are_parameters=True)
+        self._zeros = CodesPlace((num_groups, rows // CODES_PER_WORD), device, are_parameters=False)
         self._scales = GroupScalesPlace((num_groups, rows), device)
         self._order = OrderPlace(columns, stored.group_size or columns, device)
         self._packed: ops.Int4Weight | None = None
@@ -41,13 +41,13 @@ class Int4Part:
         if self._stored.layout is Int4Layout.GPTQ:
             plan.add(f"{module}.g_idx", self._order, optional=True)
 
-    def key(self) -> object:
+    def join_key(self) -> object:
         """Columns sorted in different ways belong to different inputs."""
         packed = self._pack()
         return packed.scale_dtype, None if packed.permutation is None else tuple(packed.permutation.tolist())
 
     def join(self, others: Sequence[Any], bias: torch.Tensor | None) -> ops.LinearKernel:
-        weights = [part._pack() for part in (self, *others)]
+        weights = [matrix._pack() for matrix in (self, *others)]
         joined = weights[0]
         if others:
             joined = replace(

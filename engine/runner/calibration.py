@@ -22,13 +22,13 @@ from typing import Protocol
 import torch
 
 from engine.config.model import ModelConfig
-from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.token_spans import TokenSpan
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
-from engine.speculation.prompt_lookup import SpeculationCosts
+from engine.speculation.adaptive_drafter import SpeculationCosts
 
-ROWS = {"cpu": (1, 64), "cuda": (1, 256, 2048)}
+ROW_COUNTS = {"cpu": (1, 64), "cuda": (1, 256, 2048)}
 """Numbers of rows that are timed. With the last one, products take longer than reading the weights and, on a GPU, than
 launching the kernels of a small model one by one. Where tokens are guessed, the second one is also how many rows of a pass are
 sampled at most."""
@@ -36,16 +36,16 @@ sampled at most."""
 CHUNK_ROWS = 256
 """Rows of one request in a pass, so that attention has no part in the price of products."""
 
-ROWS_BETWEEN = (4, 16)
+GUESS_ROW_COUNTS = (4, 16)
 """Timed as well when the engine is to guess tokens, in the passes or in the steps that will verify them."""
 
-PASSES = 3
-PASSES_S = 0.25
+PASSES_MAX = 3
+PASSES_MAX_S = 0.25
 """A pass is repeated for up to this time, at least once; the fastest counts, because other work on the machine can only slow a
 pass down. One pass before them is not counted: it compiles or loads kernels, which takes seconds where a pass takes less than a
 millisecond."""
 
-STEPS = 20
+STEPS_MAX = 20
 """The most steps of a size that are timed; small ones take less than a millisecond."""
 
 MEASURED = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
@@ -66,14 +66,14 @@ class TimedSteps(Protocol):
         """A decode of one row by the draft model."""
         ...
 
-    def chunks(self, rows: Sequence[InputRow]) -> torch.Tensor:
+    def chunks(self, spans: Sequence[TokenSpan]) -> torch.Tensor:
         """Hidden states of the outputs of chunks of prompts."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
-    """The step-time model of the engine, and what guessing tokens costs: see `speculation.prompt_lookup`."""
+    """The step-time model of the engine, and what guessing tokens costs: see `speculation.adaptive_drafter`."""
 
     step_times: StepTimeModel
     speculation: SpeculationCosts
@@ -102,14 +102,14 @@ def measure_speed(
     """
     cache, block_size = target.kv_caches[0], limits.block_size
     device, guesses_in_passes = cache.device.type, max_guesses > 0 and steps is None
-    asked = {*ROWS[device], *(ROWS_BETWEEN if guesses_in_passes else ())}
-    fitting = [num_rows for num_rows in asked if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
+    row_counts = {*ROW_COUNTS[device], *(GUESS_ROW_COUNTS if guesses_in_passes else ())}
+    fitting = [num_rows for num_rows in row_counts if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
     rows = sorted({min(num_rows, limits.max_num_batched_tokens) for num_rows in fitting})
     most_rows = rows[-1]
-    max_sampled = min(most_rows, ROWS[device][1] if guesses_in_passes else limits.max_num_seqs)
-    one_row_s = _pass_s(target, 1, 1, block_size) if steps is None else _fastest_s(partial(steps.decode, 1), STEPS)
-    of_chunks = partial(_pass_s, target, block_size=block_size, hidden_of=None if steps is None else steps.chunks)
-    passes_s = [of_chunks(num_rows, min(num_rows, max_sampled)) for num_rows in rows[1:]]
+    max_sampled = min(most_rows, ROW_COUNTS[device][1] if guesses_in_passes else limits.max_num_seqs)
+    one_row_s = _pass_s(target, 1, 1, block_size) if steps is None else _fastest_s(partial(steps.decode, 1), STEPS_MAX)
+    chunk_pass_s = partial(_pass_s, target, block_size=block_size, hidden_of=None if steps is None else steps.chunks)
+    passes_s = [chunk_pass_s(num_rows, min(num_rows, max_sampled)) for num_rows in rows[1:]]
     times = list(accumulate([one_row_s, *passes_s], max))
     draft_s, draft_most_s = (0.0 if draft is None else _pass_s(draft, num_rows, 1, block_size) for num_rows in (1, most_rows))
     shape = ModelShape.of(config)
@@ -137,9 +137,9 @@ def _measured_guesses(
 ) -> SpeculationCosts:
     """What guesses cost where they are verified over slots. `run` computes a step of so many rows, up to `max_rows`, and waits
     for its tokens; one row is a step without guesses. `guess` has a draft model guess once."""
-    rows = sorted({1, 2, *ROWS_BETWEEN, max_rows if device == "cuda" else min(ROWS["cpu"][-1], max_rows)})
-    times = list(accumulate((_fastest_s(partial(run, num_rows), STEPS) for num_rows in rows), max))
-    return _costs(rows, times, 0.0 if guess is None else _fastest_s(guess, STEPS))
+    rows = sorted({1, 2, *GUESS_ROW_COUNTS, max_rows if device == "cuda" else min(ROW_COUNTS["cpu"][-1], max_rows)})
+    times = list(accumulate((_fastest_s(partial(run, num_rows), STEPS_MAX) for num_rows in rows), max))
+    return _costs(rows, times, 0.0 if guess is None else _fastest_s(guess, STEPS_MAX))
 
 
 def _costs(rows: Sequence[int], times: Sequence[float], draft_s: float) -> SpeculationCosts:
@@ -154,24 +154,24 @@ def _pass_s(
     num_sampled: int,
     block_size: int,
     *,
-    hidden_of: Callable[[Sequence[InputRow]], torch.Tensor] | None = None,
+    hidden_of: Callable[[Sequence[TokenSpan]], torch.Tensor] | None = None,
 ) -> float:
-    def chunk(first: int) -> InputRow:
+    def chunk(first: int) -> TokenSpan:
         length = min(CHUNK_ROWS, num_rows - first)
         not_sampled = min(length, max(0, num_rows - num_sampled - first))
-        return InputRow([0] * length, 0, range(-(-length // block_size)), range(not_sampled, length))
+        return TokenSpan([0] * length, 0, range(-(-length // block_size)), range(not_sampled, length))
 
-    rows = [chunk(first) for first in range(0, num_rows, CHUNK_ROWS)]
+    spans = [chunk(first) for first in range(0, num_rows, CHUNK_ROWS)]
 
     def run() -> None:
-        decoder.logits((hidden_of or decoder.pass_over)(rows))
+        decoder.logits((hidden_of or decoder.forward_spans)(spans))
         if decoder.kv_caches[0].is_cuda:
             torch.cuda.synchronize()
 
     return _fastest_s(run)
 
 
-def _fastest_s(run: Callable[[], None], most: int = PASSES) -> float:
+def _fastest_s(run: Callable[[], None], max_runs: int = PASSES_MAX) -> float:
     def timed_s() -> float:
         started_s = time.perf_counter()
         run()
@@ -179,7 +179,7 @@ def _fastest_s(run: Callable[[], None], most: int = PASSES) -> float:
 
     timed_s()
     times = [timed_s()]
-    while len(times) < most and sum(times) < PASSES_S:
+    while len(times) < max_runs and sum(times) < PASSES_MAX_S:
         times.append(timed_s())
     return min(times)
 

@@ -1,7 +1,7 @@
 """Captures and replays functions of buffers at fixed addresses as CUDA graphs. Where there are none, `DirectCalls` calls the
 function.
 
-A replayed graph costs the host one call, however many kernels it launches. A graph is captured when its key is asked for the
+A replayed graph costs the host one call, however many kernels it launches. A graph is captured when its key is used for the
 first time. All graphs share one memory pool, because only one runs at a time. The function runs once before it is captured, so
 that kernels are compiled and libraries have their workspaces; the caller makes sure that this run changes nothing. A capture
 that failed is not tried again, because it would fail at every step: asking for its key raises at once.
@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from engine.memory.device import GraphsTaken, driver_bytes
+from engine.memory.device import GraphMemory, driver_bytes
 from engine.runner.graph_eviction import GraphEviction
 
 log = logging.getLogger("gatehouse.engine")
@@ -49,8 +49,8 @@ class Calls(Protocol):
         ...
 
     @property
-    def taken(self) -> GraphsTaken:
-        """What was captured so far."""
+    def graph_memory(self) -> GraphMemory:
+        """The graphs captured so far, and the memory they took."""
         ...
 
 
@@ -70,9 +70,9 @@ class DirectCalls:
         function()
 
     @property
-    def taken(self) -> GraphsTaken:
+    def graph_memory(self) -> GraphMemory:
         """Nothing."""
-        return GraphsTaken()
+        return GraphMemory()
 
 
 class CudaGraphs:
@@ -82,13 +82,13 @@ class CudaGraphs:
     def __init__(self, device: torch.device, *, max_graphs: int) -> None:
         self._device = device
         self._max_graphs = max_graphs
-        self._places = GraphEviction(max_graphs)
+        self._eviction = GraphEviction(max_graphs)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._failed: dict[Hashable, str] = {}  # why there is no graph
         self._num_captured = 0
         self._driver_bytes = 0
         self._pool = torch.cuda.graph_pool_handle()
-        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def is_ready(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -96,49 +96,50 @@ class CudaGraphs:
     def admits(self, key: Hashable) -> bool:
         """Whether this key has a graph or is worth one: where all places are taken, keys that come and go would evict each
         other, each at the price of a capture. A key whose capture has failed is not tried again."""
-        return key not in self._failed and self._places.admits(key)
+        return key not in self._failed and self._eviction.admits(key)
 
     def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         """Capture a graph. Raises `CaptureFailed` when that fails or has failed before."""
         if key in self._failed:
             raise CaptureFailed(self._failed[key])
         started_s = time.perf_counter()
-        given_up = None if is_kept else self._places.make_room()
-        self._graphs.pop(given_up, None)
+        evicted = None if is_kept else self._eviction.evict_if_full()
+        self._graphs.pop(evicted, None)
         try:
-            self._graphs[key] = self._captured(function)
+            self._graphs[key] = self._warm_up_and_capture(function)
         except Exception as error:
             self._failed[key] = f"the graph of {key} could not be captured: {type(error).__name__}: {error}"
             raise CaptureFailed(self._failed[key]) from error
         if not is_kept:
-            self._places.hold(key, instead_of=given_up)
+            self._eviction.add(key, evicted=evicted)
         log.info("captured graph=%s s=%.3f", key, time.perf_counter() - started_s)
 
     @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Inside, every graph is captured anew, for whoever changes what steps launch; then those from before are back. They
-        stay meanwhile: a pool of memory must not lose its last graph before another one is captured into it."""
-        before = self._graphs, self._places, self._failed
-        self._graphs, self._places, self._failed = {}, GraphEviction(self._max_graphs), {}
+    def fresh_graphs(self) -> Iterator[None]:
+        """Capture every graph anew inside the block, for callers that change what steps launch, and restore the earlier ones
+        afterwards. These are kept meanwhile: a pool of memory must not lose its last graph before another one is captured into
+        it."""
+        before = self._graphs, self._eviction, self._failed
+        self._graphs, self._eviction, self._failed = {}, GraphEviction(self._max_graphs), {}
         try:
             yield
         finally:
-            self._graphs, self._places, self._failed = before
+            self._graphs, self._eviction, self._failed = before
 
-    def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _warm_up_and_capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         current = torch.cuda.current_stream(self._device)
-        self._beside.wait_stream(current)
+        self._capture_stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(self._beside):
+            with torch.cuda.stream(self._capture_stream):
                 function()
                 before = driver_bytes(self._device)
-                with _nothing_collected():
+                with _gc_disabled():
                     self._capture(graph, function)
                 self._driver_bytes += driver_bytes(self._device) - before
                 self._num_captured += 1
         finally:
-            current.wait_stream(self._beside)  # also for what was run before a capture that failed
+            current.wait_stream(self._capture_stream)  # also for what was run before a capture that failed
         return graph
 
     def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
@@ -160,18 +161,18 @@ class CudaGraphs:
             raise
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
-        if key in self._places:
-            self._places.use(key)
+        if key in self._eviction:
+            self._eviction.record_use(key)
         self._graphs[key].replay()
 
     @property
-    def taken(self) -> GraphsTaken:
-        return GraphsTaken(self._num_captured, max(0, self._driver_bytes))
+    def graph_memory(self) -> GraphMemory:
+        return GraphMemory(self._num_captured, max(0, self._driver_bytes))
 
 
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Python's collector may come upon the graphs of an engine that was dropped, and a capture fails where another graph is
+def _gc_disabled() -> Iterator[None]:
+    """Python's collector may destroy the graphs of an engine that was dropped, and a capture fails if another graph is
     destroyed meanwhile."""
     was_on = gc.isenabled()
     gc.disable()

@@ -1,19 +1,19 @@
 """A decode step, from slots to tokens, as a function of buffers at fixed addresses: what a CUDA graph captures.
 
-    slots ─► inputs (last tokens, positions, places, blocks) ─► layers ─► logits ─► tokens ─► slots, and out
+    slots ─► inputs (last tokens, positions, slot mapping, blocks) ─► layers ─► logits ─► tokens ─► slots, and out
 
-It reads its rows from `StepInputs.rows`, where the host writes the slots of the step. It leaves the sampled tokens in `sampled`
-and in the host's memory (`token_return`), and their log-probabilities, where wanted, in `scores`. A negative row is padding: it
+The host writes the slots of a step to `DecodeInputBuffers.slots`. The step leaves the sampled tokens in `sampled` and in host
+memory (`token_return`), and their log-probabilities, where requested, in `scores`. A row with a negative slot is padding: it
 reads no context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
 
-A step in which requests verify guesses of speculative decoding (`runner.rows`) has several rows for a slot. Its inputs are
-written by the host, and what it leaves in such a slot is not used: the host finds out how many guesses were accepted, and sends
-the slot again with a later step.
+A step in which requests verify guesses of speculative decoding (`runner.scheduled_rows`) has several rows per slot. The host
+writes its inputs, and what the step leaves in such a slot is not used: the host determines how many guesses were accepted, and
+sends the slot again with a later step.
 
 A draft model runs in every step too, because it has a KV cache of its own.
 
-Where a row waits for a mask that depends on the token before, or the step's kind has no graph of its own, the graph ends with
-the logits, and `choose` samples behind it. On a CPU the operations of a step are recorded (`runner.recorded_step`).
+Where a row waits for a mask that depends on the previous token, or the step's kind has no graph of its own, the graph ends with
+the logits, and `sample` runs after it. On a CPU the operations of a step are recorded (`runner.recorded_step`).
 
 `DecodeStep` computes a step; `DecodeSteps` has it captured for each shape before it first runs, and runs it.
 """
@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 import torch
 
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.runner.cuda_graphs import Calls
+from engine.runner.decode_input_buffers import DecodeInputBuffers
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.recorded_step import RecordedSteps
 from engine.runner.slots import SlotState
-from engine.runner.step_inputs import StepInputs
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling_params import TOP_LOGPROBS_MAX
@@ -58,16 +58,16 @@ class DecodeStep:
     def __init__(
         self,
         decoder: PagedDecoder,
-        inputs: StepInputs,
+        inputs: DecodeInputBuffers,
         state: SlotState,
         sampler: ColumnSampler,
         *,
-        records: bool = False,
+        should_record: bool = False,
         draft: DecodeStep | None = None,
         host: ops.HostTokens | None = None,
     ) -> None:
-        """`records`: run as one recorded call, where all operations can be recorded. `draft`: the step of the model
-        that goes along, over the same inputs. `host`: where tokens are left for it, if anywhere."""
+        """`should_record`: run as one recorded call, where all operations can be recorded. `draft`: the step of the model
+        that goes along, over the same inputs. `host`: the host memory that tokens are written to, if any."""
         (max_rows, max_blocks), device = inputs.block_tables.shape, inputs.block_tables.device
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
@@ -80,13 +80,13 @@ class DecodeStep:
         self._sampler = sampler
         self._draft = draft
         self._host = host
-        recorder = decoder.recorder if records else None
+        recorder = decoder.recorder if should_record else None
         self._recorded = RecordedSteps(recorder, self._run, max_rows)
-        decoder.keep_workspaces(max_rows, max_blocks)
+        decoder.allocate_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
-        """Compute the first `size` rows as far as their tokens, or, without a kind, their logits. Looks at no value on the
-        device, so that it can be captured. `has_guesses`: with the inputs that the host has written, not from the slots."""
+        """Compute the first `size` rows up to their tokens, or, without a kind, their logits. The host reads no value of the
+        device, so it can be captured. `has_guesses`: from the inputs that the host has written, not from the slots."""
         logits = self._recorded(size, kind, has_guesses=has_guesses)
         if logits is None:
             return
@@ -96,48 +96,48 @@ class DecodeStep:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether steps are recorded, told by one that chooses the most likely tokens: where an operation of a model, or of its
-        draft model, cannot be recorded, no step is."""
+        """Whether steps are recorded, judged by a greedy one: if an operation of a model, or of its draft model, cannot be
+        recorded, no step is."""
         return self._recorded.make_ready(Kind(greedy=True)) is not None
 
     def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Have steps of this kind recorded, where they can be."""
         self._recorded.make_ready(kind, has_guesses=has_guesses)
 
-    def choose(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
-        """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32, where rows have some"""
+    def sample(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
+        """Sample the tokens of a step that was computed up to its logits. masks: [size, ceil(V / 32)] int32, if any"""
         assert self._logits is not None, "no step ended with its logits"
-        self._choose(self._logits[:size], size, kind, masks)
+        self._sample(self._logits[:size], size, kind, masks)
 
     def _run(
         self, size: int, kind: Kind | None, has_guesses: bool, before_layer: Callable[[], None] | None
     ) -> torch.Tensor | None:
         """Operation by operation; logits [size, V] where no kind is given."""
         if not has_guesses:
-            self._inputs.prepare(size)
+            self._inputs.fill_from_slots(size)
         steps = [self] if self._draft is None else [self._draft, self]
         inputs = [step.inputs(size, has_guesses=has_guesses) for step in steps]  # a record keeps what is before all layers
         for step, each in zip(steps, inputs, strict=True):
             hidden = step.forward(each, before_layer)
         if kind is not None and kind.greedy and self._greedy_head is not None and size <= ops.FUSED_ROWS_MAX:
-            self._advance(self._inputs.rows[:size], self._greedy_head(hidden))
+            self._advance(self._inputs.slots[:size], self._greedy_head(hidden))
             return None
         logits = self._decoder.logits(hidden, wide=False)
         if kind is None:
             return logits
-        self._choose(logits, size, kind, None)
+        self._sample(logits, size, kind, None)
         return None
 
-    def inputs(self, size: int, *, has_guesses: bool) -> BatchInputs:
+    def inputs(self, size: int, *, has_guesses: bool) -> ForwardInputs:
         """The first `size` rows, as they are written, for this model."""
-        return self._inputs.of(self._decoder, size, has_guesses=has_guesses)
+        return self._inputs.forward_inputs(self._decoder, size, has_guesses=has_guesses)
 
-    def forward(self, inputs: BatchInputs, before_layer: Callable[[], None] | None) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, before_layer: Callable[[], None] | None) -> torch.Tensor:
         """Hidden states of all rows, [R, hidden]; their keys and values go to the cache."""
         return self._decoder.forward(inputs, before_layer)
 
-    def _choose(self, logits: torch.Tensor, size: int, kind: Kind, masks: torch.Tensor | None) -> None:
-        rows, lens = self._inputs.rows[:size], self._inputs.context_lens[:size]
+    def _sample(self, logits: torch.Tensor, size: int, kind: Kind, masks: torch.Tensor | None) -> None:
+        rows, lens = self._inputs.slots[:size], self._inputs.context_lens[:size]
         out = self.scores[:size, : scores.width(kind.num_top)] if kind.num_top else None
         chosen = self._sampler.choose(logits, rows, lens, kind, masks, scores_out=out)
         self._advance(rows, chosen.tokens)
@@ -150,7 +150,7 @@ class DecodeSteps:
     """Runs the step of one model by shape."""
 
     def __init__(
-        self, name: str, step: DecodeStep, inputs: StepInputs, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
+        self, name: str, step: DecodeStep, inputs: DecodeInputBuffers, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
     ) -> None:
         """`name`: of the model's graphs among those of `calls`. `max_num_seqs`: rows of a step without guesses.
         `is_synchronous`: a step is recorded instead of rounded up to one of the sizes of graphs."""
@@ -176,7 +176,7 @@ class DecodeSteps:
             size = (logits_size if kind is None else step_size)(num_rows, self._max_num_seqs)
         return DecodeShape(self._name, size, kind, has_guesses)
 
-    def choose_shape(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
+    def select_shape(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
         """The shape to compute a step in, made ready: of the step's own kind, or of none where rows wait for masks or its kind
         is too rare for a graph. Write the inputs after this call, which may capture the graph."""
         shape = self.shape(num_rows, needs.kind, has_guesses=has_guesses)
@@ -189,14 +189,14 @@ class DecodeSteps:
         """Capture the steps of this shape, unless that is done."""
         if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
             if shape.has_guesses:
-                self._inputs.write(NO_INPUTS, shape.size)
+                self._inputs.write_columns(NO_INPUTS, shape.size)
             else:
-                self._inputs.write_rows(NO_ROWS, shape.size)
-            self._calls.make_ready(shape, self._computing(shape))
+                self._inputs.write_slots(NO_ROWS, shape.size)
+            self._calls.make_ready(shape, self._step_call(shape))
 
     def run(self, shape: DecodeShape) -> None:
         """Compute a step of a shape that is ready, whose inputs are written."""
-        self._calls.run(shape, self._computing(shape))
+        self._calls.run(shape, self._step_call(shape))
 
-    def _computing(self, shape: DecodeShape) -> Callable[[], None]:
+    def _step_call(self, shape: DecodeShape) -> Callable[[], None]:
         return partial(self.step, shape.size, shape.kind, has_guesses=shape.has_guesses)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.token_spans import TokenSpan
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.randomness import key, signed
 from engine.sampling.sampler import Sampler
@@ -38,7 +38,7 @@ class DraftModel:
         for item in items:
             if item.num_draft_tokens:
                 item.draft_token_ids.clear()
-        hidden = self.decoder.pass_over([_known_tokens(item) for item in items])
+        hidden = self.decoder.forward_spans([_known_tokens(item) for item in items])
         drawn_from: list[list[torch.Tensor]] = [[] for _ in items]
         guessing = [index for index, item in enumerate(items) if item.num_draft_tokens]
         depth = 0
@@ -48,8 +48,8 @@ class DraftModel:
                 if distribution is not None:
                     drawn_from[index].append(distribution)
             depth += 1
-            rows = [_guessed_token(items[index], depth) for index in guessing]
-            hidden = self.decoder.pass_over(rows)
+            spans = [_guessed_token(items[index], depth) for index in guessing]
+            hidden = self.decoder.forward_spans(spans)
             guessing = [index for index in guessing if items[index].num_draft_tokens > depth]
         return [torch.stack(each) if each else None for each in drawn_from]
 
@@ -82,15 +82,15 @@ class DraftModel:
         return list(zip(token_ids.tolist(), distributions.unbind(0), strict=True))
 
 
-def _known_tokens(item: ScheduledRequest) -> InputRow:
+def _known_tokens(item: ScheduledRequest) -> TokenSpan:
     """What the step computes of `item` before any guess; the last of it predicts the first guess."""
     request, num_known = item.request, item.num_known_tokens
     outputs = (num_known - 1,) if item.num_draft_tokens else ()
-    return InputRow(request.token_ids[item.start : item.start + num_known], item.start, request.block_table, outputs)
+    return TokenSpan(request.token_ids[item.start : item.start + num_known], item.start, request.block_table, outputs)
 
 
-def _guessed_token(item: ScheduledRequest, depth: int) -> InputRow:
+def _guessed_token(item: ScheduledRequest, depth: int) -> TokenSpan:
     """Guess number `depth`, counted from 1; the last one is computed for its keys and values only."""
     position = item.start + item.num_known_tokens + depth - 1
     outputs = (0,) if item.num_draft_tokens > depth else ()
-    return InputRow(item.draft_token_ids[depth - 1 :], position, item.request.block_table, outputs)
+    return TokenSpan(item.draft_token_ids[depth - 1 :], position, item.request.block_table, outputs)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.runner.decode_input_buffers import DecodeInputBuffers
 from engine.runner.decode_step import DecodeSteps
 from engine.runner.staging import Staging
-from engine.runner.step_inputs import StepInputs
 from engine.sampling.columns import ColumnSampler, SamplingNeeds
 from engine.speculation.options import SPECULATIVE_TOKENS_MAX
 
@@ -23,11 +23,11 @@ from engine.speculation.options import SPECULATIVE_TOKENS_MAX
 class DraftSteps:
     """Guesses tokens for requests in slots."""
 
-    def __init__(self, decodes: DecodeSteps, inputs: StepInputs, sampler: ColumnSampler) -> None:
+    def __init__(self, decodes: DecodeSteps, inputs: DecodeInputBuffers, sampler: ColumnSampler) -> None:
         self.decodes = decodes
         self._inputs = inputs
         self._sampler = sampler
-        device = inputs.rows.device
+        device = inputs.slots.device
         self._staging = Staging(device)
         self._guesses = torch.zeros(SPECULATIVE_TOKENS_MAX, inputs.max_rows, dtype=torch.int64, device=device)
 
@@ -35,22 +35,22 @@ class DraftSteps:
         """`depths[i]` guesses, at least one, for the request in `slots[i]`, which is current → [Σ depths] int64, request by
         request; where nothing can be drawn, token 0."""
         order = sorted(range(len(slots)), key=lambda i: -depths[i])
-        going = [slots[i] for i in order]
+        active_slots = [slots[i] for i in order]
         for depth in range(depths[order[0]]):
-            while depths[order[len(going) - 1]] <= depth:
-                going = going[:-1]  # a new list: `write_rows` takes the same list for the same slots
-            self._step(going)
-            self._guesses[depth, : len(going)].copy_(self.decodes.step.sampled[: len(going)])
-        column = {index: place for place, index in enumerate(order)}
+            while depths[order[len(active_slots) - 1]] <= depth:
+                active_slots = active_slots[:-1]  # a new list: `write_slots` takes the same list for the same slots
+            self._step(active_slots)
+            self._guesses[depth, : len(active_slots)].copy_(self.decodes.step.sampled[: len(active_slots)])
+        column = {index: column_index for column_index, index in enumerate(order)}
         width = self._guesses.shape[1]
-        places = [depth * width + column[index] for index, number in enumerate(depths) for depth in range(number)]
-        return self._guesses.view(-1).index_select(0, self._staging.send(places)).clamp_min(0)
+        indices = [depth * width + column[index] for index, number in enumerate(depths) for depth in range(number)]
+        return self._guesses.view(-1).index_select(0, self._staging.send(indices)).clamp_min(0)
 
     def _step(self, slots: Sequence[int]) -> None:
-        """One more token in each of these slots. Of a guess nobody asks for scores, and what a mask forbids is not accepted."""
+        """One more token in each of these slots. Guesses need no scores, and what a mask forbids is not accepted."""
         needs = SamplingNeeds(self._sampler.needs(slots).kind._replace(num_top=0), [], [])
-        shape = self.decodes.choose_shape(len(slots), needs)
-        self._inputs.write_rows(slots, shape.size)
+        shape = self.decodes.select_shape(len(slots), needs)
+        self._inputs.write_slots(slots, shape.size)
         self.decodes.run(shape)
         if shape.kind is None:
-            self.decodes.step.choose(shape.size, needs.kind)
+            self.decodes.step.sample(shape.size, needs.kind)

@@ -1,7 +1,7 @@
 """Embeddings: whole texts through an encoder or a decoder, pooled to one vector each. Keeps no cache and decides no order.
 
 Texts are computed in batches of a bounded number of tokens, texts of similar length together; answers come in the order of
-the texts. A vector does not depend on who else is in its batch, but for the order of float sums.
+the texts. A vector does not depend on the other texts of its batch, but for the order of float sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from engine.config.pooling import PoolingConfig
 from engine.errors import PromptError
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.rotary import RotaryTable
 from engine.models.decoder import Decoder
 from kernels.ops import AttentionPlanner, AttentionShape
@@ -27,7 +27,7 @@ CUDA_BATCH_TOKENS = 32768
 class Forward(Protocol):
     """A decoder or an encoder with its weights."""
 
-    def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor: ...
+    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +131,10 @@ class Embedder:
         if batch:
             yield batch
 
-    def _inputs(self, texts: Sequence[Sequence[int]]) -> BatchInputs:
+    def _inputs(self, texts: Sequence[Sequence[int]]) -> ForwardInputs:
         device, lens = self._model.device, [len(text) for text in texts]
         positions = torch.cat([torch.arange(length) for length in lens]).to(device)
-        return BatchInputs(
+        return ForwardInputs(
             token_ids=torch.tensor([token_id for text in texts for token_id in text], dtype=torch.int64).to(device),
             positions=positions,
             rotations=tuple(rotary.at(positions) for rotary in self._model.rotaries),

@@ -27,48 +27,48 @@ class GraphEviction:
 
     def __init__(self, max_graphs: int) -> None:
         self._max_graphs = max_graphs
-        self._held: dict[Hashable, None] = {}  # in the order of their last use
+        self._keys: dict[Hashable, None] = {}  # in the order of their last use
         self._uses: Counter[Hashable] = Counter()
         self._num_counted = 0
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._held
+        return key in self._keys
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._keys)
 
     def admits(self, key: Hashable) -> bool:
         """Whether a step of this key is to be computed by its own graph, which is there or is worth a capture. Asked once a
         step; a no is counted as a use."""
-        if key in self._held or len(self._held) < self._max_graphs:
+        if key in self._keys or len(self._keys) < self._max_graphs:
             return True
         self._count(key)
         uses = self._uses[key]
-        return uses >= WORTH and uses >= WORTH + self._uses[self._least()]
+        return uses >= WORTH and uses >= WORTH + self._uses[self._least_used()]
 
-    def use(self, key: Hashable) -> None:
+    def record_use(self, key: Hashable) -> None:
         """Count a step that was computed by the graph of this key."""
-        del self._held[key]
-        self._held[key] = None
+        del self._keys[key]
+        self._keys[key] = None
         self._count(key)
 
-    def make_room(self) -> Hashable | None:
+    def evict_if_full(self) -> Hashable | None:
         """Evict the least used key if there are `max_graphs`; that key, or None."""
-        if len(self._held) < self._max_graphs:
+        if len(self._keys) < self._max_graphs:
             return None
-        least = self._least()
-        del self._held[least]
-        return least
+        victim = self._least_used()
+        del self._keys[victim]
+        return victim
 
-    def hold(self, key: Hashable, *, instead_of: Hashable | None = None) -> None:
-        """Add a key, after `make_room`. It begins `WORTH` uses ahead of `instead_of`, the key that was evicted for it."""
-        assert len(self._held) < self._max_graphs, "there are as many graphs as there may be"
-        self._held[key] = None
-        if instead_of is not None:
-            self._uses[key] = max(self._uses[key], self._uses[instead_of] + WORTH)
+    def add(self, key: Hashable, *, evicted: Hashable | None = None) -> None:
+        """Add a key, after `evict_if_full`. It begins `WORTH` uses ahead of `evicted`, the key that was evicted for it."""
+        assert len(self._keys) < self._max_graphs, "there are as many graphs as there may be"
+        self._keys[key] = None
+        if evicted is not None:
+            self._uses[key] = max(self._uses[key], self._uses[evicted] + WORTH)
 
-    def _least(self) -> Hashable:
-        return min(self._held, key=self._uses.__getitem__)
+    def _least_used(self) -> Hashable:
+        return min(self._keys, key=self._uses.__getitem__)
 
     def _count(self, key: Hashable) -> None:
         self._uses[key] += 1

@@ -1,7 +1,7 @@
 """The paged key/value tensors, one per layer, [N, P, 2, K, D], and their twins in host memory.
 
 Keys and values of a token lie together, so that one gather reads and one scatter writes both, and a block of a layer is one
-contiguous piece of memory. Separate key and value pools, as other kernels want them, are strided views of it.
+contiguous piece of memory. Separate key and value pools, as other kernels require them, are strided views of it.
 
 A block id means the same slots in every tensor here, those of a draft model included: one block table, one reference
 count and one move serve all of them.
@@ -65,7 +65,7 @@ class BlockMover:
         self._host = [_host_tier(kind, num_host_blocks) for kind in self._kinds]
 
     def move(self, moves: BlockMoves) -> None:
-        """First out, then in, then copies, behind every step launched before. A repeated call does no harm, because nothing
+        """Swap out, swap in, then copy, after every step launched before. A repeated call does no harm, because nothing
         that is read here is written by a later kind of move of the same step."""
         self.swap_out(moves.swap_out)
         self.swap_in(moves.swap_in)

@@ -1,4 +1,4 @@
-"""A step that was launched: what becomes of it on the host, when its tokens arrive."""
+"""A launched step, and its results on the host when its tokens arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.sampling.sampler import SampledToken
 from engine.scheduling.scheduled_batch import RowResult, StepOutput
 from kernels.ops import NO_TOKEN
 
-Choosing = tuple[Fetch, dict[int, GrammarError]]
+PendingSampling = tuple[Fetch, dict[int, GrammarError]]
 """Where the tokens of a step that waited for masks will arrive, and why a row got no mask, by row."""
 
 
@@ -21,11 +21,11 @@ Choosing = tuple[Fetch, dict[int, GrammarError]]
 class LaunchedStep:
     """Where the tokens of a step will arrive.
 
-    `rows[i]`: the item that sampled token i belongs to; None where each item has one. `scored`: of tokens that are wanted with
-    log-probabilities, (token index, number of top ones). `depths`: the number of guesses of a request, by the index of its
-    first token; it has one token more than guesses. `inputs`: the input token of each row, which may be a guess; None where
-    only the device knows them. `choice`: begins the sampling of a step that waits for masks. `errors`: why a row got no mask,
-    by row.
+    `rows[i]`: the item that sampled token i belongs to; None where each item has one. `scored`: (token index, number of top
+    tokens) for each token whose log-probabilities are requested. `depths`: the number of guesses of a request, by the index of
+    its first token; it has one token more than guesses. `inputs`: the input token of each row, which may be a guess; None where
+    only the device has them. `begin_sampling`: starts the sampling of a step that waits for masks. `errors`: why a row got no
+    mask, by row.
     """
 
     num_items: int
@@ -35,38 +35,38 @@ class LaunchedStep:
     depths: dict[int, int] = field(default_factory=dict)
     inputs: Sequence[int] | None = None
     fetch: Fetch | None = None
-    choice: Callable[[], Choosing] | None = None
+    begin_sampling: Callable[[], PendingSampling] | None = None
     errors: dict[int, GrammarError] = field(default_factory=dict)
 
     def complete(self) -> None:
         """Begin what waited for the tokens of the step before. Raises when it cannot."""
-        if self.choice is not None:
-            (self.fetch, self.errors), self.choice = self.choice(), None
+        if self.begin_sampling is not None:
+            (self.fetch, self.errors), self.begin_sampling = self.begin_sampling(), None
 
     def outputs(self) -> list[RowResult]:
         """One per item, None where no token could be drawn."""
-        assert self.choice is None, "the step was not completed"
+        assert self.begin_sampling is None, "the step was not completed"
         results = self._results()
         if self.depths:
-            results = self._accepted(results)
+            results = self._accept_guesses(results)
         if self.rows is not None and len(self.rows) < self.num_items:
             for row in sorted(set(range(self.num_items)).difference(self.rows)):
                 results.insert(row, StepOutput())
         return results
 
-    def _accepted(self, results: Sequence[RowResult]) -> list[RowResult]:
+    def _accept_guesses(self, results: Sequence[RowResult]) -> list[RowResult]:
         """One per request; None where the first token could not be drawn."""
         assert self.fetch is not None, "nobody guesses in a step that chooses nothing"
         inputs = self.fetch.inputs() if self.inputs is None else self.inputs
-        kept: list[RowResult] = []
+        accepted: list[RowResult] = []
         row = 0
         while row < len(results):
             end = row + 1 + self.depths.get(row, 0)
             drawn, guesses = results[row:end], inputs[row + 1 : end]
             is_alone = not guesses or drawn[0] is None
-            kept.append(drawn[0] if is_alone else accept_equal([_sampled(result) for result in drawn], guesses))
+            accepted.append(drawn[0] if is_alone else accept_equal([_sampled(result) for result in drawn], guesses))
             row = end
-        return kept
+        return accepted
 
     def _results(self) -> list[RowResult]:
         """One per token."""

@@ -1,4 +1,4 @@
-"""A decoder with its paged cache and the tables it needs: rows of tokens in, hidden states and logits out."""
+"""A decoder with its paged cache and the tables it needs: spans of tokens in, hidden states and logits out."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from engine.layers.attention import are_recordable, attention_shapes
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
 from engine.memory.shape import Load, MemoryShape
 from engine.models.decoder import Decoder
 from engine.runner.embedder import TextModel
-from engine.runner.input_rows import InputRow, make_batch_inputs
 from engine.runner.kv_cache import allocate_kv_cache
+from engine.runner.token_spans import TokenSpan, make_forward_inputs
 from kernels.ops import (
     AnyPlanner,
     PagedPlan,
@@ -63,7 +63,7 @@ class PagedDecoder:
         self._workspaces: list[Any] = [None] * len(shapes)
         self._recorded: RecordedOperations | None = None
 
-    def keep_workspaces(self, num_rows: int, max_blocks: int) -> None:
+    def allocate_workspaces(self, num_rows: int, max_blocks: int) -> None:
         """Allocate what decode attention hands from its first kernel to its second, for each of `attention_shapes`, in steps of
         up to so many rows and blocks. Steps run one after another, so all of them share it from now on."""
         make, dtype = operations(self.device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
@@ -72,7 +72,7 @@ class PagedDecoder:
             if isinstance(planner, PagedPlanner):
                 planner.workspace = workspace
 
-    def inputs(
+    def device_inputs(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -80,9 +80,9 @@ class PagedDecoder:
         plan: Callable[..., PagedPlan],
         *,
         sampled_rows: torch.Tensor | None = None,
-    ) -> BatchInputs:
-        """Inputs of a pass over rows that lie on the device; `plan` makes the plan of each of `attention_shapes`."""
-        return BatchInputs(
+    ) -> ForwardInputs:
+        """Inputs of a pass, from tensors on the device; `plan` makes the plan of each of `attention_shapes`."""
+        return ForwardInputs(
             token_ids=token_ids,
             positions=positions,
             rotations=tuple(rotary.at(positions) for rotary in self.rotaries),
@@ -114,15 +114,15 @@ class PagedDecoder:
         table = operations(self.device, batch_invariant=self.batch_invariant)
         return min(table.max_verify_group(shape, self.kv_caches[0].dtype, self.device) for shape in self.attention_shapes)
 
-    def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
-        """Tensors of one pass over `rows`."""
-        return make_batch_inputs(
-            rows, block_size=self._plan.block_size, rotaries=self.rotaries, planners=self._planners, device=self.device
+    def prepare(self, spans: Sequence[TokenSpan]) -> ForwardInputs:
+        """Tensors of one pass over `spans`."""
+        return make_forward_inputs(
+            spans, block_size=self._plan.block_size, rotaries=self.rotaries, planners=self._planners, device=self.device
         )
 
-    def pass_over(self, rows: Sequence[InputRow], unknown: PlacedTokens | None = None) -> torch.Tensor:
-        """Hidden states of a forward pass over `rows`: [R, hidden]. `unknown`: tokens that only the device knows, put in."""
-        inputs = self.prepare(rows)
+    def forward_spans(self, spans: Sequence[TokenSpan], unknown: PlacedTokens | None = None) -> torch.Tensor:
+        """Hidden states of a forward pass over `spans`: [R, hidden]. `unknown`: tokens known only on the device."""
+        inputs = self.prepare(spans)
         if unknown is not None:
             inputs.token_ids.index_copy_(0, *unknown)
         return self.forward(inputs)
@@ -142,8 +142,8 @@ class PagedDecoder:
         self._recorded = recorded
         return recorded
 
-    def forward(self, inputs: BatchInputs, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
-        """Hidden states of the outputs that the rows asked for: [R, hidden]; all keys and values go to the cache.
+    def forward(self, inputs: ForwardInputs, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
+        """Hidden states of the rows that the inputs select: [R, hidden]; all keys and values go to the cache.
 
         `before_layer`: called before each layer of a step that is being recorded."""
         return self._decoder(inputs, self.kv_caches, before_layer)

@@ -27,32 +27,32 @@ row has none, by row."""
 class RowMasks:
     """The masks of one engine's steps. One thread calls everything."""
 
-    def __init__(self, host: HostMasks, device: torch.device, *, begins_early: bool) -> None:
-        """`begins_early`: the tokens that masks depend on are known when a step is launched, and nobody ends meanwhile."""
+    def __init__(self, host: HostMasks, device: torch.device, *, fills_at_launch: bool) -> None:
+        """`fills_at_launch`: the tokens that masks depend on are known when a step is launched; no request ends meanwhile."""
         self._host = host
-        self._begins_early = begins_early
+        self._fills_at_launch = fills_at_launch
         self._staging = Staging(device)
         self._device = device
 
     def begin(self, items: Sequence[ScheduledRequest], needs: SamplingNeeds) -> FillMasks | None:
         """What makes the masks of a step when the tokens before its rows are known; None if no row waits for a mask.
 
-        `items[i]` is that of row i. With `begins_early` the host fills the masks from now on, while the step is computed.
+        `items[i]` is that of row i. With `fills_at_launch` the host fills the masks from now on, while the step is computed.
         """
         if not needs.masked:
             return None
         rows = [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in needs.masked]
-        begun = self._host.begin(rows) if self._begins_early else None
-        return partial(self._fill, needs.masked, rows, begun)
+        pending_fill = self._host.begin(rows) if self._fills_at_launch else None
+        return partial(self._fill, needs.masked, rows, pending_fill)
 
     def _fill(
-        self, masked: Sequence[int], rows: Sequence[SampledRow], begun: Callable[[], StepMasks] | None, num_rows: int
+        self, masked: Sequence[int], rows: Sequence[SampledRow], pending_fill: Callable[[], StepMasks] | None, num_rows: int
     ) -> tuple[torch.Tensor, dict[int, GrammarError]]:
-        """`rows` are as the step was planned, because its items move on; they stand at `masked` among its `num_rows` rows."""
+        """`rows` are those of the planned step, because its items advance; `masked` are their indices among `num_rows` rows."""
         live = [index for index, row in enumerate(rows) if not row.request.is_finished]
-        filled = self._host.fill([rows[index] for index in live]) if begun is None else begun()
+        filled = self._host.fill([rows[index] for index in live]) if pending_fill is None else pending_fill()
         masks = torch.full((num_rows, filled.rows.shape[1]), -1, dtype=torch.int32, device=self._device)
         if live:
-            places = self._staging.send([masked[index] for index in live])
-            masks.index_copy_(0, places, ops.send(filled.rows, torch.int32, self._device))
+            row_indices = self._staging.send([masked[index] for index in live])
+            masks.index_copy_(0, row_indices, ops.send(filled.rows, torch.int32, self._device))
         return masks, {masked[live[index]]: error for index, error in filled.errors.items()}

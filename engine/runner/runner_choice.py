@@ -32,7 +32,7 @@ from kernels import ops
 log = logging.getLogger("gatehouse.engine")
 
 
-def step_mode(config: ModelConfig, options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> StepMode:
+def resolve_step_mode(config: ModelConfig, options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> StepMode:
     """The decision for a model that computes in `dtype`, before it is loaded; a decoder's `has_host_sync` may still cost
     it the graphs. Warns where a switch does."""
     if device.type == "cuda":

@@ -3,12 +3,12 @@ runner.
 
 A step whose every row is one token that yields the next is a `DecodeStep`, replayed from a CUDA graph on a GPU. A step with
 chunks of prompts is a `ChunkStep` with the sampling behind it; where no graph is large enough it is a plain forward pass over
-rows made on the host, in which the tokens that only the device knows are filled in. Either way the sampled tokens go into the
+spans made on the host, in which the tokens known only on the device are filled in. Either way the sampled tokens go into the
 slots on the device, and to the host's memory.
 
-A step in which requests verify guesses (`runner.rows`) is one or the other, with a row for each guess. The next step is not
-launched before it is settled. A draft model makes the guesses just before, over the same slots (`draft_steps`). It runs in
-every step, because it has a KV cache of its own.
+A step in which requests verify guesses (`runner.scheduled_rows`) is one or the other, with a row for each guess. The next step
+is not launched before it is settled. A draft model makes the guesses just before, over the same slots (`draft_steps`). It runs
+in every step, because it has a KV cache of its own.
 
 A row that needs the mask of a grammar (`row_masks`) must wait for the token before its own, and the sampling of the whole step
 waits with it. The layers do not wait: the step is launched ahead as far as its logits. `LaunchedStep.complete` begins the
@@ -24,21 +24,21 @@ import numpy as np
 import torch
 
 from engine.protocol import PlainReason
-from engine.runner.chunk_step import ToChoose
+from engine.runner.chunk_step import SamplingInputs
 from engine.runner.decode_step import DecodeShape
-from engine.runner.launched_step import Choosing, LaunchedStep
+from engine.runner.launched_step import LaunchedStep, PendingSampling
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PlacedTokens
 from engine.runner.row_masks import FillMasks, RowMasks
-from engine.runner.rows import SampledRows, guess_places, input_row, scored_positions, unknown_places
+from engine.runner.scheduled_rows import SlotStepRows, device_token_indices, guess_token_indices, scored_positions, token_span
 from engine.runner.slot_steps import SlotSteps
-from engine.runner.slots import NO_NUMBERS, Numbers, SlotTable
+from engine.runner.slots import EMPTY_INT64, Int64Array, SlotTable
 from engine.runner.token_return import Fetch
 from engine.sampling.columns import Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, ScheduledRequest, StepOutput
 
-Choose = Callable[[torch.Tensor | None], Fetch]
+SampleTokens = Callable[[torch.Tensor | None], Fetch]
 """Samples the tokens of a step whose logits were launched. Takes masks, [R, ceil(V / 32)] int32, or None to allow all
 tokens."""
 
@@ -51,10 +51,10 @@ class SlotRunner:
         self.steps = steps
         self.target = steps.target
         self._sampler = steps.sampler
-        self._masks = RowMasks(masks, steps.device, begins_early=steps.is_synchronous)
+        self._masks = RowMasks(masks, steps.device, fills_at_launch=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
         self._needs = SamplingNeeds(Kind(), [], [])  # of the last decode step
-        self._needs_of = NO_NUMBERS  # the slots of that step
+        self._needs_slots = EMPTY_INT64  # the slots of that step
         self._decodes: Sequence[ScheduledRequest] = []  # of the last step, mostly those of the next one too
         self._inference = torch.inference_mode()  # used by every launch: making one costs as much as entering it
 
@@ -65,7 +65,7 @@ class SlotRunner:
 
     @property
     def stage(self) -> str:
-        """What the plain runner is doing: only its failures are told to callers."""
+        """What the plain runner is doing: only its failures are reported to callers."""
         return self.plain.stage
 
     @property
@@ -82,15 +82,15 @@ class SlotRunner:
         self._slots.invalidate([item.request for item in items])
         return self.plain.run(items)
 
-    def forget(self) -> None:
+    def invalidate_slots(self) -> None:
         """Send the state of all slots again with the next step."""
-        self._slots.forget()
-        self.steps.token_return.forget()
+        self._slots.clear()
+        self.steps.token_return.mark_unfetched()
 
     def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
         """Why this step must be computed in the plain way, None if it need not: a request in it wants log-probabilities of its
         prompt, or something that no slot can hold."""
-        for item in self._slots.newcomers(batch.prefills if batch.decodes is self._decodes else batch.items):
+        for item in self._slots.items_without_slot(batch.prefills if batch.decodes is self._decodes else batch.items):
             reason = PlainReason.PROMPT_LOGPROBS if scored_positions(item) else self._sampler.refusal(item.request)
             if reason is not None:
                 return reason
@@ -106,12 +106,12 @@ class SlotRunner:
             return self._launch_chunks(batch)
 
     @torch.inference_mode()
-    def launch_guesses(self, batch: ScheduledBatch) -> LaunchedStep:
+    def launch_verification(self, batch: ScheduledBatch) -> LaunchedStep:
         """Begin a step in which some rows verify guesses; all before it is settled."""
         self.steps.token_return.begin_step()
         if all(item.samples and item.num_tokens == 1 for item in batch.prefills):
-            return self._launch_guesses(batch.items)
-        return self._launch_guesses_beside_chunks(batch)
+            return self._launch_verification(batch.items)
+        return self._launch_verification_with_chunks(batch)
 
     @property
     @torch.inference_mode()
@@ -121,22 +121,22 @@ class SlotRunner:
 
     def _launch_decodes(self, batch: ScheduledBatch) -> LaunchedStep:
         items, slots = batch.items, self._slots.update(batch.decodes, batch.prefills)
-        if slots is not self._needs_of:
-            self._needs_of, self._needs = slots, self._sampler.needs(slots)
-        shape = self.steps.decodes.choose_shape(len(slots), self._needs)
-        self.steps.inputs.write_rows(slots, shape.size)
+        if slots is not self._needs_slots:
+            self._needs_slots, self._needs = slots, self._sampler.needs(slots)
+        shape = self.steps.decodes.select_shape(len(slots), self._needs)
+        self.steps.inputs.write_slots(slots, shape.size)
         return self._run_step(items, shape, self._needs, LaunchedStep(len(items), len(items)))
 
-    def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
-        rows = SampledRows.of(items, self._slots.update_beside_guesses(items, sends_tokens=self.steps.drafts is None))
+    def _launch_verification(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
+        rows = SlotStepRows.of(items, self._slots.update_for_verification(items, sends_tokens=self.steps.drafts is None))
         guesses = self._guess(rows)
         needs = self._sampler.needs(rows.slots)
-        shape = self.steps.decodes.choose_shape(len(rows.slots), needs, has_guesses=True)
-        self.steps.inputs.write(rows.inputs(self.steps.limits.block_size), shape.size)
+        shape = self.steps.decodes.select_shape(len(rows.slots), needs, has_guesses=True)
+        self.steps.inputs.write_columns(rows.input_columns(self.steps.limits.block_size), shape.size)
         if guesses is not None:
-            self.steps.inputs.put_in(rows.guessing, guesses)
-        known = rows.tokens if guesses is None else None
-        launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths, inputs=known)
+            self.steps.inputs.put_tokens(rows.guess_rows, guesses)
+        host_inputs = rows.tokens if guesses is None else None
+        launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths, inputs=host_inputs)
         return self._run_step(rows.items, shape, needs, launched)
 
     def _run_step(
@@ -148,102 +148,106 @@ class SlotRunner:
         launched.scored = needs.scored
         sends_inputs = shape.has_guesses and launched.inputs is None
 
-        def choose(masks: torch.Tensor | None) -> Fetch:
+        def sample(masks: torch.Tensor | None) -> Fetch:
             if shape.kind is None:
-                self.steps.decodes.step.choose(shape.size, needs.kind, masks)
+                self.steps.decodes.step.sample(shape.size, needs.kind, masks)
             return self.steps.fetch_decodes(len(rows), needs.kind, sends_inputs=sends_inputs)
 
-        return self._begin_choice(launched, choose, shape.size, fill)
+        return self._begin_sampling(launched, sample, shape.size, fill)
 
     def _launch_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
         """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""
-        items, sampling = batch.items, _sampling_rows(batch)
+        items, sampling_rows = batch.items, _sampling_rows(batch)
         ending = [item for item in batch.prefills if item.samples]
         slots = self._slots.update(batch.decodes, ending)
         positions = self._slots.positions()
         needs = self._sampler.needs(slots)
         fill = self._masks.begin(batch.decodes + ending, needs)
-        to_choose = None if self.steps.chunks is None else self.steps.chunks.run(batch.prefills, slots, positions)
-        if to_choose is None:
-            hidden = self._pass_over(items, dict(zip(sampling, slots.tolist(), strict=True)), None)
-            to_choose = self._to_choose(hidden, slots, positions)
-        launched = LaunchedStep(len(items), len(sampling), sampling, needs.scored)
-        return self._choose_behind(launched, to_choose, None, needs.kind, fill)
+        sampling_inputs = None if self.steps.chunks is None else self.steps.chunks.run(batch.prefills, slots, positions)
+        if sampling_inputs is None:
+            hidden = self._forward_spans(items, dict(zip(sampling_rows, slots.tolist(), strict=True)), None)
+            sampling_inputs = self._make_sampling_inputs(hidden, slots, positions)
+        launched = LaunchedStep(len(items), len(sampling_rows), sampling_rows, needs.scored)
+        return self._sample_chunks(launched, sampling_inputs, None, needs.kind, fill)
 
-    def _launch_guesses_beside_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
+    def _launch_verification_with_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
         """As `_launch_chunks`, a step in which some rows verify guesses: as the plain forward pass computes it."""
-        items, sampling = batch.items, _sampling_rows(batch)
-        chosen = [items[row] for row in sampling]
-        slots = self._slots.update_beside_guesses(chosen, sends_tokens=self.steps.drafts is None)
-        rows = SampledRows.of(chosen, slots)
+        items, sampling_rows = batch.items, _sampling_rows(batch)
+        sampling_items = [items[row] for row in sampling_rows]
+        slots = self._slots.update_for_verification(sampling_items, sends_tokens=self.steps.drafts is None)
+        rows = SlotStepRows.of(sampling_items, slots)
         needs = self._sampler.needs(rows.slots)
         fill = self._masks.begin(rows.items, needs)
         guesses, inputs = self._guess(rows), None
-        hidden = self._pass_over(items, dict(zip(sampling, slots, strict=True)), guesses)
+        hidden = self._forward_spans(items, dict(zip(sampling_rows, slots, strict=True)), guesses)
         if guesses is not None:
-            inputs = self.steps.staging.send(rows.tokens).index_copy_(0, self.steps.staging.send(rows.guessing), guesses)
-        known = rows.tokens if guesses is None else None
-        launched = LaunchedStep(len(items), len(rows.slots), sampling, needs.scored, rows.depths, known)
-        to_choose = self._to_choose(hidden, rows.slots, rows.positions)
-        return self._choose_behind(launched, to_choose, inputs, needs.kind, fill)
+            inputs = self.steps.staging.send(rows.tokens).index_copy_(0, self.steps.staging.send(rows.guess_rows), guesses)
+        host_inputs = rows.tokens if guesses is None else None
+        launched = LaunchedStep(len(items), len(rows.slots), sampling_rows, needs.scored, rows.depths, host_inputs)
+        sampling_inputs = self._make_sampling_inputs(hidden, rows.slots, rows.positions)
+        return self._sample_chunks(launched, sampling_inputs, inputs, needs.kind, fill)
 
-    def _to_choose(self, hidden: torch.Tensor, slots: Sequence[int] | Numbers, positions: Sequence[int] | Numbers) -> ToChoose:
+    def _make_sampling_inputs(
+        self, hidden: torch.Tensor, slots: Sequence[int] | Int64Array, positions: Sequence[int] | Int64Array
+    ) -> SamplingInputs:
         where = self.steps.staging.send(np.array([slots, positions], dtype=np.int64))
-        return ToChoose(hidden, where[0].to(torch.int32), where[1])
+        return SamplingInputs(hidden, where[0].to(torch.int32), where[1])
 
-    def _choose_behind(
-        self, launched: LaunchedStep, rows: ToChoose, inputs: torch.Tensor | None, kind: Kind, fill: FillMasks | None
+    def _sample_chunks(
+        self, launched: LaunchedStep, rows: SamplingInputs, inputs: torch.Tensor | None, kind: Kind, fill: FillMasks | None
     ) -> LaunchedStep:
         """Launch the sampling of a step with chunks, if any request in it samples."""
         if not launched.num_sampled:
             return launched
         logits = self.target.logits(rows.hidden, wide=False)
-        choose = partial(self._choose_rows, logits, rows, inputs, kind)
-        return self._begin_choice(launched, choose, len(logits), fill)
+        sample = partial(self._sample_rows, logits, rows, inputs, kind)
+        return self._begin_sampling(launched, sample, len(logits), fill)
 
-    def _guess(self, rows: SampledRows) -> torch.Tensor | None:
+    def _guess(self, rows: SlotStepRows) -> torch.Tensor | None:
         """The guesses of a draft model for requests whose slots are current: [Σ depths] int64. None without one: then the host
         has guessed, and they are among the tokens of `rows`."""
         if self.steps.drafts is None:
             return None
         return self.steps.drafts.guess([rows.slots[first] for first in rows.depths], [*rows.depths.values()])
 
-    def _pass_over(
+    def _forward_spans(
         self, items: Sequence[ScheduledRequest], slots: dict[int, int], guesses: torch.Tensor | None
     ) -> torch.Tensor:
-        """Hidden states of the plain forward pass, in which tokens that only the device knows are filled in: the guesses of a
+        """Hidden states of the plain forward pass, in which tokens known only on the device are filled in: the guesses of a
         draft model, or else the last tokens in the slots of items that sample. With guesses, the host knows the last tokens."""
-        rows = [input_row(item) for item in items]
+        spans = [token_span(item) for item in items]
         unknown: PlacedTokens | None = None
         if guesses is not None:
-            unknown = self.steps.staging.send(guess_places(items, rows)), guesses
-        elif places := unknown_places(rows):
-            sent = self.steps.staging.send([[*places], [slots[row] for row in places.values()]])
+            unknown = self.steps.staging.send(guess_token_indices(items, spans)), guesses
+        elif unknown_tokens := device_token_indices(spans):
+            sent = self.steps.staging.send([[*unknown_tokens], [slots[row] for row in unknown_tokens.values()]])
             unknown = sent[0], self.steps.state.last_tokens.index_select(0, sent[1])
         for decoder in self.steps.decoders:
-            hidden = decoder.pass_over(rows, unknown)
+            hidden = decoder.forward_spans(spans, unknown)
         return hidden
 
-    def _choose_rows(
-        self, logits: torch.Tensor, rows: ToChoose, inputs: torch.Tensor | None, kind: Kind, masks: torch.Tensor | None
+    def _sample_rows(
+        self, logits: torch.Tensor, rows: SamplingInputs, inputs: torch.Tensor | None, kind: Kind, masks: torch.Tensor | None
     ) -> Fetch:
         """logits: [R, V]; inputs: [R], if the host does not know them"""
         chosen = self._sampler.choose(logits, rows.slots, rows.positions, kind, masks)
         self.steps.state.advance(rows.slots, chosen.tokens, host=self.steps.token_return.host)
         return self.steps.token_return.fetch(chosen.tokens, chosen.scores, inputs=inputs)
 
-    def _begin_choice(self, launched: LaunchedStep, choose: Choose, num_rows: int, fill: FillMasks | None) -> LaunchedStep:
-        """Choose the tokens of a step: now, or, if rows wait for masks, when the step is completed."""
+    def _begin_sampling(
+        self, launched: LaunchedStep, sample: SampleTokens, num_rows: int, fill: FillMasks | None
+    ) -> LaunchedStep:
+        """Sample the tokens of a step: now, or, if rows wait for masks, when the step is completed."""
         if fill is None:
-            launched.fetch = choose(None)
+            launched.fetch = sample(None)
         else:
-            launched.choice = partial(self._choose_masked, choose, num_rows, fill)
+            launched.begin_sampling = partial(self._sample_masked, sample, num_rows, fill)
         return launched
 
     @torch.inference_mode()
-    def _choose_masked(self, choose: Choose, num_rows: int, fill: FillMasks) -> Choosing:
+    def _sample_masked(self, sample: SampleTokens, num_rows: int, fill: FillMasks) -> PendingSampling:
         masks, errors = fill(num_rows)
-        return choose(masks), errors
+        return sample(masks), errors
 
 
 def _sampling_rows(batch: ScheduledBatch) -> list[int]:

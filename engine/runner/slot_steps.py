@@ -1,23 +1,23 @@
-"""What steps over slots consist of, made once for all of them.
+"""The parts of steps over slots, made once for all of them.
 
-SlotState, StepInputs      what the device knows of each request, and the rows of a step
-DecodeSteps                steps of one token for each request, and those that verify guesses
-ChunkSteps                 steps with chunks of prompts, up to the hidden states that are sampled
-DraftSteps                 the small steps of a draft model
-Staging, TokenReturn       to the device and back
+SlotState, DecodeInputBuffers   the state of each request on the device, and the inputs of a decode step
+DecodeSteps                     steps of one token for each request, and those that verify guesses
+ChunkSteps                      steps with chunks of prompts, up to the hidden states that are sampled
+DraftSteps                      the small steps of a draft model
+Staging, TokenReturn            transfers to the device and back
 """
 
 from __future__ import annotations
 
 from engine.runner.chunk_step import ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import Calls
+from engine.runner.decode_input_buffers import DecodeInputBuffers
 from engine.runner.decode_step import DecodeStep, DecodeSteps
 from engine.runner.draft_steps import DraftSteps
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slots import SlotState
 from engine.runner.staging import Staging
-from engine.runner.step_inputs import StepInputs
-from engine.runner.token_return import Fetch, FetchedAtOnce, TokenReturn
+from engine.runner.token_return import Fetch, ImmediateFetch, TokenReturn
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind
 from engine.sampling_params import TOP_LOGPROBS_MAX
@@ -55,28 +55,28 @@ class SlotSteps:
         max_num_seqs, block_size = limits.max_num_seqs, limits.block_size
         self.state = SlotState(sampler.columns.words, dtype=target.dtype)
         max_rows = max_num_seqs + max_guesses
-        self.inputs = StepInputs(self.state, target, max_rows=max_rows, block_size=block_size)
+        self.inputs = DecodeInputBuffers(self.state, target, max_rows=max_rows, block_size=block_size)
         self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
         self.drafts: DraftSteps | None = None
         draft_step = None
         if draft is not None:
-            draft_step = self._decode_step(draft)
-            self.drafts = DraftSteps(self._ready("draft", draft_step), self.inputs, sampler)
-        self.decodes = self._ready("decode", self._decode_step(target, draft_step, self.token_return.host))
+            draft_step = self._make_step(draft)
+            self.drafts = DraftSteps(self._make_steps("draft", draft_step), self.inputs, sampler)
+        self.decodes = self._make_steps("decode", self._make_step(target, draft_step, self.token_return.host))
         self.chunks: ChunkSteps | None = None
         if chunk_rows:
             chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size)
             self.chunks = ChunkSteps(chunk_step, calls)
         self.staging = Staging(device)
-        self._sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has
+        self._last_sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has
 
-    def _decode_step(
+    def _make_step(
         self, decoder: PagedDecoder, draft: DecodeStep | None = None, host: ops.HostTokens | None = None
     ) -> DecodeStep:
         over_slots = self.inputs, self.state, self.sampler
-        return DecodeStep(decoder, *over_slots, records=self.is_synchronous, draft=draft, host=host)
+        return DecodeStep(decoder, *over_slots, should_record=self.is_synchronous, draft=draft, host=host)
 
-    def _ready(self, name: str, step: DecodeStep) -> DecodeSteps:
+    def _make_steps(self, name: str, step: DecodeStep) -> DecodeSteps:
         max_num_seqs = self.limits.max_num_seqs
         return DecodeSteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=self.is_synchronous)
 
@@ -84,9 +84,9 @@ class SlotSteps:
         """The tokens of the decode step just launched, with their scores, and with its inputs if only the device has them."""
         step = self.decodes.step
         if step.host_sampled is not None and not kind.num_top and not sends_inputs:
-            return FetchedAtOnce(step.host_sampled[:num_rows].tolist())
+            return ImmediateFetch(step.host_sampled[:num_rows].tolist())
         table = step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
         inputs = self.inputs.token_ids[:num_rows] if sends_inputs else None
-        if len(self._sampled) != num_rows:
-            self._sampled = step.sampled[:num_rows]
-        return self.token_return.fetch(self._sampled, table, inputs=inputs)
+        if len(self._last_sampled) != num_rows:
+            self._last_sampled = step.sampled[:num_rows]
+        return self.token_return.fetch(self._last_sampled, table, inputs=inputs)

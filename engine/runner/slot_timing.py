@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.runner.input_rows import InputRow
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING, SlotWrites
+from engine.runner.token_spans import TokenSpan
 from engine.sampling.columns import Kind
 
 ONE_SLOT = [0]
-ITS_WRITES = SlotWrites(slots=ONE_SLOT, last_tokens=[0], num_tokens=[1])
+ONE_SLOT_WRITES = SlotWrites(slots=ONE_SLOT, last_tokens=[0], num_tokens=[1])
 
 
 class SlotTiming:
@@ -31,21 +31,21 @@ class SlotTiming:
         if has_guesses:
             no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
             tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
-            places = [row % steps.limits.block_size for row in range(num_rows)]
-            steps.inputs.write([no_slots, tokens, zeros, places, zeros], shape.size)
+            slot_mapping = [row % steps.limits.block_size for row in range(num_rows)]
+            steps.inputs.write_columns([no_slots, tokens, zeros, slot_mapping, zeros], shape.size)
         else:
-            steps.state.write(ITS_WRITES)
-            steps.inputs.write_rows(ONE_SLOT, shape.size)
+            steps.state.write(ONE_SLOT_WRITES)
+            steps.inputs.write_slots(ONE_SLOT, shape.size)
         steps.decodes.run(shape)
-        self._end()
+        self._synchronise()
 
     @torch.inference_mode()
-    def chunks(self, rows: Sequence[InputRow]) -> torch.Tensor:
+    def chunks(self, spans: Sequence[TokenSpan]) -> torch.Tensor:
         """Hidden states of the outputs of chunks, computed as in a step with them. With a draft model it is the pass of the
         target alone."""
         steps = self._steps
-        hidden = steps.chunks.run_for_timing(rows) if steps.chunks is not None and steps.drafts is None else None
-        return steps.target.pass_over(rows) if hidden is None else hidden
+        hidden = steps.chunks.run_for_timing(spans) if steps.chunks is not None and steps.drafts is None else None
+        return steps.target.forward_spans(spans) if hidden is None else hidden
 
     @torch.inference_mode()
     def draft_decode(self) -> None:
@@ -55,13 +55,13 @@ class SlotTiming:
         drafts = steps.drafts.decodes
         shape = drafts.shape(1, Kind())
         drafts.make_ready(shape)
-        steps.state.write(ITS_WRITES)
-        steps.inputs.write_rows(ONE_SLOT, shape.size)
+        steps.state.write(ONE_SLOT_WRITES)
+        steps.inputs.write_slots(ONE_SLOT, shape.size)
         drafts.run(shape)
-        self._end()
+        self._synchronise()
 
-    def _end(self) -> None:
+    def _synchronise(self) -> None:
         """Wait for what was launched. Nobody asks for its tokens."""
-        self._steps.token_return.forget()
+        self._steps.token_return.mark_unfetched()
         if self._steps.device.type == "cuda":
             torch.cuda.current_stream(self._steps.device).synchronize()

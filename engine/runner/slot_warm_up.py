@@ -9,17 +9,17 @@ import torch
 
 from engine.grammar.masks import allow_all
 from engine.runner.decode_step import NO_INPUTS, NO_ROWS, DecodeSteps
-from engine.runner.input_rows import InputRow
-from engine.runner.rows import FIRST, UNKNOWN
+from engine.runner.scheduled_rows import DEVICE_TOKEN, FIRST_OUTPUT
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING
+from engine.runner.token_spans import TokenSpan
 from engine.runner.warm_up import STEP_SIZES, compiles_at_first_use, compiling
 from engine.sampling.columns import Kind
 
 KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
 """Kinds of steps that each call kernels which the others do not. Any other kind calls those of several of these."""
 
-USUAL = KINDS[:2]
+COMMON_KINDS = KINDS[:2]
 """What few requests mostly need; also the kinds of a draft model's own variants, which leave no tokens for the host."""
 
 WARM_ROWS = (1, 2, 4, 8)
@@ -36,7 +36,7 @@ def warm_up(steps: SlotSteps) -> None:
     """
     if compiles_at_first_use(steps.device):
         with compiling("choices"):
-            _compile_choices(steps)
+            _compile_sampling(steps)
     steps.decodes.make_ready(steps.decodes.shape(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses))
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
     _make_ready(steps.decodes, sizes)
@@ -49,33 +49,33 @@ def warm_up(steps: SlotSteps) -> None:
 
 
 def _make_ready(steps: DecodeSteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
-    for kind in USUAL:
+    for kind in COMMON_KINDS:
         steps.step.make_ready(kind, has_guesses=has_guesses)
     for num_rows in sizes:
-        for kind in USUAL:
+        for kind in COMMON_KINDS:
             steps.make_ready(steps.shape(num_rows, kind, has_guesses=has_guesses))
 
 
-def _compile_choices(steps: SlotSteps) -> None:
+def _compile_sampling(steps: SlotSteps) -> None:
     """Ask for the kernels that choose tokens (within `compiling` nothing runs, and what is asked for is compiled): for a row of
     padding, in every way, after a decode and after a chunk, with and without masks. Before that, for those of steps as far as
     their logits, in all sizes that make a difference."""
     step, inputs, target = steps.decodes.step, steps.inputs, steps.target
     for size in steps.decodes.guess_sizes if steps.has_guesses else ():
-        inputs.write(NO_INPUTS, size)
+        inputs.write_columns(NO_INPUTS, size)
         step(size, None, has_guesses=True)
     for size in reversed([size for size in STEP_SIZES if size <= steps.limits.max_num_seqs]):
-        inputs.write_rows(NO_ROWS, size)
+        inputs.write_slots(NO_ROWS, size)
         step(size, None)
     if steps.drafts is not None:
-        for kind in USUAL:
+        for kind in COMMON_KINDS:
             steps.drafts.decodes.step(1, kind)
-    logits = target.logits(target.pass_over([InputRow(UNKNOWN, 0, (0,), FIRST)]), wide=False)
+    logits = target.logits(target.forward_spans([TokenSpan(DEVICE_TOKEN, 0, (0,), FIRST_OUTPUT)]), wide=False)
     masks = allow_all(1, logits.shape[1], steps.device)
     where = steps.staging.send([[NOTHING], [0]])
     for kind in KINDS:
         step(1, kind)
-        step.choose(1, kind, masks)
+        step.sample(1, kind, masks)
         for filled in (None, masks):
             slots = where[0].to(torch.int32)
             chosen = steps.sampler.choose(logits, slots, where[1], kind, filled)

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 from engine.runner.staging import Staging
-from engine.scheduling.departures import departures, without
 from engine.scheduling.request import Request
+from engine.scheduling.row_diff import removed_rows, without_rows
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels import ops
 
 NOTHING = -1
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-NO_NUMBERS: Numbers = np.empty(0, dtype=np.int64)
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -83,22 +83,22 @@ class SlotState:
 
     def write(self, writes: SlotWrites) -> None:
         """Change slots, no value of them twice, with one copy and one operation."""
-        places, values = array("q"), array("i")
+        offsets, values = array("q"), array("i")
         first, columns = self.words.first("tables"), self.tables.shape[1]
         for slot, column, ids in writes.blocks:
-            place = first + slot * columns + column
-            places.extend(range(place, place + len(ids)))
+            offset = first + slot * columns + column
+            offsets.extend(range(offset, offset + len(ids)))
             values.extend(ids)
         first = self.words.first("num_tokens")
-        places.extend(first + slot for slot in writes.slots)
+        offsets.extend(first + slot for slot in writes.slots)
         values.extend(writes.num_tokens)
         first = self.words.first("last_tokens")
         for slot, token_id in zip(writes.slots, writes.last_tokens, strict=True):
             if token_id >= 0:
-                place = first + 2 * slot
-                places.extend((place, place + 1))
+                offset = first + 2 * slot
+                offsets.extend((offset, offset + 1))
                 values.extend((token_id, 0))
-        words = [(np.frombuffer(places, np.int64), np.frombuffer(values, np.int32)), *writes.words]
+        words = [(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32)), *writes.words]
         self.words.write(np.concatenate([each for each, _ in words]), np.concatenate([each for _, each in words]))
 
     def advance(
@@ -130,14 +130,14 @@ class SlotTable:
     """The host's record of each slot: its request, the tokens it will hold after the steps launched so far, its blocks.
 
     Most requests of a step were in the last one, and have one more token and the same block table. So the last step is kept in
-    columns: requests that left are taken out, the others advance together, and only new ones are looked at one by one.
+    columns: requests that left are removed, the others advance together, and only new ones are handled one by one.
     """
 
     def __init__(self, state: SlotState, listener: SlotListener) -> None:
         num_slots = state.num_slots
         self._state = state
         self._listener = listener
-        self._of: dict[Request, int] = {}
+        self._slot_of: dict[Request, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._lens = np.full(num_slots, NOTHING, dtype=np.int64)
         self._tables: list[Sequence[int] | None] = [None] * num_slots
@@ -146,19 +146,19 @@ class SlotTable:
         self._decodes: Sequence[ScheduledRequest] | None = None  # of the last step
         self._requests: list[Request] = []  # of the last step, as the columns below
         self._slots: list[int] = []
-        self._index = NO_NUMBERS  # the same
+        self._slot_array = EMPTY_INT64  # the same
         self._step_tables: list[Sequence[int]] = []
         self._step_sizes: list[int] = []
-        self._num_gone_on = 0  # steps by which `_lens` is behind for these slots
+        self._num_advanced = 0  # steps by which `_lens` is behind for these slots
 
-    def newcomers(self, items: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+    def items_without_slot(self, items: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """The items whose request has no slot yet."""
-        return [item for item in items if item.request not in self._of]
+        return [item for item in items if item.request not in self._slot_of]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all assignments: what the device holds is in doubt, blocks and parameters too."""
         self._drop_step()
-        self._of.clear()
+        self._slot_of.clear()
         self._idle.clear()
         self._free = list(range(len(self._lens) - 1, -1, -1))
 
@@ -166,84 +166,88 @@ class SlotTable:
         """Mark the slots of these requests as out of date: a step with them is computed without the slots."""
         self._drop_step()
         for request in requests:
-            if request in self._of:
-                self._lens[self._of[request]] = NOTHING
+            if request in self._slot_of:
+                self._lens[self._slot_of[request]] = NOTHING
 
-    def update(self, decodes: Sequence[ScheduledRequest], more: Sequence[ScheduledRequest] = ()) -> Numbers:
+    def update(self, decodes: Sequence[ScheduledRequest], more: Sequence[ScheduledRequest] = ()) -> Int64Array:
         """Bring the slots of `decodes`, and of `more` behind them, up to date for a step that yields a token for each of them.
         Returns their slots.
 
-        Lists are compared by identity. To pass the very `decodes` of the last step says that no request joined them, left them
-        or lost blocks since; to get the very array of the last step says that slots and order are the same. Where a slot is out
-        of date, the host must know the last token that the step reads.
+        Lists are compared by identity. Passing the `decodes` object of the last step states that no request joined them, left
+        them or lost blocks since; getting the array object of the last step means that slots and order are the same. Where a
+        slot is out of date, the host must know the last token that the step reads.
         """
         writes = SlotWrites()
         if decodes is self._decodes:
-            self._leave(range(len(decodes), len(self._requests)))
+            self._remove_rows(range(len(decodes), len(self._requests)))
         else:
-            self._keep([item.request for item in decodes])
-        self._go_on(writes)
+            self._retain([item.request for item in decodes])
+        self._advance(writes)
         new = [*decodes[len(self._requests) :], *more]
         if new:
-            self._add(new, writes)
+            self._add_items(new, writes)
         self._decodes = decodes
-        if len(self._index) != len(self._slots):
-            self._index = np.array(self._slots, dtype=np.int64)
+        if len(self._slot_array) != len(self._slots):
+            self._slot_array = np.array(self._slots, dtype=np.int64)
         if writes:
             self._state.write(writes)
-        return self._index
+        return self._slot_array
 
-    def positions(self) -> Numbers:
+    def positions(self) -> Int64Array:
         """The index in prompt plus output of the token that each slot of the last step yields."""
-        return self._lens[self._index] + (self._num_gone_on - 1)
+        return self._lens[self._slot_array] + (self._num_advanced - 1)
 
-    def update_beside_guesses(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
+    def update_for_verification(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
         """As `update`, for a step in which some requests verify guesses; their slots are sent again with a later step.
         `sends_tokens`: their input tokens come from the host with the step, and not from their slots."""
         requests, writes = [item.request for item in items], SlotWrites()
         self._drop_step()
-        slots = self._bring_up(items, requests, writes, sends_tokens=sends_tokens)
+        slots = self._refresh(items, requests, writes, sends_tokens=sends_tokens)
         self._idle.update(dict.fromkeys(requests))
         if writes:
             self._state.write(writes)
         self._lens[[slot for item, slot in zip(items, slots, strict=True) if item.num_draft_tokens]] = NOTHING
         return slots
 
-    def _keep(self, requests: list[Request]) -> None:
-        """Keep those of the last step with which `requests` begins, if they still have the same block tables; else nobody."""
-        self._leave(departures(self._requests, requests))
+    def _retain(self, requests: list[Request]) -> None:
+        """Keep the rows of the last step with which `requests` begins, if their block tables are the same; else none."""
+        self._remove_rows(removed_rows(self._requests, requests))
         tables = [request.block_table for request in self._requests]
         if not all(map(is_, tables, self._step_tables)):
             self._drop_step()
 
-    def _leave(self, rows: Sequence[int]) -> None:
-        """Take these rows out of the last step."""
+    def _remove_rows(self, rows: Sequence[int]) -> None:
+        """Remove these rows from the last step."""
         if rows:
             self._idle.update(dict.fromkeys([self._requests[row] for row in rows]))
-            self._lens[[self._slots[row] for row in rows]] += self._num_gone_on
-            self._requests, self._slots, self._index = without(self._requests, rows), without(self._slots, rows), NO_NUMBERS
-            self._step_tables, self._step_sizes = without(self._step_tables, rows), without(self._step_sizes, rows)
+            self._lens[[self._slots[row] for row in rows]] += self._num_advanced
+            self._requests, self._slots, self._slot_array = (
+                without_rows(self._requests, rows),
+                without_rows(self._slots, rows),
+                EMPTY_INT64,
+            )
+            self._step_tables, self._step_sizes = without_rows(self._step_tables, rows), without_rows(self._step_sizes, rows)
 
-    def _go_on(self, writes: SlotWrites) -> None:
-        """Record one more step of all that are in the last one."""
+    def _advance(self, writes: SlotWrites) -> None:
+        """Record one more step of all requests that are in the last one."""
         sizes = [*map(len, self._step_tables)]
         if sizes != self._step_sizes:
             grown = [*map(ne, sizes, self._step_sizes)]
-            self._grow([*compress(self._requests, grown)], [*compress(self._slots, grown)], writes)
+            self._write_new_blocks([*compress(self._requests, grown)], [*compress(self._slots, grown)], writes)
             self._step_sizes = sizes
-        self._num_gone_on += 1
+        self._num_advanced += 1
 
-    def _add(self, items: Sequence[ScheduledRequest], writes: SlotWrites) -> None:
-        """Bring those of a step up to date who were not in the last one."""
+    def _add_items(self, items: Sequence[ScheduledRequest], writes: SlotWrites) -> None:
+        """Append the requests of a step that were not in the last one."""
         requests = [item.request for item in items]
-        slots = self._bring_up(items, requests, writes)
-        self._lens[slots] -= self._num_gone_on
-        self._requests, self._slots, self._index = self._requests + requests, self._slots + slots, NO_NUMBERS
+        slots = self._refresh(items, requests, writes)
+        self._lens[slots] -= self._num_advanced
+        self._requests, self._slots, self._slot_array = self._requests + requests, self._slots + slots, EMPTY_INT64
         tables = [request.block_table for request in requests]
         self._step_tables += tables
         self._step_sizes += map(len, tables)
 
-    def _bring_up(
+    def _refresh(
         self,
         items: Sequence[ScheduledRequest],
         requests: Sequence[Request],
@@ -251,31 +255,33 @@ class SlotTable:
         *,
         sends_tokens: bool = False,
     ) -> list[int]:
-        """Bring slots up to date as if they were in no step before. → slots"""
+        """Bring the slots of these requests up to date without relying on the last step. → slots"""
         for request in requests:
             self._idle.pop(request, None)
-        slots = self._seats(requests, writes)
+        slots = self._assign_slots(requests, writes)
         index = np.array(slots, dtype=np.int64)
         lens = np.array([item.start + item.num_tokens - item.num_draft_tokens for item in items], dtype=np.int64)
         is_known = self._lens[index] == lens
         if sends_tokens:
             is_known |= np.array([item.num_draft_tokens > 0 for item in items])
         rows = enumerate(zip(requests, slots, is_known.tolist(), strict=True))
-        stale = [i for i, (request, slot, knows) in rows if not knows or request.block_table is not self._tables[slot]]
+        stale = [
+            i for i, (request, slot, is_current) in rows if not is_current or request.block_table is not self._tables[slot]
+        ]
         if stale:
-            self._send([requests[i] for i in stale], [slots[i] for i in stale], lens[stale].tolist(), writes)
-        self._grow(requests, slots, writes)
+            self._write_slots([requests[i] for i in stale], [slots[i] for i in stale], lens[stale].tolist(), writes)
+        self._write_new_blocks(requests, slots, writes)
         self._lens[index] = lens + 1
         return slots
 
     def _drop_step(self) -> None:
         """Forget the last step: which of its slots are current must be found out one by one."""
         self._idle.update(dict.fromkeys(self._requests))
-        self._lens[self._slots] += self._num_gone_on
-        self._num_gone_on, self._decodes, self._index = 0, None, NO_NUMBERS
+        self._lens[self._slots] += self._num_advanced
+        self._num_advanced, self._decodes, self._slot_array = 0, None, EMPTY_INT64
         self._requests, self._slots, self._step_tables, self._step_sizes = [], [], [], []
 
-    def _send(self, requests: Sequence[Request], slots: Sequence[int], lens: Sequence[int], writes: SlotWrites) -> None:
+    def _write_slots(self, requests: Sequence[Request], slots: Sequence[int], lens: Sequence[int], writes: SlotWrites) -> None:
         """Send the slots of these requests, of whose tokens the first `lens` are known or under way."""
         for request, slot, num_tokens in zip(requests, slots, lens, strict=True):
             is_current = self._lens[slot] == num_tokens
@@ -288,29 +294,29 @@ class SlotTable:
                 self._listener.restart(slot, request, num_tokens)
             self._tables[slot], self._num_blocks[slot] = request.block_table, 0
 
-    def _grow(self, requests: Sequence[Request], slots: Sequence[int], writes: SlotWrites) -> None:
+    def _write_new_blocks(self, requests: Sequence[Request], slots: Sequence[int], writes: SlotWrites) -> None:
         """Send the blocks that were added to tables."""
         counts = self._num_blocks
         for request, slot in zip(requests, slots, strict=True):
-            table, known = request.block_table, counts[slot]
-            if len(table) != known:
-                writes.blocks.append((slot, known, table[known:]))
+            table, num_sent = request.block_table, counts[slot]
+            if len(table) != num_sent:
+                writes.blocks.append((slot, num_sent, table[num_sent:]))
                 counts[slot] = len(table)
 
-    def _seats(self, requests: Sequence[Request], writes: SlotWrites) -> list[int]:
+    def _assign_slots(self, requests: Sequence[Request], writes: SlotWrites) -> list[int]:
         """The slots of these requests. One without a slot takes a free one, or else that of a request which is not in the
         step."""
-        slots = [self._of.get(request, NOTHING) for request in requests]
+        slots = [self._slot_of.get(request, NOTHING) for request in requests]
         new = [i for i, slot in enumerate(slots) if slot == NOTHING]
         if not new:
             return slots
         while len(new) > len(self._free):
-            longest = next(iter(self._idle))
-            del self._idle[longest]
-            self._free.append(self._of.pop(longest))
+            idlest = next(iter(self._idle))
+            del self._idle[idlest]
+            self._free.append(self._slot_of.pop(idlest))
         for i in new:
             slot = self._free.pop()
-            slots[i] = self._of[requests[i]] = slot
+            slots[i] = self._slot_of[requests[i]] = slot
             self._lens[slot], self._tables[slot] = NOTHING, None
         writes.words.append(self._listener.place([slots[i] for i in new], [requests[i] for i in new]))
         return slots

@@ -19,20 +19,20 @@ DEPTH = 4
 STAGED_NUMBERS = 4096
 
 
-class PinnedNumbers:
+class PinnedBuffer:
     """Page-locked integers, and the event behind the copy that uses them. Both are made once: the driver makes them."""
 
     def __init__(self, size: int) -> None:
-        self.numbers = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        self.on_host = self.numbers.numpy()  # the same memory
+        self.tensor = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self.array = self.tensor.numpy()  # the same memory
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._first = self.numbers
+        self._last_view = self.tensor
 
-    def first(self, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """[size], of which the last one is kept: steps ask for the same again and again."""
-        if len(self._first) != size or self._first.dtype is not dtype:
-            self._first = self.numbers.view(dtype)[:size]
-        return self._first
+    def view_of(self, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """[size]. The last view is kept: steps request the same size again and again."""
+        if len(self._last_view) != size or self._last_view.dtype is not dtype:
+            self._last_view = self.tensor.view(dtype)[:size]
+        return self._last_view
 
 
 class Staging:
@@ -44,8 +44,8 @@ class Staging:
     def __init__(self, device: torch.device, size: int = STAGED_NUMBERS) -> None:
         """`size`: numbers that are sent at once. More can be: then page-locked memory is asked for while requests wait."""
         self._device = device
-        self._buffers = [PinnedNumbers(size) for _ in range(DEPTH)] if device.type == "cuda" else []
-        self._turn = 0
+        self._buffers = [PinnedBuffer(size) for _ in range(DEPTH)] if device.type == "cuda" else []
+        self._last_buffer = 0
 
     def send(
         self,
@@ -56,24 +56,24 @@ class Staging:
         """A tensor on the device with these integers, behind everything launched so far: `into`, int64 or int32, else a new
         one, int64."""
         if not self._buffers:
-            given = torch.from_numpy(np.array(values, dtype=np.int64))
-            return given if into is None else into.copy_(given)
+            host_tensor = torch.from_numpy(np.array(values, dtype=np.int64))
+            return host_tensor if into is None else into.copy_(host_tensor)
         dtype = torch.int64 if into is None else into.dtype
-        wanted = np.asarray(values, dtype=np.int32 if dtype is torch.int32 else np.int64)
-        buffer = self._next_buffer(wanted.size)
-        buffer.on_host.view(wanted.dtype)[: wanted.size] = wanted.reshape(-1)
-        pinned = buffer.first(wanted.size, dtype)
-        if wanted.ndim > 1:
-            pinned = pinned.view(wanted.shape)
+        host_values = np.asarray(values, dtype=np.int32 if dtype is torch.int32 else np.int64)
+        buffer = self._next_buffer(host_values.size)
+        buffer.array.view(host_values.dtype)[: host_values.size] = host_values.reshape(-1)
+        pinned = buffer.view_of(host_values.size, dtype)
+        if host_values.ndim > 1:
+            pinned = pinned.view(host_values.shape)
         sent = pinned.to(self._device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
         buffer.event.record()
         return sent
 
-    def _next_buffer(self, size: int) -> PinnedNumbers:
+    def _next_buffer(self, size: int) -> PinnedBuffer:
         """A buffer of `size` numbers at least, when the copy that used it last is over."""
-        self._turn = (self._turn + 1) % DEPTH
-        buffer = self._buffers[self._turn]
+        self._last_buffer = (self._last_buffer + 1) % DEPTH
+        buffer = self._buffers[self._last_buffer]
         buffer.event.synchronize()
-        if len(buffer.on_host) < size:
-            buffer = self._buffers[self._turn] = PinnedNumbers(2 * size)
+        if len(buffer.array) < size:
+            buffer = self._buffers[self._last_buffer] = PinnedBuffer(2 * size)
         return buffer

@@ -21,11 +21,11 @@ from engine.runner.embedder import TextModel
 from engine.weights import load_weights
 from kernels import ops
 
-FOR_ANSWERS = ("speculative_config", "batch_invariant", "swap_space", "kv_cache_dtype", "shared_prefixes")
+GENERATION_OPTIONS = ("speculative_config", "batch_invariant", "swap_space", "kv_cache_dtype", "shared_prefixes")
 """Options that promise something of generated text or of its cache. Those that set limits hold where there is neither."""
 
 
-def gives_embeddings_only(directory: Path) -> bool:
+def is_embedding_model(directory: Path) -> bool:
     """Whether no text can be generated with the model of this directory. Raises `ModelError`."""
     return architecture_of(read_model_json(directory)) in EMBEDDERS
 
@@ -33,7 +33,7 @@ def gives_embeddings_only(directory: Path) -> bool:
 def load_text_model(options: EngineOptions) -> TextModel:
     """Load a model for embeddings. Raises `ModelError` or `EngineConfigError`."""
     for option in fields(options):
-        if option.name in FOR_ANSWERS and getattr(options, option.name) != option.default:
+        if option.name in GENERATION_OPTIONS and getattr(options, option.name) != option.default:
             raise EngineConfigError(option.name, "is not supported for a model that gives embeddings and generates no text")
     torch.set_num_threads(options.threads or default_threads())
     device = resolve_device(options.device)

@@ -2,9 +2,9 @@
 
     step ─► ops.advance_slots ─► page-locked memory ─► event               CudaFetch
          ─► inputs, scores ─► copy, where somebody asks for them ─┘
-    step                                                                   FetchedAtOnce: the device is the host
+    step                                                                   ImmediateFetch: the device is the host
 
-Places are used in turn, and there are more of them than steps under way.
+Buffers are used in turn, and there are more of them than steps under way.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Fetch(Protocol):
         ...
 
     def inputs(self) -> list[int]:
-        """The tokens behind which those were chosen, where they were sent with them, when these are there."""
+        """The input token of each row, if they were sent with the sampled tokens, when these are there."""
         ...
 
 
-class FetchedAtOnce:
+class ImmediateFetch:
     """Tokens of a device that is the host."""
 
     def __init__(self, tokens: list[int], scores: torch.Tensor | None = None, inputs: list[int] | None = None) -> None:
@@ -62,7 +62,7 @@ class FetchedAtOnce:
         return self._inputs
 
 
-def waits_busily() -> bool:
+def uses_busy_wait() -> bool:
     """Whether the thread of the steps stays awake while it waits for tokens. See `CudaFetch.wait`."""
     return num_cores() >= BUSY_WAIT_CORES and is_on(BUSY_WAIT)
 
@@ -74,38 +74,38 @@ class CudaFetch:
     def __init__(
         self,
         event: torch.cuda.Event,
-        place: np.ndarray[Any, Any],
-        number: int,
+        buffer: np.ndarray[Any, Any],
+        step_number: int,
         num_rows: int,
         columns: torch.Tensor | None = None,
         *,
         has_inputs: bool = False,
     ) -> None:
-        """place: [1 + B] int64, of `ops.HostTokens`; `number`: of the step; columns: [R, W] or [R, 1 + W] int64, scores, and
-        inputs in front of them, page-locked."""
+        """buffer: [1 + B] int64, of `ops.HostTokens`, the step number before the tokens; columns: [R, W] or [R, 1 + W] int64,
+        page-locked: scores, preceded by inputs where `has_inputs`."""
         self._event = event
-        self._place = place
-        self._number = number
+        self._buffer = buffer
+        self._step_number = step_number
         self._num_rows = num_rows
         self._columns = columns
         self._has_inputs = has_inputs
 
     def wait(self) -> None:
-        """The one place where the thread of the steps waits for the device, as long as that computes and no longer: while
-        nothing is under way nobody is here. Other threads of the process go on meanwhile.
+        """The only place where the step thread waits for the device, and only while the device computes: never without a step
+        under way. Other threads of the process continue meanwhile.
 
-        It stays awake (`waits_busily`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
+        It stays awake (`uses_busy_wait`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
         caches: what follows was measured to take several times as long (ADR 55)."""
         self._event.synchronize()
 
     def tokens(self) -> list[int]:
         """Raises RuntimeError where another step has written there: host and device have lost count of each other."""
         self.wait()
-        found: list[int] = self._place[: 1 + self._num_rows].tolist()
-        number = found.pop(0)
-        if number != self._number:
-            raise RuntimeError(f"step {self._number} left no tokens: in its place are those of step {number}")
-        return found
+        values: list[int] = self._buffer[: 1 + self._num_rows].tolist()
+        written_step = values.pop(0)
+        if written_step != self._step_number:
+            raise RuntimeError(f"step {self._step_number} left no tokens: in its place are those of step {written_step}")
+        return values
 
     def scores(self) -> torch.Tensor:
         assert self._columns is not None, "nothing was sent with the tokens"
@@ -114,13 +114,12 @@ class CudaFetch:
     def inputs(self) -> list[int]:
         assert self._columns is not None, "nothing was sent with the tokens"
         assert self._has_inputs, "they were not sent"
-        found: list[int] = self._columns[:, 0].tolist()
-        return found
+        values: list[int] = self._columns[:, 0].tolist()
+        return values
 
 
-def _outlast(events: Sequence[torch.cuda.Event], places: torch.Tensor) -> None:  # noqa: ARG001 - is held until then
-    """Let go of `places` behind the events: torch does not know that kernels still write there, and would give the memory to
-    somebody else."""
+def _release_after(events: Sequence[torch.cuda.Event], buffers: torch.Tensor) -> None:  # noqa: ARG001 - is held until then
+    """Release `buffers` after the events: torch does not know that kernels still write there, and would reuse the memory."""
     with contextlib.suppress(RuntimeError):  # of a device that computes no more
         for event in events:
             event.synchronize()
@@ -138,40 +137,40 @@ class TokenReturn:
     def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
         """`max_scores`: columns of the widest table of scores."""
         self._num_steps = 0  # that were fetched
-        self._is_in_doubt = False  # whether the device has counted as many
+        self._has_unfetched = False  # whether the device may have counted one more
         self.host: ops.HostTokens | None = None
         """Where each step leaves its tokens, which are fetched once; None where the device is the host."""
         if device.type == "cuda":
-            sleeps = not waits_busily()
-            places = torch.zeros(DEPTH, 1 + max_rows, dtype=torch.int64, pin_memory=True)
-            self.host = ops.HostTokens(places, torch.zeros(1, dtype=torch.int64, device=device))
-            self._places = [*places.numpy()]  # the same memory
-            self._events = [torch.cuda.Event(blocking=sleeps) for _ in self._places]  # type: ignore[no-untyped-call]
-            weakref.finalize(self, _outlast, self._events, places).atexit = False
+            sleeps = not uses_busy_wait()
+            buffers = torch.zeros(DEPTH, 1 + max_rows, dtype=torch.int64, pin_memory=True)
+            self.host = ops.HostTokens(buffers, torch.zeros(1, dtype=torch.int64, device=device))
+            self._buffers = [*buffers.numpy()]  # the same memory
+            self._events = [torch.cuda.Event(blocking=sleeps) for _ in self._buffers]  # type: ignore[no-untyped-call]
+            weakref.finalize(self, _release_after, self._events, buffers).atexit = False
             self._columns = torch.empty(DEPTH, max_rows * (1 + max_scores), dtype=torch.int64, pin_memory=True)
 
     def begin_step(self) -> None:
         """Call this before a step launches anything. Raises what the device has failed with."""
-        if self._is_in_doubt and self.host is not None:
+        if self._has_unfetched and self.host is not None:
             self.host.num_steps.fill_(self._num_steps)
-        self._is_in_doubt = False
+        self._has_unfetched = False
 
     def fetch(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
         """Bring back the tokens of the step just launched. tokens: [R] int64, as given to `ops.advance_slots` with `host`;
         scores: [R, W] int64, inputs: [R] int64, on the device. All are free to be overwritten by the next step."""
         if self.host is None:
             kept_inputs = None if inputs is None else inputs.tolist()
-            return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
+            return ImmediateFetch(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
         self._num_steps += 1
-        turn, columns = self._num_steps % DEPTH, None
+        index, columns = self._num_steps % DEPTH, None
         if scores is not None or inputs is not None:
             sent = torch.cat([*([] if inputs is None else [inputs[:, None]]), *([] if scores is None else [scores])], dim=1)
-            columns = self._columns[turn, : sent.numel()].view(sent.shape)
+            columns = self._columns[index, : sent.numel()].view(sent.shape)
             columns.copy_(sent, non_blocking=True)
-        event = self._events[turn]
+        event = self._events[index]
         event.record()
-        return CudaFetch(event, self._places[turn], self._num_steps, len(tokens), columns, has_inputs=inputs is not None)
+        return CudaFetch(event, self._buffers[index], self._num_steps, len(tokens), columns, has_inputs=inputs is not None)
 
-    def forget(self) -> None:
+    def mark_unfetched(self) -> None:
         """A step may have been launched that was not fetched: the device has perhaps counted one more."""
-        self._is_in_doubt = True
+        self._has_unfetched = True

@@ -19,8 +19,8 @@ import torch
 from engine.config.pooling import PoolingConfig
 from engine.grammar.masks import allow_all
 from engine.runner.embedder import Embedder
-from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.token_spans import TokenSpan
 from engine.sampling.acceptance import accept_by_rejection
 from engine.sampling.logits_rules import LogitsRules
 from engine.sampling.logprobs import prompt_logprobs
@@ -32,30 +32,30 @@ log = logging.getLogger("gatehouse.engine")
 REPORT_S = 2.0
 """Time between two lines of the log while kernels are compiled."""
 
-SEARCHED = (257, 513, 1025)
+SEARCH_BATCH_SIZES = (257, 513, 1025)
 """Numbers of requests of a step, one above each power of two from 256 on, for which kernels that search among the requests of a
 step are compiled (`kernels.triton.attention_splits.scheduled_requests`); all that seats and guesses add up to."""
 
-STEP_SIZES = (1, 2, ops.FUSED_ROWS_MAX + 1, 33, *SEARCHED)
+STEP_SIZES = (1, 2, ops.FUSED_ROWS_MAX + 1, 33, *SEARCH_BATCH_SIZES)
 """Sizes of steps over slots, one for each variant of those kernels: one row has kernels of its own, few rotate inside their
 attention and are launched early."""
 
-DECODES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCHED)
+DECODE_BATCH_SIZES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCH_BATCH_SIZES)
 """Numbers of requests that decode: one on each side of where a launcher takes another tile."""
 
-CHUNKS = (2, 4, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
+CHUNK_LENGTHS = (2, 4, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
 """Tokens of the longest chunk of a step."""
 
 LONG_CONTEXT = 4096
 """Tokens of a request whose few newest tokens make a step: keys of a long context are cut into splits
 (`kernels.triton.chunk_splits`)."""
 
-FEW, SOME, MANY = 1, 20, 40
+FEW_REQUESTS, SOME_REQUESTS, MANY_REQUESTS = 1, 20, 40
 """Requests whose prompts are read in one step."""
 
-SHORT_MAX = 8
-"""For chunks of up to so many tokens, steps of SOME requests are compiled too. They have more rows than are launched early, and
-few enough requests that kernels search among them as among FEW."""
+SHORT_CHUNK_MAX = 8
+"""For chunks of up to so many tokens, steps of SOME_REQUESTS are compiled too. They have more rows than are launched
+early, and few enough requests that kernels search among them as among FEW_REQUESTS."""
 
 
 def compiles_at_first_use(device: torch.device) -> bool:
@@ -66,17 +66,17 @@ def compiles_at_first_use(device: torch.device) -> bool:
 @contextmanager
 def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> Iterator[None]:
     """Compile the kernels of all launches in the block, together, when it ends. The launches themselves run nothing, so that
-    tensors are uninitialised. The log tells how far it is, and `progress` is called with up to 1. Raises
+    tensors are uninitialised. The log reports progress, and `progress` is called with up to 1. Raises
     `kernels.ops.CompilationFailed`, which names the kernel."""
-    started_s = told_s = time.monotonic()
+    started_s = reported_s = time.monotonic()
     variants = ops.Variants()
 
     def report(now: ops.Variants) -> None:
-        nonlocal told_s, variants
+        nonlocal reported_s, variants
         variants = now
         progress(now.num_ready / now.num_asked)
-        if time.monotonic() - told_s >= REPORT_S:
-            told_s = time.monotonic()
+        if time.monotonic() - reported_s >= REPORT_S:
+            reported_s = time.monotonic()
             log.info("compiling kernels of=%s ready=%d asked=%d", what, now.num_ready, now.num_asked)
 
     with ops.compiled_together(report):
@@ -92,7 +92,7 @@ def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_gues
     of as many as may sample. The cache must be empty; what this leaves there belongs to no request."""
     max_tokens, max_len = limits.max_num_batched_tokens, limits.max_model_len
     lengths = [min(max_len, max_tokens - first) for first in range(0, max_tokens, max_len)]
-    hidden = decoder.pass_over([_row(length, limits.block_size, wants_all=True) for length in lengths])
+    hidden = decoder.forward_spans([_span(length, limits.block_size, wants_all=True) for length in lengths])
     sampled = torch.arange(min(max_tokens, limits.max_num_seqs + max_guesses), device=hidden.device) % len(lengths)
     decoder.logits(hidden.index_select(0, sampled))
 
@@ -101,43 +101,47 @@ def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_gues
 def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
     """Run one step of each kind, as far as its logits, in an empty cache. `max_guesses`: logits beyond one row for each
     request, of guesses that are verified like chunks of prompts; their runner asks for steps over slots with guesses."""
-    for rows in _steps_of_each_kind(limits, max_guesses):
-        decoder.logits(decoder.pass_over(rows), wide=False)
+    for spans in _steps_of_each_kind(limits, max_guesses):
+        decoder.logits(decoder.forward_spans(spans), wide=False)
     _compile_texts(decoder, min(limits.max_num_batched_tokens, limits.max_model_len))
 
 
-def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[list[InputRow]]:
+def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[list[TokenSpan]]:
     """The rows of each step: decodes, a chunk beside short ones, a chunk behind a long context, decodes of long contexts beside
     a chunk, and guesses."""
     max_tokens, max_seqs, block_size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     room = min(max_tokens, limits.max_model_len)
     max_rows = min(max_seqs + max_guesses, max_tokens)
-    sizes = {min(size, max_rows) for size in (*DECODES, max_seqs, max_rows)}
+    sizes = {min(size, max_rows) for size in (*DECODE_BATCH_SIZES, max_seqs, max_rows)}
     steps = {(size, 1, 1) for size in sizes if size <= max_seqs}
-    for longest in {min(length, room) for length in (*CHUNKS, room)}:
+    for longest in {min(length, room) for length in (*CHUNK_LENGTHS, room)}:
         most = min(max_seqs, 1 + (max_tokens - longest) // 2)
-        numbers = {min(FEW, most), min(MANY, most), *(number for number in SEARCHED if number <= most)}
+        numbers = {
+            min(FEW_REQUESTS, most),
+            min(MANY_REQUESTS, most),
+            *(number for number in SEARCH_BATCH_SIZES if number <= most),
+        }
         steps |= {(number, longest, min(longest, 2)) for number in numbers}
-        if longest <= SHORT_MAX:
-            steps.add((min(SOME, max_seqs, max_tokens // longest), longest, longest))
+        if longest <= SHORT_CHUNK_MAX:
+            steps.add((min(SOME_REQUESTS, max_seqs, max_tokens // longest), longest, longest))
     for number, longest, others in sorted(steps):
-        yield [_row(longest, block_size)] + [_row(others, block_size)] * (number - 1)
-    for length in CHUNKS:
-        if (behind := min(LONG_CONTEXT, limits.max_model_len) - length) > 0 and length <= max_tokens:
-            yield [_row(length, block_size, start=behind)]
-    for number in SEARCHED:
+        yield [_span(longest, block_size)] + [_span(others, block_size)] * (number - 1)
+    for length in CHUNK_LENGTHS:
+        if (start := min(LONG_CONTEXT, limits.max_model_len) - length) > 0 and length <= max_tokens:
+            yield [_span(length, block_size, start=start)]
+    for number in SEARCH_BATCH_SIZES:
         if number < max_seqs and number + 2 <= max_tokens:  # decodes of more tokens than a split, beside a chunk
-            decodes = [_row(1, block_size, start=min(CHUNKS[-1], limits.max_model_len) - 1)] * number
-            yield [*decodes, _row(2, block_size)]
+            decodes = [_span(1, block_size, start=min(CHUNK_LENGTHS[-1], limits.max_model_len) - 1)] * number
+            yield [*decodes, _span(2, block_size)]
     for size in sorted(sizes):
         if size > max_seqs:
-            yield [_row(min(room, size - first), block_size, wants_all=True) for first in range(0, size, room)]
+            yield [_span(min(room, size - first), block_size, wants_all=True) for first in range(0, size, room)]
 
 
 def _compile_texts(decoder: PagedDecoder, max_tokens: int) -> None:
     """Embed whole texts, which use no cache and no fused layers."""
     embedder = Embedder(decoder.text_model, PoolingConfig(mode="last"))
-    for length in sorted({min(length, max_tokens) for length in (1, *CHUNKS)}):
+    for length in sorted({min(length, max_tokens) for length in (1, *CHUNK_LENGTHS)}):
         embedder.embed([[0] * length])
 
 
@@ -157,6 +161,6 @@ def compile_float32_logits(vocab_size: int, device: torch.device) -> None:
     prompt_logprobs(logits, [0], 1)
 
 
-def _row(num_tokens: int, block_size: int, *, start: int = 0, wants_all: bool = False) -> InputRow:
+def _span(num_tokens: int, block_size: int, *, start: int = 0, wants_all: bool = False) -> TokenSpan:
     outputs = range(num_tokens) if wants_all else (num_tokens - 1,)
-    return InputRow([0] * num_tokens, start, range(-(-(start + num_tokens) // block_size)), outputs)
+    return TokenSpan([0] * num_tokens, start, range(-(-(start + num_tokens) // block_size)), outputs)

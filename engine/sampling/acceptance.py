@@ -1,4 +1,4 @@
-"""Which guesses of a step become tokens: verification in speculative decoding, without changing what would be generated.
+"""Verification of guesses in speculative decoding, without changing what would be generated.
 
 Two rules, both lossless:
 
@@ -28,24 +28,24 @@ from kernels import ops
 def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepOutput:
     """Tokens up to and including the first that was guessed wrong.
 
-    drawn: one per guess and one more. If a row fails after good ones, it is dropped and the next step computes it again.
+    drawn: one token per guess and one more. If a row fails after good ones, it is dropped and the next step recomputes it.
     """
     if not guesses:
-        return _alone(drawn[0])
-    taken: list[SampledToken] = []
+        return _single_output(drawn[0])
+    accepted: list[SampledToken] = []
     for index, token in enumerate(drawn):
         if token.token_id is None:
-            if not taken:
+            if not accepted:
                 return StepOutput(error=token.error, error_param=token.error_param)
             break
-        taken.append(token)
+        accepted.append(token)
         if index < len(guesses) and token.token_id != guesses[index]:
             break
-    logprobs = [token.logprob for token in taken if token.logprob is not None]
-    return StepOutput(token_ids=[token.token_id for token in taken if token.token_id is not None], logprobs=logprobs or None)
+    logprobs = [token.logprob for token in accepted if token.logprob is not None]
+    return StepOutput(token_ids=[token.token_id for token in accepted if token.token_id is not None], logprobs=logprobs or None)
 
 
-def _alone(token: SampledToken) -> StepOutput:
+def _single_output(token: SampledToken) -> StepOutput:
     if token.token_id is None:
         return StepOutput(error=token.error, error_param=token.error_param)
     return StepOutput([token.token_id], None if token.logprob is None else [token.logprob])
@@ -57,7 +57,7 @@ def accept_by_rejection(
     """Tokens by the rule of Leviathan et al.; the first is for `position` of the request.
 
     target: [k + 1, V] float32, draft: [k, V] float32, rows that sum to 1; guesses: k ≥ 1 tokens, guess i drawn from draft[i].
-    If rounding left nothing of a residual, p and q are equal, and the token is drawn from p.
+    If the residual is zero after rounding, p and q are equal, and the token is drawn from p.
     """
     device = target.device
     drawn = ops.operations(device).reject_drafts(

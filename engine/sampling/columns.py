@@ -1,7 +1,8 @@
-"""Sampling without the host: a request's parameters are in its slot, and the kernels that choose read them there.
+"""Sampling without the host: a request's parameters are in its slot, where the sampling kernels read them.
 
 The runner over slots samples with `ColumnSampler`. It chooses exactly the tokens of `sampling.sampler`, by Gumbel-max with the
-same noise. Requests that a slot cannot hold (`refusal`) use that sampler. Some rows wait for a mask of the host (`host_masks`).
+same noise. Requests that a slot cannot hold (`refusal`) use that sampler. Some rows wait for a mask from the host
+(`host_masks`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SamplingNeeds(NamedTuple):
     masked: list[int]
 
 
-class Chosen(NamedTuple):
+class SampledTokens(NamedTuple):
     """tokens: [R] int64, NO_TOKEN where none can be drawn; scores: [R, W] int64 as of `scores.packed`"""
 
     tokens: torch.Tensor
@@ -59,10 +60,10 @@ class Chosen(NamedTuple):
 
 def weighs(sampling: SamplingParams, vocab_size: int) -> bool:
     """Whether the whole vocabulary has to be weighed. A top-k that leaves nothing out counts as none."""
-    return not is_greedy(sampling) and not _cuts(sampling.top_k, vocab_size) and sampling.top_p < 1.0
+    return not is_greedy(sampling) and not _has_top_k(sampling.top_k, vocab_size) and sampling.top_p < 1.0
 
 
-def _cuts(top_k: int, vocab_size: int) -> bool:
+def _has_top_k(top_k: int, vocab_size: int) -> bool:
     return 0 < top_k < vocab_size
 
 
@@ -84,23 +85,23 @@ class ColumnSampler:
         device: torch.device,
         *,
         max_guesses: int = 0,
-        num_rules: int | None = None,
+        num_biases: int | None = None,
         dtype: torch.dtype | None = None,
         make_words: Callable[[ops.Pieces, torch.device], ops.DeviceWords] = ops.DeviceWords,
     ) -> None:
-        """`max_guesses`: rows of a step beyond one per slot. `num_rules`: biases held at a time; None: as many as the memory
+        """`max_guesses`: rows of a step beyond one per slot. `num_biases`: biases held at a time; None: as many as the memory
         plan counts. `dtype`: of all logits, None if it is not known. `make_words`: see `SamplingColumns`."""
-        num_rules = bias_rows(num_slots, vocab_size) if num_rules is None else num_rules
-        self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_rules, device, make_words=make_words)
+        num_biases = bias_rows(num_slots, vocab_size) if num_biases is None else num_biases
+        self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_biases, device, make_words=make_words)
         self._device = device
         self._ops = ops.operations(device, dtype)
         self._kernels = ops.sampling_kernels(device, dtype)
         self._workspace = self._kernels.sampling_workspace(num_slots + max_guesses, vocab_size, device)
         self.vocab_size = vocab_size
-        self._rules: dict[Request, int] = {}
+        self._bias_rows: dict[Request, int] = {}
         self._prompt_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()  # of the first answer of each request
-        self._biases: list[dict[int, float]] = [{} for _ in range(num_rules)]
-        self._asks = np.zeros(num_slots, dtype=np.uint8)  # the constants above, combined
+        self._biases: list[dict[int, float]] = [{} for _ in range(num_biases)]
+        self._flags = np.zeros(num_slots, dtype=np.uint8)  # the constants above, combined
         self._num_scored = np.zeros(num_slots, dtype=np.int64)  # likeliest tokens
 
     def refusal(self, request: Request) -> PlainReason | None:
@@ -111,23 +112,23 @@ class ColumnSampler:
     def _reserve(self, request: Request, bias: dict[int, float]) -> bool:
         """Reserve a row for the request's bias while the request exists, shared with equal biases. Returns whether there is
         one."""
-        if request not in self._rules:
-            self._rules = {owner: rule for owner, rule in self._rules.items() if not owner.is_finished}
-            used = set(self._rules.values())
-            rule = next((rule for rule in used if self._biases[rule] == bias), None)
-            if rule is None:
-                rule = next((rule for rule in range(len(self._biases)) if rule not in used), None)
-            if rule is None:
+        if request not in self._bias_rows:
+            self._bias_rows = {owner: row for owner, row in self._bias_rows.items() if not owner.is_finished}
+            used = set(self._bias_rows.values())
+            row = next((row for row in used if self._biases[row] == bias), None)
+            if row is None:
+                row = next((row for row in range(len(self._biases)) if row not in used), None)
+            if row is None:
                 return False
-            self._rules[request], self._biases[rule] = rule, bias
+            self._bias_rows[request], self._biases[row] = row, bias
         return True
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
         """Assign the slots to these requests; call `restart` to count their tokens. Returns the parameters to write to the
         words of the columns."""
         params = [request.sampling for request in requests]
-        held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
-        held = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in held]
+        suppressed_ids = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
+        suppressed_ids = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in suppressed_ids]
         floats = [
             (
                 scale_of(p), p.top_p, neg_log2_min_p_of(p), p.typical_p,
@@ -135,19 +136,19 @@ class ColumnSampler:
             )
             for p in params
         ]  # fmt: skip
-        top_ks = [p.top_k if _cuts(p.top_k, self.vocab_size) else 0 for p in params]
+        top_ks = [p.top_k if _has_top_k(p.top_k, self.vocab_size) else 0 for p in params]
         longs = [(signed(stream(r.sampling.seed or 0)), r.num_prompt_tokens + r.sampling.min_tokens) for r in requests]
         parameters = self.columns.to_write(
             np.array(slots),
             np.array(floats, np.float32),
-            np.array([*zip(top_ks, (self._rules.get(r, -1) for r in requests), strict=True)], np.int32),
+            np.array([*zip(top_ks, (self._bias_rows.get(r, -1) for r in requests), strict=True)], np.int32),
             np.array(longs, np.int64),
-            np.array([ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids)) for ids in held], np.int32),
+            np.array([ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids)) for ids in suppressed_ids], np.int32),
         )
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
             is_scored = sampling.logprobs is not None
-            self._asks[slot] = (
+            self._flags[slot] = (
                 WEIGHS * weighs(sampling, self.vocab_size)
                 | COUNTS * sampling.has_penalties
                 | MASKED * needs_masks(request)
@@ -155,19 +156,19 @@ class ColumnSampler:
                 | NOT_GREEDY * (not is_greedy(sampling) or changes_logits(sampling) or is_scored)
             )
             self._num_scored[slot] = sampling.logprobs or 0
-        for rule in {self._rules[request] for request in requests if request in self._rules}:
-            self._write_bias(rule)
+        for row in {self._bias_rows[request] for request in requests if request in self._bias_rows}:
+            self._write_bias(row)
         return parameters
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
         """Count the first `num_tokens` tokens of the slot's request again, because the device's counts may be wrong."""
-        if not self._asks[slot] & COUNTS:
+        if not self._flags[slot] & COUNTS:
             return
         prompt, output = self._ids_of_prompt(request), request.token_ids[request.num_prompt_tokens : num_tokens]
-        ids, places = np.unique(np.concatenate((prompt, np.array(output, dtype=np.int64))), return_inverse=True)
-        in_output = np.bincount(places[len(prompt) :], minlength=len(ids))
-        sent = ops.send(np.stack((ids, 2 * in_output + 1)), torch.int64, self._device)
-        self.columns.counts[slot].zero_().index_copy_(0, sent[0], sent[1].int())
+        ids, inverse = np.unique(np.concatenate((prompt, np.array(output, dtype=np.int64))), return_inverse=True)
+        in_output = np.bincount(inverse[len(prompt) :], minlength=len(ids))
+        ids_and_counts = ops.send(np.stack((ids, 2 * in_output + 1)), torch.int64, self._device)
+        self.columns.counts[slot].zero_().index_copy_(0, ids_and_counts[0], ids_and_counts[1].int())
 
     def _ids_of_prompt(self, request: Request) -> np.ndarray:
         """The distinct ids of the prompt: [U] int64. Kept for the other answers while the first one exists."""
@@ -179,23 +180,25 @@ class ColumnSampler:
                 self._prompt_ids[first] = ids
         return ids
 
-    def _write_bias(self, rule: int) -> None:
-        row = torch.zeros(self.vocab_size, pin_memory=self._device.type == "cuda")
-        bias = self._biases[rule]
-        row[list(bias)] = torch.tensor(list(bias.values()))
-        self.columns.bias[rule].copy_(row, non_blocking=True)
+    def _write_bias(self, row: int) -> None:
+        dense = torch.zeros(self.vocab_size, pin_memory=self._device.type == "cuda")
+        bias = self._biases[row]
+        dense[list(bias)] = torch.tensor(list(bias.values()))
+        self.columns.bias[row].copy_(dense, non_blocking=True)
 
     def needs(self, slots: Sequence[int] | np.ndarray[Any, Any]) -> SamplingNeeds:
         """What a step with these slots, in this order, requires."""
         index = np.asarray(slots, dtype=np.int64)
-        asks = self._asks[index]
-        some = int(np.bitwise_or.reduce(asks))
+        flags = self._flags[index]
+        any_flags = int(np.bitwise_or.reduce(flags))
         scored, num_top = [], 0
-        if some & SCORED:
-            scored = [(row, int(self._num_scored[slots[row]])) for row in (asks & SCORED).nonzero()[0].tolist()]
+        if any_flags & SCORED:
+            scored = [(row, int(self._num_scored[slots[row]])) for row in (flags & SCORED).nonzero()[0].tolist()]
             num_top = scores.num_top([count for _, count in scored], self.vocab_size)
-        masked = (asks & MASKED).nonzero()[0].tolist() if some & MASKED else []
-        return SamplingNeeds(Kind(bool(some & WEIGHS), bool(some & COUNTS), num_top, not some & NOT_GREEDY), scored, masked)
+        masked = (flags & MASKED).nonzero()[0].tolist() if any_flags & MASKED else []
+        return SamplingNeeds(
+            Kind(bool(any_flags & WEIGHS), bool(any_flags & COUNTS), num_top, not any_flags & NOT_GREEDY), scored, masked
+        )
 
     def choose(
         self,
@@ -206,7 +209,7 @@ class ColumnSampler:
         masks: torch.Tensor | None = None,
         *,
         scores_out: torch.Tensor | None = None,
-    ) -> Chosen:
+    ) -> SampledTokens:
         """logits: [R, V], not changed; slots: [R] int32, below 0 is padding; positions: [R], index of the chosen token in
         prompt plus output; masks: [R, ceil(V / 32)] int32, the tokens that may be chosen; scores_out: [R, W] int64, for the
         scores. Can be captured in a graph."""
@@ -216,5 +219,5 @@ class ColumnSampler:
         if kind.counts:
             self._ops.count_tokens(slots, tokens, self.columns.counts)
         if not kind.num_top:
-            return Chosen(tokens, None)
-        return Chosen(tokens, scores.packed(self._ops, logits, tokens, kind.num_top, out=scores_out))
+            return SampledTokens(tokens, None)
+        return SampledTokens(tokens, scores.packed(self._ops, logits, tokens, kind.num_top, out=scores_out))

@@ -1,6 +1,6 @@
 """Masks for tokens that only the host knows to be forbidden: by a grammar, bad words of several tokens, or many end tokens.
 
-They depend on the token before. Until that is known, a step is computed only up to its logits; it chooses once the masks exist.
+They depend on the previous token. Until it is known, a step is computed only up to its logits; it samples once the masks exist.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class HostMasks:
         """Begin to fill the masks of these rows in another thread; all tokens before theirs are known. Returns a function that
         waits for them: masks, [len(rows), ceil(V / 32)] int32, and for rows without a mask the reason."""
         masks = self._grammars.fill([row.request for row in rows])
-        return partial(self._finish, rows, masks)
+        return partial(self._add_forbidden, rows, masks)
 
     def fill(self, rows: Sequence[SampledRow]) -> StepMasks:
         """As `begin`, but waits for the masks."""
         return self.begin(rows)()
 
-    def _finish(self, rows: Sequence[SampledRow], masks: Future[StepMasks] | None) -> StepMasks:
+    def _add_forbidden(self, rows: Sequence[SampledRow], masks: Future[StepMasks] | None) -> StepMasks:
         filled = self._grammars.nothing_forbidden(len(rows)) if masks is None else masks.result()
         for index, row in enumerate(rows):
             ids = self._forbidden.of(row)

@@ -20,7 +20,7 @@ from engine.scheduling.request import Request
 from kernels import ops
 
 FORBIDDEN = float("-inf")
-_NOTHING = np.zeros(0, dtype=np.int64)
+_NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 class SampledRow(NamedTuple):
@@ -62,7 +62,7 @@ class TokenCounts:
     """The distinct ids in one request, and how often each occurs in its output. Follows the request's list."""
 
     def __init__(self, device: torch.device) -> None:
-        self._places: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._in_output = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0
@@ -70,32 +70,32 @@ class TokenCounts:
     @property
     def ids(self) -> torch.Tensor:
         """[S] int64"""
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._index_of)]
 
     @property
     def in_output(self) -> torch.Tensor:
         """How often `ids` occur in the output: [S] float32"""
-        return self._in_output[: len(self._places)]
+        return self._in_output[: len(self._index_of)]
 
-    def follow(self, request: Request) -> None:
+    def update(self, request: Request) -> None:
         """Count the tokens that were added since the last call."""
         new = request.token_ids[self._num_counted :]
-        num_known, num_prompt = len(self._places), max(0, request.num_prompt_tokens - self._num_counted)
+        num_known, num_prompt = len(self._index_of), max(0, request.num_prompt_tokens - self._num_counted)
         self._num_counted = request.num_tokens
-        places = [self._places.setdefault(token_id, len(self._places)) for token_id in new]
-        if len(self._places) > num_known:
-            self._append([*dict.fromkeys(i for i, place in zip(new, places, strict=True) if place >= num_known)])
-        if places[num_prompt:]:
-            index = torch.tensor(places[num_prompt:], device=self._ids.device)
+        indices = [self._index_of.setdefault(token_id, len(self._index_of)) for token_id in new]
+        if len(self._index_of) > num_known:
+            self._append([*dict.fromkeys(i for i, position in zip(new, indices, strict=True) if position >= num_known)])
+        if indices[num_prompt:]:
+            index = torch.tensor(indices[num_prompt:], device=self._ids.device)
             self._in_output.index_add_(0, index, torch.ones(len(index), device=self._ids.device))
 
     def _append(self, ids: list[int]) -> None:
         """Doubles the capacity when needed, so that a growing output is rarely copied."""
-        end = len(self._places)
+        end = len(self._index_of)
         if end > len(self._ids):
-            more = end * 2 - len(self._ids)
-            self._ids = torch.cat((self._ids, self._ids.new_empty(more)))
-            self._in_output = torch.cat((self._in_output, self._in_output.new_zeros(more)))
+            growth = end * 2 - len(self._ids)
+            self._ids = torch.cat((self._ids, self._ids.new_empty(growth)))
+            self._in_output = torch.cat((self._in_output, self._in_output.new_zeros(growth)))
         self._ids[end - len(ids) : end] = torch.tensor(ids, device=self._ids.device)
 
 
@@ -104,21 +104,21 @@ class ForbiddenTokens:
 
     def __init__(self) -> None:
         self._bad_words = BadWords()
-        self._ends: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
+        self._stop_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
 
     def of(self, row: SampledRow) -> np.ndarray:
         """[F] int64; the tokens before `row.position` must be known."""
-        forbidden = self._ends_of(row.request) if row.is_too_short_to_end else _NOTHING
+        forbidden = self._stop_ids_of(row.request) if row.is_too_short_to_end else _NO_IDS
         if not row.sampling.bad_words_token_ids:
             return forbidden
-        found = self._bad_words.ids(row.request, row.position)
-        return np.concatenate((forbidden, found)) if len(forbidden) else found
+        completing = self._bad_words.forbidden_tokens(row.request, row.position)
+        return np.concatenate((forbidden, completing)) if len(forbidden) else completing
 
-    def _ends_of(self, request: Request) -> np.ndarray:
-        ends = self._ends.get(request)
-        if ends is None:
-            ends = self._ends[request] = np.array(sorted(request.stop_ids), dtype=np.int64)
-        return ends
+    def _stop_ids_of(self, request: Request) -> np.ndarray:
+        stop_ids = self._stop_ids.get(request)
+        if stop_ids is None:
+            stop_ids = self._stop_ids[request] = np.array(sorted(request.stop_ids), dtype=np.int64)
+        return stop_ids
 
 
 class LogitsRules:
@@ -163,7 +163,7 @@ class LogitsRules:
         counts = self._counts.get(request)
         if counts is None:
             counts = self._counts[request] = TokenCounts(self._device)
-        counts.follow(request)
+        counts.update(request)
         values = logits[counts.ids]
         if sampling.repetition_penalty != 1.0:
             factor = values.new_full((), sampling.repetition_penalty)  # a GPU multiplies by the inverse of a Python number

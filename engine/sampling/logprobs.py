@@ -34,13 +34,13 @@ def token_logprobs(
     """
     size = max(1, SLICE_ELEMENTS // logits.shape[-1])
     entries: list[TokenLogprob] = []
-    for begin in range(0, len(rows), size):
-        part = slice(begin, begin + size)
-        entries += _logprobs(_take(logits, rows[part]), token_ids[part], counts[part])
+    for start in range(0, len(rows), size):
+        chunk = slice(start, start + size)
+        entries += _logprobs(_select_rows(logits, rows[chunk]), token_ids[chunk], counts[chunk])
     return entries
 
 
-def _take(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _select_rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Rows of `logits`, without a copy if they are contiguous: [len(rows), V]"""
     first, last = rows[0], rows[-1]
     if isinstance(rows, range) or list(rows) == list(range(first, last + 1)):

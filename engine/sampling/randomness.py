@@ -1,4 +1,4 @@
-"""Randomness of sampling as a function of (seed, position): the same wherever and beside whatever a request runs. No torch.
+"""Randomness of sampling as a function of (seed, position), independent of where and with what a request runs. No torch.
 
 64 bits per sampled token, from two rounds of the SplitMix64 finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014), which passes BigCrush as a counter-based generator. They key the Gumbel-max noise that draws the

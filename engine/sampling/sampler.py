@@ -51,7 +51,7 @@ class Sampler:
         logits: [R, V] float32 (may be changed), row i of `rows[i]`; masks: [R, ceil(V / 32)] int32, the tokens that the grammar
         of a guided request allows (bit b of word w: token 32 w + b); rows of other requests are ignored
         """
-        model_logits = self._constrain(logits, rows, masks)
+        model_logits = self._apply_rules(logits, rows, masks)
         maxima, chosen = plain_sampling.largest(logits)
         for group in _sampled_groups(rows):
             chosen[group] = self._draw(logits, rows, group)
@@ -65,7 +65,7 @@ class Sampler:
 
         A greedy row has 1 at its largest logit. A row that cannot be drawn from is all zeros. Arguments as for `sample`.
         """
-        self._constrain(logits, rows, masks)
+        self._apply_rules(logits, rows, masks)
         maxima, chosen = logits.max(dim=-1)
         result = torch.zeros_like(logits).scatter_(1, chosen[:, None], 1.0)
         for group in _sampled_groups(rows):
@@ -75,38 +75,40 @@ class Sampler:
                 result[index] = torch.softmax((logits[index] - maxima[index, None]).div_(temperatures), dim=-1)
                 continue
             result[index] = 0.0
-            for part in self._candidates(logits[index], [rows[i].sampling for i in group]):
-                scaled = (part.logits - maxima[index[part.rows], None]).div_(temperatures[part.rows])
-                shares = torch.softmax(scaled.masked_fill_(~part.kept, float("-inf")), dim=-1)
-                result[index[part.rows, None], part.ids] = shares
+            for candidates in self._candidates(logits[index], [rows[i].sampling for i in group]):
+                scaled = (candidates.logits - maxima[index[candidates.rows], None]).div_(temperatures[candidates.rows])
+                probabilities = torch.softmax(scaled.masked_fill_(~candidates.kept, float("-inf")), dim=-1)
+                result[index[candidates.rows, None], candidates.ids] = probabilities
         drawable = torch.isfinite(maxima)[:, None] & torch.isfinite(result.sum(dim=-1, keepdim=True))
         return torch.where(drawable, result, 0.0)
 
-    def _constrain(
+    def _apply_rules(
         self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None
     ) -> dict[int, torch.Tensor]:
-        """Apply rules and masks in place; return the model's own logits of the rows that change and want log-probabilities."""
+        """Apply rules and masks in place; return the model's own logits of changed rows that need log-probabilities."""
         guided = [] if masks is None else [i for i, row in enumerate(rows) if row.sampling.is_guided]
         changed = {*guided, *(i for i, row in enumerate(rows) if has_rules(row))}
-        kept = {i: logits[i].clone() for i in changed if rows[i].sampling.logprobs is not None}
+        model_logits = {i: logits[i].clone() for i in changed if rows[i].sampling.logprobs is not None}
         if changed:
             self._rules.apply(logits, rows)
         if guided and masks is not None:
             self._rules.apply_masks(logits, masks, guided)
-        return kept
+        return model_logits
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[SampledRow], group: list[int]) -> torch.Tensor:
         """Token ids of the rows of `group`, or NO_TOKEN: [len(group)] int64. Either all rows have filters or none has."""
         params = [rows[i].sampling for i in group]
         keys = self._column([_key(rows[i]) for i in group], torch.int64)
         scale = self._column([scale_of(p) for p in params])
-        part = logits if len(group) == len(rows) else logits[group]
+        group_logits = logits if len(group) == len(rows) else logits[group]
         if not is_filtered(params[0]):
-            return plain_sampling.draw(part, scale, keys)
+            return plain_sampling.draw(group_logits, scale, keys)
         chosen = torch.empty(len(group), dtype=torch.int64, device=self._device)
-        for found in self._candidates(part, params):
-            places = found.rows
-            chosen[places] = plain_sampling.winner(found.ids, found.logits, found.kept, scale[places], keys[places])[0]
+        for candidates in self._candidates(group_logits, params):
+            candidate_rows = candidates.rows
+            chosen[candidate_rows] = plain_sampling.winner(
+                candidates.ids, candidates.logits, candidates.kept, scale[candidate_rows], keys[candidate_rows]
+            )[0]
         return chosen
 
     def _candidates(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[plain_sampling.Candidates]:
@@ -132,8 +134,8 @@ class Sampler:
         rows: Sequence[SampledRow],
     ) -> list[SampledToken]:
         token_ids = chosen.tolist()
-        asked = [i for i, row in enumerate(rows) if row.request.sampling.logprobs is not None and usable[i]]
-        logprobs = self._logprobs(logits, model_logits, asked, chosen, rows) if asked else {}
+        scored = [i for i, row in enumerate(rows) if row.request.sampling.logprobs is not None and usable[i]]
+        logprobs = self._logprobs(logits, model_logits, scored, chosen, rows) if scored else {}
         outputs = [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
         if not all(usable):
             for i, maximum in enumerate(maxima.tolist()):
@@ -144,20 +146,20 @@ class Sampler:
         self,
         logits: torch.Tensor,
         model_logits: dict[int, torch.Tensor],
-        asked: list[int],
+        scored: list[int],
         chosen: torch.Tensor,
         rows: Sequence[SampledRow],
     ) -> dict[int, TokenLogprob]:
-        unchanged = [i for i in asked if i not in model_logits]
-        counts = {i: rows[i].sampling.logprobs or 0 for i in asked}
-        found = {}
+        unchanged = [i for i in scored if i not in model_logits]
+        counts = {i: rows[i].sampling.logprobs or 0 for i in scored}
+        logprobs = {}
         if unchanged:
             entries = token_logprobs(logits, unchanged, chosen[unchanged], [counts[i] for i in unchanged])
-            found = dict(zip(unchanged, entries, strict=True))
-        for i in asked:
+            logprobs = dict(zip(unchanged, entries, strict=True))
+        for i in scored:
             if i in model_logits:
-                (found[i],) = token_logprobs(model_logits[i][None], [0], chosen[i : i + 1], [counts[i]])
-        return found
+                (logprobs[i],) = token_logprobs(model_logits[i][None], [0], chosen[i : i + 1], [counts[i]])
+        return logprobs
 
 
 def _sampled_groups(rows: Sequence[SampledRow]) -> list[list[int]]:

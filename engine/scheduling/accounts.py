@@ -1,8 +1,8 @@
 """Accounts: each tenant's service, running and waiting requests, and the round of its class in which it is next entitled.
 
-A tenant has one account per priority class. Service is predicted device time in integer picoseconds. Decodes are charged
-without being touched: between two changes, the service of an account is a closed form of the step number. `docs/fairness.md`
-defines the words and proves the bound.
+A tenant has one account per priority class. Service is predicted device time in integer picoseconds. Decodes are charged in
+closed form: between two changes, the service of an account is a function of the step number. `docs/fairness.md` defines the
+terms and proves the bound.
 
     position   service of the account, moved when it joins the backlog: up, so that idleness earns at most one quantum, and
                down, so that service which no other account wanted at the time does not count against it for ever
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from engine.protocol import Priority, TenantProgress
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.waiting import WaitingLine
+from engine.scheduling.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from engine.scheduling.request import Request
@@ -51,11 +51,11 @@ class Account:
     num_blocks: int = 0
     running: dict[Request, None] = field(default_factory=dict)  # by age
     prefilling: dict[Request, None] = field(default_factory=dict)  # by age; part of `running`
-    waiting: WaitingLine = field(default_factory=WaitingLine)
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
     round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
     head: Request | None = None  # of `waiting`, as of the last change
     head_round: int = 0  # the round in which `head` was set
-    is_held: bool = False
+    is_paused: bool = False
     recovering: Request | None = None  # started again after a preemption; not to be stopped before it has gained by that
     watch_step: int = -1  # the step in which to check next whether it is too far ahead
     output_lens: deque[int] = field(default_factory=lambda: deque(maxlen=OUTPUT_LENGTHS_KEPT))
@@ -63,7 +63,7 @@ class Account:
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether it wants prompt tokens computed."""
+        """Whether it has prompt tokens to compute."""
         return bool(self.waiting or self.prefilling)
 
     @property
@@ -83,7 +83,7 @@ class Account:
         return self.service_at(step) + self.offset_ps
 
     def settle(self, step: int) -> None:
-        """Write the service down as of `step`; needed before the set of decoding requests changes."""
+        """Bring `service_ps` up to `step`; required before the set of decoding requests changes."""
         self.service_ps = self.service_at(step)
         self.sum_context += self.num_decoding * (step - self.settled_step)
         self.settled_step = step
@@ -110,8 +110,8 @@ class Account:
     def steps_within(self, slack_ps: int, step: int) -> int:
         """A number of further steps, at least one, after which decoding alone has certainly used at most `slack_ps`."""
         step_ps = self.costs.decode_ps(self.num_decoding, self.context_at(step))
-        most = slack_ps // step_ps
-        return max(1, slack_ps // (step_ps + self.costs.decode_context_ps * self.num_decoding * most // 2))
+        max_steps = slack_ps // step_ps
+        return max(1, slack_ps // (step_ps + self.costs.decode_context_ps * self.num_decoding * max_steps // 2))
 
     def record_output(self, num_tokens: int) -> None:
         """Remember the length of a finished answer."""
@@ -133,7 +133,7 @@ class SeatCounts:
         self._by_weight: dict[int, list[dict[Account, None]]] = {}
 
     def move(self, account: Account, before: int, after: int) -> None:
-        """`account` had `before` running requests and has `after`."""
+        """Move `account` from `before` to `after` running requests."""
         counts = self._by_weight.setdefault(account.weight, [])
         if before:
             del counts[before - 1][account]
@@ -144,7 +144,7 @@ class SeatCounts:
         while counts and not counts[-1]:
             counts.pop()
 
-    def most(self) -> Account | None:
+    def largest_holder(self) -> Account | None:
         """The account with most seats per unit of weight."""
         best: Account | None = None
         for weight, counts in self._by_weight.items():
@@ -163,16 +163,16 @@ class ClassTotals:
 
 
 class Accounts:
-    """All accounts, found by tenant and class. Of accounts without requests the latest are kept, as their debts still count."""
+    """All accounts, by tenant and class. The latest accounts without requests are kept, as their debts still count."""
 
     def __init__(self, costs: TokenCosts) -> None:
         self.costs = costs
         self.step = 0  # the last step whose decodes were charged
-        self.everybody = Account("", Priority.STANDARD, 1, costs)  # sums over all accounts
+        self.aggregate = Account("", Priority.STANDARD, 1, costs)  # sums over all accounts
         self.totals = {priority: ClassTotals() for priority in Priority}
         self.running_requests: dict[Request, None] = {}  # by age
         self.seated: dict[Account, None] = {}  # those with running requests
-        self.prefilling: dict[Request, None] = {}  # everybody's, by age
+        self.prefilling: dict[Request, None] = {}  # of all accounts, by age
         self.version = 0  # grows whenever a request starts or stops running
         self._accounts: dict[tuple[str, Priority], Account] = {}
         self._idle: OrderedDict[Account, None] = OrderedDict()  # without requests, longest first
@@ -188,20 +188,20 @@ class Accounts:
             self._accounts[tenant_id, priority] = account
         return account
 
-    def wait(self, account: Account, request: Request, *, first: bool) -> None:
+    def add_waiting(self, account: Account, request: Request, *, first: bool) -> None:
         self._activate(account)
         account.waiting.add(request, first=first)
 
-    def start(self, account: Account, request: Request) -> None:
-        """A waiting request of the account gets a seat."""
+    def start_running(self, account: Account, request: Request) -> None:
+        """Give a waiting request of the account a seat."""
         account.waiting.remove(request)
         account.running[request] = account.prefilling[request] = self.prefilling[request] = None
         self.running_requests[request] = None
         self.seated[account] = None
         self._change_seats(account, +1)
 
-    def stop(self, account: Account, request: Request) -> None:
-        """A running request gives its seat back; if it decoded, `stop_decoding` came first."""
+    def stop_running(self, account: Account, request: Request) -> None:
+        """Free the seat of a running request; if it decoded, call `stop_decoding` first."""
         account.prefilling.pop(request, None)
         self.prefilling.pop(request, None)
         del account.running[request], self.running_requests[request]
@@ -210,8 +210,8 @@ class Accounts:
         self._change_seats(account, -1)
         self._deactivate(account)
 
-    def quit(self, account: Account, request: Request) -> None:
-        """A waiting request is gone."""
+    def remove_waiting(self, account: Account, request: Request) -> None:
+        """Remove a waiting request that has ended."""
         account.waiting.remove(request)
         self._deactivate(account)
 
@@ -220,19 +220,19 @@ class Accounts:
 
     def charge(self, account: Account, cost_ps: int) -> None:
         account.charge(cost_ps)
-        self.everybody.charge(cost_ps)
+        self.aggregate.charge(cost_ps)
 
-    def totals_above(self, priority: Priority) -> bool:
+    def has_requests_above(self, priority: Priority) -> bool:
         """Whether a higher class has requests, waiting or running."""
         return any(totals.weight for totals in islice(self.totals.values(), list(self.totals).index(priority)))
 
     def start_decoding(self, account: Account, context_len: int) -> None:
         account.add_decode(context_len, self.step)
-        self.everybody.add_decode(context_len, self.step)
+        self.aggregate.add_decode(context_len, self.step)
 
     def stop_decoding(self, account: Account, context_len: int) -> None:
         account.remove_decode(context_len, self.step)
-        self.everybody.remove_decode(context_len, self.step)
+        self.aggregate.remove_decode(context_len, self.step)
 
     def _change_seats(self, account: Account, change: int) -> None:
         totals = self.totals[account.priority]
@@ -254,9 +254,9 @@ class Accounts:
             oldest, _ = self._idle.popitem(last=False)
             del self._accounts[oldest.tenant_id, oldest.priority]
 
-    def lengthen(self, account: Account, num_tokens: int) -> None:
-        """A decoding request has got further than by the one token that is booked each step."""
-        for each in (account, self.everybody):
+    def add_context(self, account: Account, num_tokens: int) -> None:
+        """Add tokens of a decoding request beyond the one that each step books."""
+        for each in (account, self.aggregate):
             each.settle(self.step)
             each.sum_context += num_tokens
 
@@ -277,7 +277,7 @@ class Accounts:
             for tenant_id, accounts in by_tenant.items()
         ]
 
-    def reweigh(self, account: Account, weight: int) -> None:
+    def set_weight(self, account: Account, weight: int) -> None:
         """Set `account.weight` and update the sums of its class."""
         totals, num_running = self.totals[account.priority], len(account.running)
         totals.seats.move(account, num_running, 0)

@@ -2,8 +2,9 @@
 
 A request can start when there is a seat, when decodes leave room in the step for prompts (`StepBudget.is_crowded`), when its
 whole prompt fits beside all promises, and when the predicted peak of KV use fits with it, unless no other request runs. A
-computed by a running prefill waits for that block instead. Each step takes over only a limited number of tokens of long prompts
-(from other answers or the prefix cache), because this takes time in which all others wait. The order is the policy's.
+request whose next block is being computed by a running prefill waits for that block instead. Each step reuses only a limited
+number of tokens of long prompts (from other answers or the prefix cache), because this takes time in which all other requests
+wait. The policy decides the order.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from engine.scheduling.accounts import Accounts
 from engine.scheduling.kv_blocks import FoundPrefix, KvBlocks
 from engine.scheduling.kv_forecast import BUCKET_STEPS, KvForecast
 from engine.scheduling.policy import Start
-from engine.scheduling.prefix_cache import PrefixesUnderWay
+from engine.scheduling.prefix_cache import NextPrefillBlocks
 from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.step_budget import StepBudget
 
-TAKEN_TOKENS_PER_STEP = 1 << 19
-"""Prompt tokens taken over in one step, some 10 ms on the host; beyond that, a long prompt waits for the next step."""
+REUSED_TOKENS_PER_STEP = 1 << 19
+"""Prompt tokens reused in one step, some 10 ms on the host; beyond that, a long prompt waits for the next step."""
 SHORT_TOKENS = 1 << 12
-"""A prompt of fewer tokens is not long: it is taken over at once."""
+"""A prompt of fewer tokens is not long: its prefix is reused at once."""
 
 
 class Admission:
-    """Room for requests. `start` follows a `can_start` that answered NOW, with no change in between."""
+    """Admits requests. `start` must follow a `can_start` that returned NOW, with no change in between."""
 
     def __init__(
         self, accounts: Accounts, kv: KvBlocks, block_size: int, *, max_num_seqs: int, step_budget: StepBudget | None
@@ -34,18 +35,18 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._step_budget = step_budget
         self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
-        self._under_way = PrefixesUnderWay(kv.prefix_cache, block_size)
+        self._next_blocks = NextPrefillBlocks(kv.prefix_cache, block_size)
         self._found = FoundPrefix()
-        self._asked: Request | None = None  # whose prefix that is
-        self._step = 0  # that is being planned
-        self._taken_tokens = 0  # over from others, in this step
-        self._put_off: Request | None = None  # the first that had to leave its turn because of them
-        self._due: Request | None = None  # the same of the step before: it leaves this one to nobody
+        self._found_for: Request | None = None  # the request that prefix belongs to
+        self._step = 0  # the step being planned
+        self._reused_tokens = 0  # from other answers or the prefix cache, in this step
+        self._deferred: Request | None = None  # the first long prompt deferred in this step
+        self._deferred_last_step: Request | None = None  # the one deferred in the step before: not deferred again
 
     def begin_step(self) -> None:
         """A step is about to be planned: predict new ends for requests that should have ended by now."""
         self._step = self._accounts.step + 1
-        self._taken_tokens, self._due, self._put_off = 0, self._put_off, None
+        self._reused_tokens, self._deferred_last_step, self._deferred = 0, self._deferred, None
         for request in self._forecast.overdue(self._step):
             self._forecast.renew(request, self._step, predicted_remaining(request))
 
@@ -58,8 +59,8 @@ class Admission:
             return Start.NO_ROOM
         if request.num_unknown_tokens:  # preempted in this very plan, while its last token is on its way
             return Start.LATER
-        if self._has_taken_enough(request):
-            self._put_off = self._put_off or request
+        if self._exceeds_reuse_limit(request):
+            self._deferred = self._deferred or request
             return Start.LATER
         if _shares_prompt(request):
             has_room = self._kv.num_spare > 0
@@ -73,30 +74,30 @@ class Admission:
         return Start.NOW if has_room else Start.NO_ROOM
 
     def can_return(self, request: Request) -> bool:
-        """Whether a preempted request can have the seat that another one of its tenant has just left."""
+        """Whether a preempted request can take the seat that another request of its tenant has just freed."""
         self._find(request)
         return self.has_seat and not request.num_unknown_tokens and self._kv.has_room(request, self._found)
 
     def _find(self, request: Request) -> None:
-        self._found, self._asked = self._kv.find(request), request
+        self._found, self._found_for = self._kv.find(request), request
 
-    def _has_taken_enough(self, request: Request) -> bool:
-        """Whether so much was taken over in this step that a long prompt must wait for the next one."""
-        if not self._taken_tokens or request.num_tokens < SHORT_TOKENS or request is self._due:
+    def _exceeds_reuse_limit(self, request: Request) -> bool:
+        """Whether this step has reused so many tokens that a long prompt must wait for the next one."""
+        if not self._reused_tokens or request.num_tokens < SHORT_TOKENS or request is self._deferred_last_step:
             return False
-        return self._taken_tokens + request.num_tokens > TAKEN_TOKENS_PER_STEP
+        return self._reused_tokens + request.num_tokens > REUSED_TOKENS_PER_STEP
 
     def _is_crowded(self) -> bool:
         """Whether the decodes alone fill the step."""
         if self._step_budget is None:
             return False
-        total = self._accounts.everybody
+        total = self._accounts.aggregate
         return self._step_budget.is_crowded(total.num_decoding, total.context_at(self._accounts.step))
 
     def _is_being_computed(self, request: Request, num_found_blocks: int) -> bool:
         """Whether a running prefill, which was in this step or the one before, computes the block that is needed next."""
-        owner = self._under_way.owner(request, num_found_blocks)
-        if owner is None or owner is request or owner.account is None or owner.account.is_held:
+        owner = self._next_blocks.owner(request, num_found_blocks)
+        if owner is None or owner is request or owner.account is None or owner.account.is_paused:
             return False
         return owner.scheduled_step >= self._step - 1
 
@@ -117,31 +118,31 @@ class Admission:
         return len(self._found.blocks) * self._block_size
 
     def start(self, request: Request) -> int:
-        """Give a request that got a seat its blocks and a predicted end. → how many of the blocks come from the host tier"""
+        """Assign blocks and a predicted end to a request that got a seat. → how many of the blocks come from the host tier"""
         self._forecast.add(request, self._step, self._own_tokens(request), predicted_remaining(request))
         if _shares_prompt(request):
             assert request.forked_from is not None
             self._kv.fork(request, request.forked_from)
-            self._taken_tokens += request.num_computed_tokens
+            self._reused_tokens += request.num_computed_tokens
             return 0
-        assert request is self._asked, f"request {request.request_id} starts with the prefix that another one found"
-        self._asked = None
-        self._kv.place(request, self._found)
-        self._taken_tokens += request.num_computed_tokens
+        assert request is self._found_for, f"request {request.request_id} starts with the prefix that another one found"
+        self._found_for = None
+        self._kv.attach_prefix(request, self._found)
+        self._reused_tokens += request.num_computed_tokens
         return self._found.num_on_host
 
     def advance(self, request: Request) -> None:
-        """A running prefill will compute its next block in this step or the next."""
-        self._under_way.follow(request)
+        """Note the next block of a running prefill, which computes it in this step or the next."""
+        self._next_blocks.update(request)
 
-    def computed(self, request: Request) -> None:
+    def finish_prefill(self, request: Request) -> None:
         """A prefill is complete."""
-        self._under_way.forget(request)
+        self._next_blocks.remove(request)
 
     def stop(self, request: Request, *, is_preempted: bool, is_failed: bool) -> None:
-        """Take everything back."""
+        """Release the blocks of a request, and its prediction."""
         self._forecast.remove(request)
-        self._under_way.forget(request)
+        self._next_blocks.remove(request)
         self._kv.release(request, is_preempted=is_preempted, is_failed=is_failed)
 
     def check_invariants(self) -> None:
@@ -155,7 +156,7 @@ def _shares_prompt(request: Request) -> bool:
 
 
 def predicted_remaining(request: Request) -> int:
-    """Tokens that it will still write, as predicted: up to its tenant's usual length, or as many again when it is past that."""
+    """Predicted tokens still to be generated: up to its tenant's usual length, or as many again when it is past that."""
     written = request.num_output_tokens
     usual = account_of(request).predicted_output_len()
     expected = usual - written if written < usual else max(BUCKET_STEPS, written)

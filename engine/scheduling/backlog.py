@@ -43,7 +43,7 @@ class Backlog:
             return
         lead, weight = self.lead_at(account, step), account.weight
         account.offset_ps += min(max(lead, -self.quantum_ps * weight), self.cap_ps * weight) - lead
-        self._put(account, self._true_round(account, step))
+        self._insert(account, self._current_round(account, step))
 
     def leave(self, account: Account) -> None:
         if account.round is None:
@@ -58,14 +58,14 @@ class Backlog:
             del self._buckets[account.round]
         account.round = None
 
-    def shift(self, account: Account, lead_ps: int, step: int) -> None:
-        """Give an account whose weight has changed the lead that it had before."""
+    def set_lead(self, account: Account, lead_ps: int, step: int) -> None:
+        """Set the lead of an account whose weight has changed."""
         account.offset_ps += lead_ps - self.lead_at(account, step)
         if account.round is not None:
             self.leave(account)
             self.join(account, step)
 
-    def first(self, limit: int, step: int) -> list[Account]:
+    def next_accounts(self, limit: int, step: int) -> list[Account]:
         """Up to `limit` accounts in the order of their rounds, after the level has risen until one of them is eligible."""
         found: list[Account] = []
         later: list[int] = []
@@ -77,15 +77,15 @@ class Backlog:
                 continue
             if not found and self.round < number <= self._lowest_aside:
                 self.round = number
-            self._read(bucket, number, found, limit, step)
+            self._collect(bucket, number, found, limit, step)
             if number in self._buckets and len(found) < limit:
                 later.append(heappop(self._rounds))
         for number in later:
             heappush(self._rounds, number)
         return found
 
-    def _read(self, bucket: dict[Account, None], number: int, found: list[Account], limit: int, step: int) -> None:
-        """Take accounts whose round is still `number`; move the others to their buckets."""
+    def _collect(self, bucket: dict[Account, None], number: int, found: list[Account], limit: int, step: int) -> None:
+        """Append accounts whose round is still `number` to `found`; move the others to their buckets."""
         moved: list[Account] = []
         for account in bucket:
             if account.position_at(step) >= number * self.quantum_ps * account.weight:
@@ -96,7 +96,7 @@ class Backlog:
                     break
         for account in moved:
             self.leave(account)
-            self._put(account, self._true_round(account, step))
+            self._insert(account, self._current_round(account, step))
 
     def set_aside(self, account: Account) -> None:
         """Skip this account until the next step. The level does not rise past accounts that are set aside."""
@@ -108,22 +108,22 @@ class Backlog:
         self._lowest_aside = min(self._lowest_aside, number)
 
     def begin_step(self, step: int) -> None:
-        """No account is aside any more."""
+        """Return the accounts that were set aside to their buckets."""
         aside, self._aside, self._lowest_aside = self._aside, {}, math.inf
         for account in aside:
-            self._put(account, self._true_round(account, step))
+            self._insert(account, self._current_round(account, step))
 
-    def pass_over(self, account: Account) -> None:
-        """Let the others of the same round be looked at before this one, whose request does not fit now."""
+    def move_to_back(self, account: Account) -> None:
+        """Move an account whose request does not fit now behind the others of its round."""
         if account.round is not None:
             bucket = self._buckets[account.round]
             del bucket[account]
             bucket[account] = None
 
-    def _true_round(self, account: Account, step: int) -> int:
+    def _current_round(self, account: Account, step: int) -> int:
         return account.position_at(step) // (self.quantum_ps * account.weight) + 1
 
-    def _put(self, account: Account, number: int) -> None:
+    def _insert(self, account: Account, number: int) -> None:
         bucket = self._buckets.get(number)
         if bucket is None:
             bucket = self._buckets[number] = {}

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 PROTECTED_PERCENT = 25
-"""Share of the pool that blocks found again may keep from the rest. Hits on samples of a chat service's conversations, as a
-part of those of a cache that knows the future: 0.70 with plain LRU, 0.74 with 20 to 35 per cent, 0.72 with 50."""
+"""Share of the pool reserved for blocks that were found again. Hits on samples of a chat service's conversations, relative to
+those of a cache that knows the future: 0.70 with plain LRU, 0.74 with 20 to 35 per cent, 0.72 with 50."""
 
 
 class OutOfBlocks(AssertionError):
@@ -29,12 +29,12 @@ class OutOfBlocks(AssertionError):
 
 @dataclass(slots=True)
 class Block:
-    """One block of `block_size` token slots in every layer's cache. `was_found`: it was shared when it had no owner."""
+    """One block of `block_size` token slots in every layer's cache. `was_reused`: it was shared while it had no owner."""
 
     block_id: int
     ref_count: int = 0
     content_hash: bytes | None = None
-    was_found: bool = False
+    was_reused: bool = False
 
 
 def _difference(found: Iterable[object], expected: Iterable[object]) -> list[object]:
@@ -46,7 +46,7 @@ def _discard(block_id: int, content_hash: bytes) -> None:
 
 
 class BlockPool:
-    """All blocks of one engine. Raises `OutOfBlocks` or `AssertionError` on misuse; callers ask `num_available` first.
+    """All blocks of one engine. Raises `OutOfBlocks` or `AssertionError` on misuse; callers check `num_available` first.
 
     `on_evict(block_id, content_hash)` is called before content is overwritten.
     """
@@ -79,37 +79,37 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with a reference count of one each, evicting content in its order if necessary."""
+        """Allocate `count` blocks with a reference count of one each, evicting content in its order if necessary."""
         if count > self.num_available:
             raise OutOfBlocks(f"asked for {count} of {self.num_available} available blocks")
         free, blocks = self._free, self._blocks
-        taken = [free.pop() if free else self._evict() for _ in range(count)]
-        for block_id in taken:
+        allocated = [free.pop() if free else self._evict() for _ in range(count)]
+        for block_id in allocated:
             assert blocks[block_id].ref_count == 0, f"block {block_id} was unused with references"
             blocks[block_id].ref_count = 1
-        return taken
+        return allocated
 
     def _evict(self) -> int:
         block_id, _ = (self._probation or self._protected).popitem(last=False)
-        content_hash = self._forget(self._blocks[block_id])
+        content_hash = self._drop_content(self._blocks[block_id])
         self.on_evict(block_id, content_hash)
         return block_id
 
-    def _forget(self, block: Block) -> bytes:
+    def _drop_content(self, block: Block) -> bytes:
         content_hash = block.content_hash
         assert content_hash is not None, f"block {block.block_id} was cached without content"
         del self._by_hash[content_hash]
         block.content_hash = None
-        block.was_found = False
+        block.was_reused = False
         return content_hash
 
-    def lend(self) -> int | None:
+    def allocate_scratch(self) -> int | None:
         """A block for work outside of steps; its old content is dropped without `on_evict`. None when all are used."""
         if not self.num_available:
             return None
         if not self._free:
             block_id, _ = (self._probation or self._protected).popitem(last=False)
-            self._forget(self._blocks[block_id])
+            self._drop_content(self._blocks[block_id])
             self._free.append(block_id)
         return self.allocate(1)[0]
 
@@ -132,11 +132,11 @@ class BlockPool:
                 del self._probation[block_id]
             else:
                 del self._protected[block_id]
-            block.was_found = True
+            block.was_reused = True
         block.ref_count += 1
 
     def release(self, block_table: Sequence[int], *, is_wanted: bool | None = None) -> None:
-        """Give back one owner's blocks. Tail blocks go first, so that a chain is evicted from its end.
+        """Release one owner's blocks. Tail blocks go first, so that a chain is evicted from its end.
 
         `is_wanted` overrides whether the content has proved worth keeping: the owner will come back for it, or has done so.
         """
@@ -149,13 +149,13 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} was released more often than taken"
             block.ref_count = 0
             if is_wanted is not None:
-                block.was_found = is_wanted
-            self._shelve(block)
+                block.was_reused = is_wanted
+            self._add_unowned(block)
 
-    def _shelve(self, block: Block) -> None:
+    def _add_unowned(self, block: Block) -> None:
         if block.content_hash is None:
             self._free.append(block.block_id)
-        elif block.was_found and self._protected_max:
+        elif block.was_reused and self._protected_max:
             self._protected[block.block_id] = None
             if len(self._protected) > self._protected_max:
                 self._probation[self._protected.popitem(last=False)[0]] = None
@@ -186,7 +186,7 @@ class BlockPool:
         return self._blocks[block_id].ref_count > 0
 
     def num_unused(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks nobody holds."""
+        """How many of these blocks have no owner."""
         blocks = self._blocks
         return [blocks[block_id].ref_count for block_id in block_ids].count(0)
 

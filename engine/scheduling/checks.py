@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Costs a look at everything."""
+    """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Visits every request, block and account."""
     live = list(scheduler.live())
     assert len(live) == len(set(live)), "a request is live twice"
     scheduler.kv.check_invariants(live)
@@ -44,5 +44,5 @@ def _check_accounts(scheduler: Scheduler) -> None:
         assert totals.weight == sum(account.weight for account in active), f"the weight of class {priority} is wrong"
         assert totals.num_running == sum(len(account.running) for account in active), f"the seats of {priority} are wrong"
         most = max((len(account.running) / account.weight for account in active), default=0)
-        holder = totals.seats.most()
+        holder = totals.seats.largest_holder()
         assert (0 if holder is None else len(holder.running) / holder.weight) == most, "the largest holder is wrong"

@@ -1,10 +1,11 @@
 """The decoding requests: one lasting item each, those that are paused, and a calendar of blocks that they need. Integers only.
 
-A decoding request computes one token per step, so the step in which its last block is full is known when the block is given,
-and nothing is touched until then. Accepted drafts and pauses move that step; a request that is due too early is entered again.
+A decoding request computes one token per step, so the step in which its last block is full is known when the block is
+allocated, and the request is not visited before. Accepted drafts and pauses move that step; a request that is due too early is
+scheduled again.
 
 Among many requests some are full in every step, and sending the device one block costs as much as sending many. So once in
-`TOGETHER_STEPS` steps, requests that will be full before the next such step get their blocks too.
+`EARLY_GROWTH_STEPS` steps, requests that will be full before the next such step get their blocks too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 
-TOGETHER_STEPS = 8
+EARLY_GROWTH_STEPS = 8
 """Steps between two in which requests get their next blocks together. A block comes early by half its tokens at most."""
 
 
@@ -27,7 +28,7 @@ class DecodeSet:
         self.items: dict[Request, ScheduledRequest] = {}
         self._batch: list[ScheduledRequest] | None = None
         self._paused: dict[Request, ScheduledRequest] = {}
-        self._due: dict[int, list[Request]] = {}
+        self._calendar: dict[int, list[Request]] = {}
         self._accounts = accounts
         self._block_size = block_size
 
@@ -40,32 +41,32 @@ class DecodeSet:
     def add(self, request: Request) -> None:
         """A prefill is complete: the request decodes from the next step on."""
         item, account = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True), account_of(request)
-        if account.is_held and account.recovering is not request:
+        if account.is_paused and account.recovering is not request:
             self._paused[request] = item
         else:
             self._resume(request, item)
 
     def remove(self, request: Request) -> None:
-        if self._paused.pop(request, None) is None and self._take(request) is not None:
+        if self._paused.pop(request, None) is None and self._pop_item(request) is not None:
             self._accounts.stop_decoding(account_of(request), request.num_computed_tokens)
 
     def pause(self, account: Account) -> None:
         """Leave the requests of an account, except the one that recovers, out of the steps; they keep their blocks."""
-        account.is_held = True
+        account.is_paused = True
         for request in account.running:
-            item = None if request is account.recovering else self._take(request)
+            item = None if request is account.recovering else self._pop_item(request)
             if item is not None:
                 self._paused[request] = item
                 self._accounts.stop_decoding(account, request.num_computed_tokens)
 
     def resume(self, account: Account) -> None:
-        account.is_held = False
+        account.is_paused = False
         for request in account.running:
             item = self._paused.pop(request, None)
             if item is not None:
                 self._resume(request, item)
 
-    def _take(self, request: Request) -> ScheduledRequest | None:
+    def _pop_item(self, request: Request) -> ScheduledRequest | None:
         item = self.items.pop(request, None)
         if item is not None:
             self._batch = None
@@ -75,57 +76,57 @@ class DecodeSet:
         self.items[request] = item
         self._batch = None
         self._accounts.start_decoding(account_of(request), request.num_computed_tokens)
-        self.expect(request)
+        self.schedule_growth(request)
 
-    def expect(self, request: Request) -> None:
-        """Enter the step in which the blocks of a decoding request are full, counted from the next one."""
+    def schedule_growth(self, request: Request) -> None:
+        """Enter in the calendar the step in which the blocks of a decoding request are full, counted from the next one."""
         slots = len(request.block_table) * self._block_size
         request.growth_step = self._accounts.step + 1 + slots - request.num_computed_tokens
-        self._due.setdefault(request.growth_step, []).append(request)
+        self._calendar.setdefault(request.growth_step, []).append(request)
 
-    def expect_grown(self, requests: list[Request]) -> None:
-        """Enter several that have got one block each. They are entered from the step in which they would have been full."""
-        for due, together in groupby(requests, attrgetter("growth_step")):
-            grown, step = [*together], due + self._block_size
+    def schedule_next_growth(self, requests: list[Request]) -> None:
+        """Schedule requests that got one block each, counted from the step in which they would have been full."""
+        for due, requests_due in groupby(requests, attrgetter("growth_step")):
+            grown, step = [*requests_due], due + self._block_size
             for request in grown:
                 request.growth_step = step
-            self._due.setdefault(step, []).extend(grown)
+            self._calendar.setdefault(step, []).extend(grown)
 
-    def take_due(self) -> list[Request]:
+    def pop_due(self) -> list[Request]:
         """The requests that cannot compute a token in the next step without one more block."""
-        return self._take_full(self._accounts.step + 1)
+        return self._pop_full(self._accounts.step + 1)
 
-    def take_soon_due(self, most: int) -> list[Request]:
-        """Once in `TOGETHER_STEPS` steps: at most `most` requests that will need a block before the next time and will not have
-        ended by then. Call `take_due` first."""
+    def pop_due_soon(self, max_requests: int) -> list[Request]:
+        """Once in `EARLY_GROWTH_STEPS` steps: at most `max_requests` requests that will need a block before the next such step
+        and will not have ended by then. Call `pop_due` first."""
         next_step = self._accounts.step + 1
         soon: list[Request] = []
-        if next_step % TOGETHER_STEPS == 0:
-            for step in range(next_step + 1, next_step + TOGETHER_STEPS):
-                if len(soon) + len(self._due.get(step, ())) > most:
+        if next_step % EARLY_GROWTH_STEPS == 0:
+            for step in range(next_step + 1, next_step + EARLY_GROWTH_STEPS):
+                if len(soon) + len(self._calendar.get(step, ())) > max_requests:
                     break
                 ending: list[Request] = []
-                for request in self._take_full(step):
-                    (ending if self._ends_before(request) else soon).append(request)
+                for request in self._pop_full(step):
+                    (ending if self._ends_before_full(request) else soon).append(request)
                 if ending:
-                    self._due[step] = ending
+                    self._calendar[step] = ending
         return soon
 
-    def _ends_before(self, request: Request) -> bool:
+    def _ends_before_full(self, request: Request) -> bool:
         """Whether a request has its last token before its blocks are full: the last one is never computed."""
         return len(request.block_table) * self._block_size >= request.max_total_tokens - 1
 
-    def _take_full(self, step: int) -> list[Request]:
+    def _pop_full(self, step: int) -> list[Request]:
         """The requests whose blocks will be full before this step, each once: a rejected draft enters the same step again."""
         size, items = self._block_size, self.items
         num_steps = step - self._accounts.step - 1  # before that one
         full: list[Request] = []
-        for request in dict.fromkeys(self._due.pop(step, ())):
+        for request in dict.fromkeys(self._calendar.pop(step, ())):
             if request.growth_step == step and request in items:
                 if request.num_computed_tokens + num_steps == len(request.block_table) * size:
                     full.append(request)
                 else:
-                    self.expect(request)
+                    self.schedule_growth(request)
         return full
 
     def check_invariants(self) -> None:
@@ -137,7 +138,7 @@ class DecodeSet:
             slots = len(request.block_table) * self._block_size
             limit = self._accounts.step + 1 + slots - request.num_computed_tokens
             assert self._accounts.step < request.growth_step <= limit, f"{request.request_id} grows in no step to come"
-            assert request in self._due[request.growth_step], f"{request.request_id} is not in the calendar"
+            assert request in self._calendar[request.growth_step], f"{request.request_id} is not in the calendar"
         contexts = sum(request.num_computed_tokens for request in self.items)
-        total = self._accounts.everybody
+        total = self._accounts.aggregate
         assert (total.num_decoding, total.context_at(self._accounts.step)) == (len(self.items), contexts), "wrong contexts"

@@ -4,9 +4,9 @@ A guess is verified as one more row of its request. Guesses use spare blocks and
 delayed for one.
 
 A request must know its last token to guess. Where steps are launched ahead, that token is not known when the next step is
-planned, and waiting for it costs what launching ahead gains. So after a look that found nothing worth guessing, the next 1, 3,
-7, then 15 steps are planned without one and launched ahead as usual. As soon as something is found, each step looks again. Long
-prompts are read in all steps; otherwise most of a short answer would be over before the first guess.
+planned, and waiting for it costs what launching ahead gains. So after a search that found nothing worth guessing, the next 1,
+3, 7, then 15 steps are planned without one and launched ahead as usual. As soon as a search succeeds, every step searches
+again. Long prompts are read in all steps; otherwise most of a short answer would be over before the first guess.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from engine.scheduling.limits import STEP_GUESSES_MAX, SchedulerTotals
 from engine.scheduling.request import Request, account_of
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
-REST_STEPS_MAX = 15
-"""Most steps without a look after several in vain: text that repeats itself is noticed that many tokens late at most."""
+BACKOFF_STEPS_MAX = 15
+"""Most steps without a search after several in vain: repetition in a text is noticed at most this many tokens late."""
 
 
 class Draft(NamedTuple):
@@ -72,15 +72,16 @@ class Drafting:
         self._decodes = decodes
         self._totals = totals
         self._block_size = block_size
-        self._rest = self._rest_left = 0
+        self._backoff = self._backoff_left = 0
 
-    def looks(self) -> bool:
-        """Asked before a step that can be planned without the tokens under way: whether to wait for them and look."""
+    def should_settle_first(self) -> bool:
+        """Whether to settle the step under way first, to search its tokens for guesses. Call once before each step that could
+        be planned without them."""
         num_decodes = len(self._decodes.items)
         if not num_decodes or not self._drafter.pays(num_decodes):
             return False
-        if self._rest_left:
-            self._rest_left -= 1
+        if self._backoff_left:
+            self._backoff_left -= 1
             self._drafter.read(num_decodes)
             return False
         return True
@@ -105,13 +106,13 @@ class Drafting:
                 self._charge(request, self._accounts.costs.prefill_ps(item.start + 1, draft.num_tokens))
                 self._totals.draft_tokens += draft.num_tokens
         if batch.decodes:
-            self._rest = 0 if batch.num_draft_tokens else min(2 * self._rest + 1, REST_STEPS_MAX)
-            self._rest_left = self._rest
+            self._backoff = 0 if batch.num_draft_tokens else min(2 * self._backoff + 1, BACKOFF_STEPS_MAX)
+            self._backoff_left = self._backoff
 
     def settle(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
         """The step is done: the item is a plain decode again, and the request has advanced by its accepted guesses too."""
         self._drafter.observe(request, item.num_draft_tokens, num_accepted)
         request.num_rejected_draft_tokens += item.num_draft_tokens - num_accepted
         item.num_tokens, item.num_draft_tokens, item.draft_token_ids = 1, 0, []
-        self._accounts.lengthen(account_of(request), num_accepted)
-        self._decodes.expect(request)
+        self._accounts.add_context(account_of(request), num_accepted)
+        self._decodes.schedule_growth(request)

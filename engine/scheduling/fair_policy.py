@@ -18,13 +18,13 @@ from engine.protocol import Priority
 from engine.scheduling.accounts import Account
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.lead_tracking import FairSettings, LeadTracker, recovering
-from engine.scheduling.policy import CanStart, PolicyContext, Start, under_way
+from engine.scheduling.policy import CanStart, PolicyContext, Start, first_unscheduled
 from engine.scheduling.preemption import RANK, Preemption
 from engine.scheduling.prefill_order import PrefillOrder
 from engine.scheduling.request import Request, RequestStatus, account_of
 
-LOOK_ACCOUNTS = 4
-"""Accounts looked at for a start. The others of the same round come first the next time."""
+SCAN_ACCOUNTS_MAX = 4
+"""Accounts examined for a start. The others of the same round come first the next time."""
 
 AGEING_STEPS = 512
 """Steps without a start after which a lower class starts one request before the higher ones."""
@@ -34,7 +34,7 @@ QUANTUM_TOKENS = 512
 
 HYSTERESIS_QUANTA, CAP_QUANTA = 4, 8
 RETRY_STEPS = 8
-"""Steps until a victim that was not found is looked for again, though nothing has changed."""
+"""Steps after which a fruitless search for a victim is repeated although nothing has changed."""
 
 NEVER = (-1, -1, 0)
 
@@ -50,53 +50,53 @@ class FairPolicy:
         )
         self.backlogs = {p: Backlog(self.settings.quantum_ps, self.settings.cap_ps) for p in Priority}
         self.recovery_max_ps = 0  # the most that a protected request may have used beyond the cap
-        self._order = PrefillOrder(context, self._note_head)
+        self._order = PrefillOrder(context, self._update_head)
         self._accounts = context.accounts
         self._started_step = dict.fromkeys(Priority, 0)
         self._leads = LeadTracker(context.accounts, self.backlogs, self.settings)
         self._preemption = Preemption(context, self._leads)
         self._num_waiting = dict.fromkeys(Priority, 0)
-        self._reserved: Request | None = None  # was passed so often that nobody starts before it
-        self._room_for: Request | None = None  # somebody was preempted for it, and it has not started yet
-        self._asked: list[Account] = []  # whose requests were the last applicants
-        self._fruitless = NEVER  # versions of accounts and leads, and the step, when no victim was found
+        self._reserved: Request | None = None  # was passed so often that no request may start before it
+        self._room_made_for: Request | None = None  # a request was preempted for it, and it has not started yet
+        self._applicant_accounts: list[Account] = []  # whose requests were the last applicants
+        self._no_victim_state = NEVER  # versions of accounts and leads, and the step, when no victim was found
 
-    def waits(self, request: Request) -> None:
+    def on_queued(self, request: Request) -> None:
         account = account_of(request)
         backlog = self.backlogs[account.priority]
-        self._note_head(account)
+        self._update_head(account)
         if not self._num_waiting[account.priority]:
             self._started_step[account.priority] = self._accounts.step
         self._num_waiting[account.priority] += 1
-        self._fruitless = NEVER
+        self._no_victim_state = NEVER
         if account.round is None:
-            backlog.first(1, self._accounts.step)
+            backlog.next_accounts(1, self._accounts.step)
             backlog.join(account, self._accounts.step)
-            self._leads.look_at(account)
+            self._leads.update(account)
 
-    def left(self, request: Request) -> None:
-        """A request no longer waits: it was started, or it ended."""
+    def on_dequeued(self, request: Request) -> None:
+        """A request no longer waits: it was started, or it has ended."""
         account = account_of(request)
-        self._note_head(account)
+        self._update_head(account)
         self._num_waiting[account.priority] -= 1
-        self.settled(account)
+        self.on_backlog_change(account)
 
-    def _note_head(self, account: Account) -> None:
+    def _update_head(self, account: Account) -> None:
         head = account.waiting.head
         if head is not account.head:
             account.head = head
             account.head_round = self.backlogs[account.priority].round
 
-    def started(self, request: Request) -> None:
+    def on_started(self, request: Request) -> None:
         priority = account_of(request).priority
         request.is_aged = request.is_aged or self._is_overdue(priority)
         self._started_step[priority] = self._accounts.step
 
-    def settled(self, account: Account) -> None:
+    def on_backlog_change(self, account: Account) -> None:
         """A request of the account has ended, or a prefill is complete: the account may have no backlog any more."""
         if not account.is_backlogged:
             self.backlogs[account.priority].leave(account)
-            self._leads.look_at(account)  # it is ahead of no account; without decodes nothing else would trigger a look
+            self._leads.update(account)  # it is ahead of no account; without decodes nothing else would trigger an update
 
     def begin_step(self) -> None:
         step = self._accounts.step
@@ -104,37 +104,39 @@ class FairPolicy:
             backlog.begin_step(step)
         self._leads.begin_step()
 
-    def charged(self, account: Account) -> None:
-        self._leads.look_at(account)
+    def on_charged(self, account: Account) -> None:
+        self._leads.update(account)
 
-    def holds(self) -> tuple[list[Account], list[Account]]:
-        return self._leads.changes()
+    def pause_changes(self) -> tuple[list[Account], list[Account]]:
+        return self._leads.pause_changes()
 
-    def next_turn(self, can_start: CanStart | None) -> Request | None:
+    def next_prefill(self, can_start: CanStart | None) -> Request | None:
         self._reserved = None
         overdue = self._overdue_class()
         classes = self.backlogs if overdue is None or can_start is None else (overdue,)
         for priority in classes:
-            turn = self._turn_of(self.backlogs[priority], can_start)
-            if turn is not None:
-                return turn if can_start is None or turn.status is not RequestStatus.QUEUED else self._start(turn, can_start)
+            chosen = self._next_in_class(self.backlogs[priority], can_start)
+            if chosen is not None:
+                return (
+                    chosen if can_start is None or chosen.status is not RequestStatus.QUEUED else self._start(chosen, can_start)
+                )
             if self._has_reserved():
                 break
-        return under_way((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
+        return first_unscheduled((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
 
     def _start(self, chosen: Request, can_start: CanStart) -> Request:
-        """Who starts now that a waiting request was chosen: before it the one that room was made for. Whoever gave way goes
-        first among its equals and would take its place again, only to be preempted once more in the next step."""
-        applicant = self._room_for
+        """The request that starts when `chosen` could: before it the one that room was made for. A preempted request goes first
+        among its equals; it would take that room again, only to be preempted once more in the next step."""
+        applicant = self._room_made_for
         if applicant is None or applicant.status is not RequestStatus.QUEUED or applicant.account is chosen.account:
-            self._room_for = None
+            self._room_made_for = None
             return chosen
         account = account_of(applicant)
         may_pass = self._overdue_class() is None and RANK[account.priority] <= RANK[account_of(chosen).priority]
         if may_pass and not self.is_ahead(account) and can_start(applicant) is Start.NOW:
-            self._room_for = None
+            self._room_made_for = None
             return applicant
-        can_start(chosen)  # what it found is what the last answer was about again
+        can_start(chosen)  # `start` requires that the last `can_start` was for this request
         return chosen
 
     def _has_reserved(self) -> bool:
@@ -149,11 +151,11 @@ class FairPolicy:
 
     def _is_overdue(self, priority: Priority) -> bool:
         waited = self._accounts.step - self._started_step[priority]
-        return waited > AGEING_STEPS and self._accounts.totals_above(priority)
+        return waited > AGEING_STEPS and self._accounts.has_requests_above(priority)
 
-    def _turn_of(self, backlog: Backlog, can_start: CanStart | None) -> Request | None:
+    def _next_in_class(self, backlog: Backlog, can_start: CanStart | None) -> Request | None:
         step = self._accounts.step
-        accounts = self._with_work(backlog, step)
+        accounts = self._accounts_with_work(backlog, step)
         if not accounts:
             return None
         entitled = [account for account in accounts if backlog.is_eligible(account, step)]
@@ -161,19 +163,19 @@ class FairPolicy:
         above = [account for account in entitled if account not in below]
         others = [account for account in accounts if account not in entitled and not self.is_ahead(account)]
         for group in (below, above, others):
-            turn, reserved = self._order.among(group, backlog.round, None if self._reserved else can_start)
+            chosen, reserved = self._order.select(group, backlog.round, None if self._reserved else can_start)
             self._reserved = self._reserved or reserved
-            if turn is not None:
-                return turn
+            if chosen is not None:
+                return chosen
         if can_start is not None:
             for account in accounts:
-                backlog.pass_over(account)
+                backlog.move_to_back(account)
         return None
 
-    def _with_work(self, backlog: Backlog, step: int) -> list[Account]:
+    def _accounts_with_work(self, backlog: Backlog, step: int) -> list[Account]:
         """The first accounts that can do something in this step; those without work are set aside until the next step."""
         while True:
-            accounts = backlog.first(LOOK_ACCOUNTS, step)
+            accounts = backlog.next_accounts(SCAN_ACCOUNTS_MAX, step)
             idle = [account for account in accounts if not _has_work(account, step)]
             if not idle:
                 return accounts
@@ -182,41 +184,41 @@ class FairPolicy:
 
     def applicants(self) -> list[Request]:
         """The request that is not passed any more; else those of the entitled in the highest class that waits."""
-        self._asked = []
-        if self._is_fruitless():
+        self._applicant_accounts = []
+        if self._would_find_no_victim():
             return []
         step, overdue, reserved = self._accounts.step, self._overdue_class(), self._reserved
         if reserved is not None and reserved.status is RequestStatus.QUEUED and not self.is_ahead(account_of(reserved)):
             return [reserved]
         for priority, backlog in self.backlogs.items():
             if self._num_waiting[priority] and overdue in (None, priority):
-                accounts = backlog.first(LOOK_ACCOUNTS, step)
+                accounts = backlog.next_accounts(SCAN_ACCOUNTS_MAX, step)
                 heads = [account.waiting.head for account in accounts if backlog.is_eligible(account, step)]
                 found = [head for head in heads if head is not None]
                 if found:
-                    self._asked = accounts
+                    self._applicant_accounts = accounts
                     return found
         return []
 
-    def _is_fruitless(self) -> bool:
+    def _would_find_no_victim(self) -> bool:
         """Whether no victim was found a moment ago, and no request has arrived, started or stopped since."""
-        version, leads_version, step = self._fruitless
-        is_known = version == self._accounts.version and leads_version == self._leads.version
-        return is_known and not self._leads.held and self._accounts.step - step < RETRY_STEPS
+        version, leads_version, step = self._no_victim_state
+        is_unchanged = version == self._accounts.version and leads_version == self._leads.version
+        return is_unchanged and not self._leads.paused and self._accounts.step - step < RETRY_STEPS
 
     def is_ahead(self, account: Account) -> bool:
         """Whether an account starts nothing now because it is ahead of others by more than the hysteresis."""
         return self._leads.lead_of(account) >= self.settings.hysteresis_ps
 
-    def reweigh(self, account: Account, weight: int) -> None:
+    def set_weight(self, account: Account, weight: int) -> None:
         """Called when a tenant's weight changes: it stays as far ahead per unit of weight as before."""
         backlog, step = self.backlogs[account.priority], self._accounts.step
         lead = backlog.lead_at(account, step)
         scaled = lead * weight // account.weight
-        self._accounts.reweigh(account, weight)
-        backlog.shift(account, scaled, step)
+        self._accounts.set_weight(account, weight)
+        backlog.set_lead(account, scaled, step)
 
-    def recovers(self, request: Request, num_lost: int) -> None:
+    def on_recompute(self, request: Request, num_lost: int) -> None:
         """One request of a tenant at a time is protected until it has gained as many tokens as it lost. So waste is bounded,
         and every tenant makes progress, however little room there is."""
         account, costs = account_of(request), self._accounts.costs
@@ -224,20 +226,20 @@ class FairPolicy:
         self._preemption.wasted_ps += costs.prefill_ps(start, num_lost)
         if recovering(account) in (None, request):
             account.recovering = request
-            request.secured_len = start + 2 * num_lost
-            gain_ps = costs.decode_ps(num_lost, num_lost * request.secured_len)
+            request.protected_len = start + 2 * num_lost
+            gain_ps = costs.decode_ps(num_lost, num_lost * request.protected_len)
             self.recovery_max_ps = max(self.recovery_max_ps, costs.prefill_ps(start, 2 * num_lost) + gain_ps)
 
-    def found_no_victim(self) -> None:
-        """Others of their round are looked at before those who were asked now: one of them may have nothing yet."""
-        for account in self._asked:
-            self.backlogs[account.priority].pass_over(account)
-        self._fruitless = (self._accounts.version, self._leads.version, self._accounts.step)
+    def on_no_victim(self) -> None:
+        """Move the applicants' accounts behind the others of their round, one of which may have nothing yet."""
+        for account in self._applicant_accounts:
+            self.backlogs[account.priority].move_to_back(account)
+        self._no_victim_state = (self._accounts.version, self._leads.version, self._accounts.step)
 
     def victim(self, applicant: Request) -> Request | None:
         victim = self._preemption.victim(applicant)
         if victim is not None:
-            self._room_for = applicant
+            self._room_made_for = applicant
         return victim
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
@@ -246,11 +248,11 @@ class FairPolicy:
 
 def _has_work(account: Account, step: int) -> bool:
     """Whether it has a request to start, or a prefill that is not in the step yet."""
-    if account.is_held:
+    if account.is_paused:
         return False
     return bool(account.waiting) or any(request.scheduled_step != step for request in account.prefilling)
 
 
 def _is_paused(request: Request) -> bool:
     account = account_of(request)
-    return account.is_held and account.recovering is not request
+    return account.is_paused and account.recovering is not request

@@ -60,7 +60,7 @@ class HostTier:
             self._pinned.add(content_hash)
         return block_id
 
-    def touch(self, content_hash: bytes) -> None:
+    def mark_used(self, content_hash: bytes) -> None:
         """Count a use of a content that is here."""
         self._by_hash.move_to_end(content_hash)
 
@@ -71,6 +71,6 @@ class HostTier:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless every host block is held once or unused once."""
-        held = sorted([*self._by_hash.values(), *self._unused])
-        assert held == list(range(self.num_blocks)), "host blocks leaked"
+        block_ids = sorted([*self._by_hash.values(), *self._unused])
+        assert block_ids == list(range(self.num_blocks)), "host blocks leaked"
         assert self._pinned <= set(self._by_hash), "a pinned content was dropped"

@@ -12,12 +12,12 @@ from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """Rows of one step in columns, decodes first; the items of its batch have gone on to the next one.
+    """Rows of one step in columns, decodes first; the items of its batch have advanced to the next one.
 
     `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with; a request that has lost its
     blocks since has another table. `chunks` holds, for each row after the decodes (which have one token each), its number of
-    tokens and whether it samples. `ends`: the greatest lengths of the decodes. `first_end`: the smallest number of tokens by
-    which a decode is short of its end, so that a step in which none can reach it does not look for ends.
+    tokens and whether it samples. `ends`: the maximum length of each decode. `min_tokens_left`: the fewest tokens that any
+    decode has left before its maximum, so that a step in which none can reach it does not check for ends.
     """
 
     decodes: list[ScheduledRequest]
@@ -26,14 +26,14 @@ class InFlightBatch:
     tables: list[Sequence[int]]
     chunks: list[tuple[int, bool]]
     ends: list[int]
-    first_end: int
+    min_tokens_left: int
 
     @classmethod
     def of(cls, batch: ScheduledBatch, before: InFlightBatch | None) -> InFlightBatch:
         """`before`: the step before, if that was in flight too. It may have the same decodes, each one token earlier."""
         decodes, starts = batch.decodes, [item.start for item in batch.items]
         if before is not None and decodes is before.decodes:
-            num_decodes, first_end = len(decodes), before.first_end - 1
+            num_decodes, min_tokens_left = len(decodes), before.min_tokens_left - 1
             requests, tables, ends = before.requests, before.tables, before.ends
             if before.chunks:
                 requests, tables = requests[:num_decodes], tables[:num_decodes]
@@ -41,18 +41,18 @@ class InFlightBatch:
             requests = [item.request for item in decodes]
             tables = [request.block_table for request in requests]
             ends = [request.max_total_tokens for request in requests]
-            first_end = min([end - start for end, start in zip(ends, starts, strict=False)], default=0)
+            min_tokens_left = min([end - start for end, start in zip(ends, starts, strict=False)], default=0)
         if batch.prefills:
             new = [item.request for item in batch.prefills]
             requests, tables = requests + new, tables + [request.block_table for request in new]
         chunks = [(item.num_tokens, item.samples) for item in batch.prefills]
-        return cls(decodes, requests, starts, tables, chunks, ends, first_end)
+        return cls(decodes, requests, starts, tables, chunks, ends, min_tokens_left)
 
     @property
     def num_decodes(self) -> int:
         return len(self.requests) - len(self.chunks)
 
-    def holds(self, row: int) -> bool:
+    def is_live(self, row: int) -> bool:
         """Whether the request of a row is still the one that was planned: neither ended nor preempted since."""
         request = self.requests[row]
         return not request.is_finished and request.block_table is self.tables[row]
@@ -70,9 +70,9 @@ def as_planned(in_flight: InFlightBatch, rows: Sequence[int]) -> Iterator[list[S
 
     For computing a launched step again. Results of all steps before it must be settled.
     """
-    taken = [in_flight.requests[row].take_unknown() for row in rows]
+    removed = [in_flight.requests[row].remove_unknown_tokens() for row in rows]
     try:
         yield [in_flight.item(row) for row in rows]
     finally:
-        for row, num_unknown in zip(rows, taken, strict=True):
-            in_flight.requests[row].give_unknown(num_unknown)
+        for row, num_unknown in zip(rows, removed, strict=True):
+            in_flight.requests[row].restore_unknown_tokens(num_unknown)

@@ -62,7 +62,7 @@ class KvBlocks:
         return -(-num_tokens // self._block_size)
 
     def find(self, request: Request) -> FoundPrefix:
-        """The longest prefix of `request` that need not be computed. Looks, and changes nothing."""
+        """The longest prefix of `request` that need not be computed. Changes nothing."""
         matched = self.prefix_cache.match(request)
         if request.sampling.prompt_logprobs is not None:  # tokens that were never computed have no log-probabilities
             return self._on_device(matched[: request.num_prompt_tokens_computed // self._block_size])
@@ -92,23 +92,23 @@ class KvBlocks:
             longer.num_unowned += block_id is not None and not self.pool.is_used(block_id)
         return longer
 
-    def needed(self, request: Request, found: FoundPrefix) -> int:
+    def num_needed_blocks(self, request: Request, found: FoundPrefix) -> int:
         """Available blocks that the rest of the prompt takes after its found prefix."""
         return self.blocks_for(request.num_tokens) - len(found.blocks) + found.num_on_host + found.num_unowned
 
     def has_room(self, request: Request, found: FoundPrefix) -> bool:
         """Whether the whole prompt fits, with all promises kept."""
-        return self.needed(request, found) <= self.num_spare
+        return self.num_needed_blocks(request, found) <= self.num_spare
 
-    def place(self, request: Request, found: FoundPrefix) -> None:
-        """Give an admitted request its found prefix, and promise it the rest of its prompt."""
+    def attach_prefix(self, request: Request, found: FoundPrefix) -> None:
+        """Attach the found prefix to an admitted request, and promise it blocks for the rest of its prompt."""
         self.pool.share_all(block_id for block_id in found.blocks if block_id is not None)
         hashes = request.block_hashes
         on_host = {index: self._fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
         table: list[int] = []
         for index, block_id in enumerate(found.blocks):
             table.append(self._swap_in(hashes[index], on_host[index]) if block_id is None else block_id)
-        self._hold(request, table)
+        self._append_blocks(request, table)
         request.num_computed_tokens = len(table) * self._block_size
         self._promise(request, self.blocks_for(request.num_tokens) - len(table))
 
@@ -128,7 +128,7 @@ class KvBlocks:
     def _swap_out(self, block_id: int, content_hash: bytes) -> None:
         assert self.host_tier is not None
         if content_hash in self.host_tier:
-            self.host_tier.touch(content_hash)
+            self.host_tier.mark_used(content_hash)
             return
         host_block = self.host_tier.store(content_hash)
         if host_block is not None:
@@ -139,12 +139,12 @@ class KvBlocks:
         """Let `request` share the prompt blocks of `parent`, all of which are computed; its last token is computed again."""
         table = parent.block_table[: self.blocks_for(request.num_prompt_tokens)]
         self.pool.share_all(table)
-        self._hold(request, table)
+        self._append_blocks(request, table)
         request.num_computed_tokens = request.num_prompt_tokens - 1
         self.make_writable(request, request.num_computed_tokens)
 
     def make_writable(self, request: Request, position: int) -> None:
-        """Copy on write: the block of `position` becomes the request's own if somebody else holds it too."""
+        """Copy on write: the block of `position` becomes the request's own if another request holds it too."""
         index = position // self._block_size
         source = request.block_table[index]
         if self.pool.ref_count(source) == 1:
@@ -160,7 +160,7 @@ class KvBlocks:
         if missing <= 0:
             return
         self._promise(request, -min(missing, request.num_promised_blocks))
-        self._hold(request, self.pool.allocate(missing))
+        self._append_blocks(request, self.pool.allocate(missing))
 
     def register(self, request: Request, num_computed_before: int, num_computed: int) -> None:
         """Make findable the blocks of a prompt that became full between these numbers of tokens."""
@@ -174,9 +174,9 @@ class KvBlocks:
             account_of(request).num_blocks += 1
 
     def release(self, request: Request, *, is_preempted: bool = False, is_failed: bool = False) -> None:
-        """Take all blocks. First, blocks filled by an answer become findable: hardly any request looks for them while it is
-        being written, and registering all at once takes a third of the time. A failed request leaves nothing findable. A
-        preempted request finds the blocks of its prompt again, even where no other may."""
+        """Release all blocks. Before that, blocks filled by an answer become findable: hardly any request looks them up while
+        the answer is being generated, and registering all at once takes a third of the time. A failed request leaves nothing
+        findable. A preempted request finds the blocks of its prompt again, even where no other may."""
         is_shared = self.prefix_cache.is_shared
         if not is_failed and (is_shared or is_preempted):
             first = request.num_prompt_tokens if is_shared else 0
@@ -187,7 +187,7 @@ class KvBlocks:
             request.account.num_blocks -= len(request.block_table)
         request.block_table = table_of()
 
-    def _hold(self, request: Request, blocks: Sequence[int]) -> None:
+    def _append_blocks(self, request: Request, blocks: Sequence[int]) -> None:
         request.block_table.extend(blocks)
         if request.account is not None:
             request.account.num_blocks += len(blocks)
@@ -196,7 +196,7 @@ class KvBlocks:
         request.num_promised_blocks += num_blocks
         self._num_promised += num_blocks
 
-    def take_moves(self) -> BlockMoves:
+    def pop_moves(self) -> BlockMoves:
         """All moves that must be made before the planned step runs; the next step starts with none."""
         moves, self._moves = self._moves, BlockMoves()
         self.pool.release(self._copy_sources)

@@ -2,7 +2,7 @@
 
 Admission by predicted peak, as in lightllm: with running requests sorted by what they still have to write, the peak comes right
 before one of them ends, and is the largest Σ slots of those that outlive it. A request that writes a token per step ends at a
-fixed step, and `slots - step` is constant too. So a bucket of requests with similar ends is two integers, nothing is touched as
+fixed step, and `slots - step` is constant too. So a bucket of requests with similar ends is two integers, nothing is updated as
 time passes, and the peak costs one pass over the buckets instead of a sort.
 """
 
@@ -35,7 +35,7 @@ class KvForecast:
 
     def fits(self, step: int, num_tokens: int, remaining: int) -> bool:
         """Whether a request of `num_tokens` slots that will write `remaining` more can join without a predicted shortage."""
-        end, base = self._place(step, num_tokens, remaining)
+        end, base = self._bucket_and_base(step, num_tokens, remaining)
         if self._sum_at_end + base + end * BUCKET_STEPS <= self._capacity:
             return True  # even if all of them ended at the same step
         return self._peak(end, base) <= self._capacity
@@ -53,14 +53,14 @@ class KvForecast:
             peak = max(peak, sum_bases + count * end * BUCKET_STEPS)
         return peak
 
-    def _place(self, step: int, num_tokens: int, remaining: int) -> tuple[int, int]:
+    def _bucket_and_base(self, step: int, num_tokens: int, remaining: int) -> tuple[int, int]:
         """Bucket number of the end, and slots minus step. The sum is exact at its own end, where the peaks are."""
         end = (step + remaining) // BUCKET_STEPS + 1
         blocks = -(-(num_tokens + remaining) // self._block_size)
         return end, blocks * self._block_size - end * BUCKET_STEPS
 
     def add(self, request: Request, step: int, num_tokens: int, remaining: int) -> None:
-        end, base = self._place(step, num_tokens, remaining)
+        end, base = self._bucket_and_base(step, num_tokens, remaining)
         bucket = self._buckets.setdefault(end, _Bucket())
         bucket.members[request] = base
         bucket.sum_bases += base

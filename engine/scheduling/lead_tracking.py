@@ -1,7 +1,7 @@
 """Leads: how far each account is ahead of its class. It decides who may lose a seat and who pauses. Integers only.
 
-Leads change in every step, but are looked up only when they can matter: decoding alone cannot carry an account across the next
-threshold before a step that is known (`Account.steps_within`), and every other charge is followed by a look.
+Leads change in every step, but are computed only when they can matter: decoding alone cannot carry an account across the next
+threshold before a known step (`Account.steps_within`), and every other charge is followed by an update.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from engine.scheduling.backlog import Backlog
 from engine.scheduling.request import Request
 
 WATCH_STEPS_MAX = 256
-"""Every account is looked at at least this often, which keeps the calendar of looks short."""
+"""Every account is checked at least this often, which keeps the calendar of checks short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairSettings:
-    """In picoseconds per unit of weight. Q: the most that idling earns. An account ahead of the level by more than
-    `hysteresis_ps` may lose a seat to an entitled account; ahead by more than `cap_ps` it pauses."""
+    """In picoseconds per unit of weight. `quantum_ps` (Q): the most that idling earns. An account ahead of the level by more
+    than `hysteresis_ps` may lose a seat to an entitled account; ahead by more than `cap_ps` it pauses."""
 
     quantum_ps: int
     hysteresis_ps: int
@@ -33,10 +33,10 @@ class LeadTracker:
 
     def __init__(self, accounts: Accounts, backlogs: Mapping[Priority, Backlog], settings: FairSettings) -> None:
         self.settings = settings
-        self.ahead: dict[Account, None] = {}  # beyond the hysteresis when last looked at
-        self.held: dict[Account, None] = {}  # pausing in this step
+        self.ahead: dict[Account, None] = {}  # beyond the hysteresis at their last update
+        self.paused: dict[Account, None] = {}  # pausing in this step
         self.version = 0  # grows when another account is ahead
-        self._too_far: dict[Account, None] = {}  # beyond the cap when last looked at
+        self._over_cap: dict[Account, None] = {}  # beyond the cap at their last update
         self._accounts = accounts
         self._backlogs = backlogs
         self._watched: dict[int, list[Account]] = {}
@@ -46,31 +46,31 @@ class LeadTracker:
         return self._backlogs[account.priority].lead_at(account, self._accounts.step) // account.weight
 
     def begin_step(self) -> None:
-        """Look at the accounts that are due."""
+        """Update the accounts whose check is due, and those over the cap."""
         step = self._accounts.step
         watched = self._watched.pop(step, None)
-        if watched is None and not self._too_far:
+        if watched is None and not self._over_cap:
             return
         for backlog in self._backlogs.values():
-            backlog.first(1, step)  # raises the level
+            backlog.next_accounts(1, step)  # raises the level
         for account in watched or ():
             if account.watch_step == step:
-                self.look_at(account)
-        for account in list(self._too_far):
-            self.look_at(account)
+                self.update(account)
+        for account in list(self._over_cap):
+            self.update(account)
 
-    def look_at(self, account: Account) -> None:
-        """Record where an account is, and when it could cross the next threshold."""
+    def update(self, account: Account) -> None:
+        """Record which thresholds the lead of an account exceeds, and when it could cross the next one."""
         if account.round is None or not account.running:
             self.ahead.pop(account, None)
-            self._too_far.pop(account, None)
+            self._over_cap.pop(account, None)
             return
         lead = self.lead_of(account)
         if lead >= self.settings.cap_ps:
-            self._too_far[account] = None
+            self._over_cap[account] = None
             self._note_ahead(account)
             return
-        self._too_far.pop(account, None)
+        self._over_cap.pop(account, None)
         if lead >= self.settings.hysteresis_ps:
             self._note_ahead(account)
             self._watch(account, self.settings.cap_ps - lead)
@@ -92,23 +92,23 @@ class LeadTracker:
             account.watch_step = latest
             self._watched.setdefault(latest, []).append(account)
 
-    def changes(self) -> tuple[list[Account], list[Account]]:
-        """Accounts that pause from now on, and those that go on. One whose protected request is safe now pauses entirely."""
-        if not self._too_far and not self.held:
+    def pause_changes(self) -> tuple[list[Account], list[Account]]:
+        """Accounts that pause from now on, and those that resume. One whose request is no longer protected pauses entirely."""
+        if not self._over_cap and not self.paused:
             return [], []
-        secured = {account for account in self._too_far if account.recovering is not None}
-        for account in secured:
+        protected = {account for account in self._over_cap if account.recovering is not None}
+        for account in protected:
             recovering(account)
-        pause = [account for account in self._too_far if account not in self.held or account in secured]
-        resume = [account for account in self.held if account not in self._too_far]
-        self.held.clear()
-        self.held.update(self._too_far)
+        pause = [account for account in self._over_cap if account not in self.paused or account in protected]
+        resume = [account for account in self.paused if account not in self._over_cap]
+        self.paused.clear()
+        self.paused.update(self._over_cap)
         return pause, resume
 
 
 def recovering(account: Account) -> Request | None:
-    """The request of an account that may not be preempted or paused, if that still holds."""
+    """The request of an account that is protected from preemption and pauses, while it is."""
     request = account.recovering
-    if request is not None and (request not in account.running or request.num_computed_tokens >= request.secured_len):
+    if request is not None and (request not in account.running or request.num_computed_tokens >= request.protected_len):
         request = account.recovering = None
     return request

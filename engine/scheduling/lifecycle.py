@@ -68,84 +68,84 @@ class Lifecycle:
         self._deadlines.add(request)
         account = self._accounts.find(request.tenant_id, request.priority, request.weight)
         if request.weight != account.weight:
-            self._policy.reweigh(account, request.weight)
-        self._wait(request)
+            self._policy.set_weight(account, request.weight)
+        self._enqueue(request)
 
     def add_fork(self, request: Request) -> None:
         """Park a further answer of `request.forked_from`, or queue it if there is nothing to wait for."""
         assert request.forked_from is not None, f"request {request.request_id} is no fork"
         self._deadlines.add(request)
         if not self._forks.park(request):
-            self._wait(request)
+            self._enqueue(request)
 
-    def note_first_token(self, parent: Request) -> None:
-        """A prompt is computed and has its first token: forks of it now wait before other requests of their tenant."""
+    def record_first_token(self, parent: Request) -> None:
+        """Record that a prompt has its first token, and queue its forks before other requests of their tenant."""
         if parent.first_token_s is None:
             parent.first_token_s = self._clock()
-        for fork in reversed(self._forks.take(parent)):
-            self._wait(fork, first=True)
+        for fork in reversed(self._forks.pop(parent)):
+            self._enqueue(fork, first=True)
 
-    def _wait(self, request: Request, *, first: bool = False) -> None:
+    def _enqueue(self, request: Request, *, first: bool = False) -> None:
         request.account = account = self._accounts.find(request.tenant_id, request.priority, request.weight)
         self._queued[request] = None
-        self._accounts.wait(account, request, first=first)
-        self._policy.waits(request)
+        self._accounts.add_waiting(account, request, first=first)
+        self._policy.on_queued(request)
 
     def start(self, request: Request) -> None:
-        """Give a waiting request a seat and blocks; `Admission.can_start` has just said that it can."""
+        """Give a waiting request a seat and blocks; the last `Admission.can_start` must have returned NOW for it."""
         account = account_of(request)
         del self._queued[request]
         num_swapped_in = self._admission.start(request)
         if num_swapped_in:
             self.charge(request, num_swapped_in * self._accounts.costs.swap_in_block_ps)
-        self._accounts.start(account, request)
-        self._policy.left(request)
-        self._policy.started(request)
-        self._rotation.started(request)
-        request.own_token_ids()
+        self._accounts.start_running(account, request)
+        self._policy.on_dequeued(request)
+        self._policy.on_started(request)
+        self._rotation.on_started(request)
+        request.copy_shared_token_ids()
         request.move_to(RequestStatus.PREFILL)
         request.moved_step = self._accounts.step
         num_lost = request.num_lost_tokens - request.num_computed_tokens
         if num_lost > 0:
             self._totals.recomputed_tokens += num_lost
-            self._policy.recovers(request, num_lost)
+            self._policy.on_recompute(request, num_lost)
         if request.first_scheduled_s is None:
-            request.schedule_first(self._clock())
+            request.record_first_schedule(self._clock())
             if request.forked_from is None:
                 self._totals.prefix_cache_hit_tokens += request.num_cached_tokens
 
     def start_decoding(self, request: Request) -> None:
-        """All of its prompt is computed."""
+        """Move a request whose whole prompt is computed to decoding."""
         account = account_of(request)
-        self._admission.computed(request)
+        self._admission.finish_prefill(request)
         request.move_to(RequestStatus.DECODE)
         self._accounts.finish_prefill(account, request)
         self._decodes.add(request)
-        self._policy.settled(account)
-        self._policy.charged(account)
+        self._policy.on_backlog_change(account)
+        self._policy.on_charged(account)
 
     def stop_decoding(self, request: Request) -> None:
         """Its last token is under way: no further step is planned with it. It keeps its seat until that token is known."""
         self._decodes.remove(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
+        """Release a running request's blocks; it waits before its tenant's new requests and continues later."""
         request.num_lost_tokens = request.num_computed_tokens
         request.num_preemptions += 1
         request.moved_step = self._accounts.step
         self._totals.preemptions += 1
-        self._rotation.suspend(request)
-        self._wait(request)
+        self._rotation.on_preempted(request)
+        self._enqueue(request)
         self._stop(request, is_preempted=True)
         request.move_to(RequestStatus.QUEUED)
         request.num_computed_tokens = request.num_in_flight_tokens = 0
 
     def _stop(self, request: Request, *, is_preempted: bool = False, is_failed: bool = False) -> None:
-        """Take the seat and the blocks of a running request."""
+        """Release the seat and the blocks of a running request."""
         self._decodes.remove(request)
         self._admission.stop(request, is_preempted=is_preempted, is_failed=is_failed)
-        self._accounts.stop(account_of(request), request)
-        self._policy.settled(account_of(request))
+        self._accounts.stop_running(account_of(request), request)
+        self._policy.on_backlog_change(account_of(request))
 
     def end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
         """End a live request. Returns its last event, with these tokens. Forks that wait for its prompt compute it
@@ -153,15 +153,15 @@ class Lifecycle:
         account = request.account
         if request in self._queued:
             del self._queued[request]
-            self._accounts.quit(account_of(request), request)
-            self._policy.left(request)
-        elif not self._forks.leave(request):
+            self._accounts.remove_waiting(account_of(request), request)
+            self._policy.on_dequeued(request)
+        elif not self._forks.remove(request):
             self._stop(request, is_failed=reason is FinishReason.ERROR)
         if account is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             account.record_output(request.num_output_tokens)
         request.finish(reason)
-        for fork in self._forks.take(request):
-            self._wait(fork)
+        for fork in self._forks.pop(request):
+            self._enqueue(fork)
         event = token_event(request, token_ids or [])
         if token_ids and request.first_token_s is not None:
             event.decode_s = self._clock() - request.first_token_s
@@ -180,4 +180,4 @@ class Lifecycle:
     def charge(self, request: Request, cost_ps: int) -> None:
         """Charge the tenant of a request for more than its decodes."""
         self._accounts.charge(account_of(request), cost_ps)
-        self._policy.charged(account_of(request))
+        self._policy.on_charged(account_of(request))

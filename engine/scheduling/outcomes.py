@@ -7,7 +7,7 @@ without its results (progress, the end of a prompt, that there will be one more 
     every request of n has one unknown token       two: of n, n+1                  one: of n+1
 
 Nothing becomes findable by others and no fork starts before `settle`, so other requests build only on steps that are known to
-have worked. Blocks of an answer become findable all at once, when it gives them back (`KvBlocks.release`).
+have worked. Blocks of an answer become findable all at once, when they are released (`KvBlocks.release`).
 
 A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1, which is discarded. One that
 reaches its last token for certain is not planned again, and keeps its seat until that token is known.
@@ -20,19 +20,19 @@ from typing import Any
 
 from engine.protocol import TokenEvent
 from engine.scheduling.admission import Admission
-from engine.scheduling.departures import without
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.lifecycle import Lifecycle
 from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, RequestStatus
+from engine.scheduling.row_diff import without_rows
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.token_events import StepEvents, token_event
 
 
 class Outcomes:
-    """The part of the scheduler that follows the device."""
+    """Applies the results of steps to their requests."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Outcomes:
         self._admission = admission
         self._drafting = drafting
         self._totals = totals
-        self.num_under_way = 0
+        self.num_in_flight = 0
         """Steps that were advanced and are not settled."""
         self._advanced: InFlightBatch | None = None
 
@@ -76,7 +76,7 @@ class Outcomes:
             self._totals.generation_tokens += 1
             reason = request.append(token_ids[0])
             return token_event(request, token_ids) if reason is None else self._lifecycle.end(request, reason, token_ids)
-        return self._take_tokens(request, output)
+        return self._append_tokens(request, output)
 
     def _apply_prefill(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
         request = item.request
@@ -88,8 +88,8 @@ class Outcomes:
         self._kv.register(request, item.start, request.num_computed_tokens)
         if item.samples:
             self._lifecycle.start_decoding(request)
-            self._lifecycle.note_first_token(request)
-            return self._take_tokens(request, output)
+            self._lifecycle.record_first_token(request)
+            return self._append_tokens(request, output)
         return self._finish_chunk(request, output)
 
     def _finish_chunk(self, request: Request, output: StepOutput, *, is_running: bool = True) -> TokenEvent | None:
@@ -115,7 +115,7 @@ class Outcomes:
         if computed == request.num_prompt_tokens and request.forked_from is None:
             self._totals.prompt_tokens += computed
 
-    def _take_tokens(self, request: Request, output: StepOutput) -> TokenEvent:
+    def _append_tokens(self, request: Request, output: StepOutput) -> TokenEvent:
         """Append the sampled tokens up to the first that ends the request; tokens after it are dropped."""
         token_ids, logprobs = output.token_ids, output.logprobs
         assert token_ids, f"request {request.request_id} sampled no token"
@@ -135,12 +135,12 @@ class Outcomes:
     def advance(self, batch: ScheduledBatch) -> InFlightBatch:
         """See `Scheduler.advance`."""
         assert not batch.num_draft_tokens, "how far a guess gets is not known beforehand"
-        self.num_under_way += 1
+        self.num_in_flight += 1
         in_flight = self._advanced = InFlightBatch.of(batch, self._advanced)
-        last: list[Request] = []
-        if in_flight.first_end <= 2:
+        ending: list[Request] = []
+        if in_flight.min_tokens_left <= 2:
             rows = zip(in_flight.requests, in_flight.starts, in_flight.ends, strict=False)
-            last = [request for request, start, end in rows if start + 2 >= end]
+            ending = [request for request, start, end in rows if start + 2 >= end]
         for item in batch.decodes:
             request = item.request
             item.start = request.num_computed_tokens = item.start + 1
@@ -155,55 +155,55 @@ class Outcomes:
                 request.token_ids.append(UNKNOWN_TOKEN)
                 request.num_unknown_tokens += 1
                 if request.num_tokens >= request.max_total_tokens:
-                    last.append(request)
-        for request in last:
+                    ending.append(request)
+        for request in ending:
             self._lifecycle.stop_decoding(request)
         return in_flight
 
     def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> StepEvents:
         """See `Scheduler.settle`."""
         assert len(outputs) == len(in_flight.requests), "a step has one output per row"
-        self.num_under_way -= 1
+        self.num_in_flight -= 1
         num_decodes = in_flight.num_decodes
-        finished, is_far = RequestStatus.FINISHED, in_flight.first_end > 2
+        finished, no_end_near = RequestStatus.FINISHED, in_flight.min_tokens_left > 2
         events: list[TokenEvent] = []
-        others: set[Request] = set()  # requests that do more than go on with one more token
+        irregular: set[Request] = set()  # requests that do more than continue with one more token
         for request, start, output in zip(in_flight.requests[:num_decodes], in_flight.starts, outputs, strict=False):
             if output.__class__ is not int or request.status is finished:
-                others.add(request)
+                irregular.add(request)
                 if output is not None and request.status is not finished:
                     assert isinstance(output, StepOutput)
                     events.append(self._settle_output(request, start + 1, output))
                 continue
             end = start + 1
-            # what `fill` does when nothing ends:
-            if output not in request.stop_ids and (is_far or end + 1 < request.max_total_tokens):
+            # what `fill_token` does when nothing ends:
+            if output not in request.stop_ids and (no_end_near or end + 1 < request.max_total_tokens):
                 request.token_ids[end] = output
                 request.num_unknown_tokens -= 1
             else:
-                reason = request.fill(end, output)
+                reason = request.fill_token(end, output)
                 if reason is not None:
-                    others.add(request)
+                    irregular.add(request)
                     self._totals.generation_tokens += 1
                     events.append(self._lifecycle.end(request, reason, [output]))
-        happened = StepEvents(events, *_columns(in_flight, outputs, others))
-        self._totals.generation_tokens += len(happened.token_ids)
+        step_events = StepEvents(events, *_columns(in_flight, outputs, irregular))
+        self._totals.generation_tokens += len(step_events.token_ids)
         for row in range(num_decodes, len(in_flight.requests)):
             output = outputs[row]
             if output is not None and in_flight.requests[row].status is not RequestStatus.FINISHED:
                 event = self._settle_prefill(in_flight, row, StepOutput([output]) if isinstance(output, int) else output)
                 if event is not None:
                     events.append(event)
-        return happened
+        return step_events
 
     def _settle_output(self, request: Request, end: int, output: StepOutput) -> TokenEvent:
         """Settle a row that ends a prefill, has log-probabilities or an error; `end` is the position of its sampled token."""
         if output.error is not None:
-            request.forget_unknown()
+            request.discard_unknown_tokens()
             return self._lifecycle.fail(request, output.error, output.error_param)
         (token_id,) = output.token_ids
         self._totals.generation_tokens += 1
-        reason = request.fill(end, token_id)
+        reason = request.fill_token(end, token_id)
         event = token_event(request, [token_id]) if reason is None else self._lifecycle.end(request, reason, [token_id])
         event.logprobs, event.prompt_logprobs = output.logprobs, output.prompt_logprobs
         return event
@@ -211,7 +211,7 @@ class Outcomes:
     def _settle_prefill(self, in_flight: InFlightBatch, row: int, output: StepOutput) -> TokenEvent | None:
         request, start = in_flight.requests[row], in_flight.starts[row]
         num_tokens, samples = in_flight.chunks[row - in_flight.num_decodes]
-        end, is_running = start + num_tokens, in_flight.holds(row)  # it may have started again, with other blocks
+        end, is_running = start + num_tokens, in_flight.is_live(row)  # it may have started again, with other blocks
         if is_running:
             request.num_in_flight_tokens -= num_tokens
         if output.error is not None:
@@ -221,18 +221,18 @@ class Outcomes:
         if is_running:
             self._kv.register(request, start, end)
         if samples:
-            self._lifecycle.note_first_token(request)
+            self._lifecycle.record_first_token(request)
             return self._settle_output(request, end, output)
         return self._finish_chunk(request, output, is_running=is_running)
 
 
 def _columns(
-    in_flight: InFlightBatch, outputs: Sequence[RowResult], others: Set[Request]
+    in_flight: InFlightBatch, outputs: Sequence[RowResult], irregular: Set[Request]
 ) -> tuple[list[Request], list[int], list[int]]:
-    """Requests, starts and tokens of the decodes without `others`."""
+    """Requests, starts and tokens of the decodes without `irregular`."""
     num_decodes = in_flight.num_decodes
     columns: tuple[Any, Any, Any] = in_flight.requests[:num_decodes], in_flight.starts[:num_decodes], outputs[:num_decodes]
-    if not others:
+    if not irregular:
         return columns
-    rows = [row for row, request in enumerate(columns[0]) if request in others]
-    return without(columns[0], rows), without(columns[1], rows), without(columns[2], rows)
+    rows = [row for row, request in enumerate(columns[0]) if request in irregular]
+    return without_rows(columns[0], rows), without_rows(columns[1], rows), without_rows(columns[2], rows)

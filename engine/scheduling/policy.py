@@ -18,21 +18,21 @@ from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.request import Request
 from engine.scheduling.urgency import Urgency
 
-LOOK_REQUESTS = 8
-"""Requests looked at in a step: waiting ones behind one that does not fit, preempted ones, and those these could replace."""
+SCAN_REQUESTS_MAX = 8
+"""Requests examined in a step: waiting ones behind one that does not fit, preempted ones, and those these could replace."""
 
 SKIPS_MAX = 32
 """Times that others may pass a request that does not fit. Then all others wait for it, so that it cannot starve."""
 
 
-def looked_at(num_accounts: int) -> int:
-    """Waiting requests looked at per account: about as many in all for one tenant as for several."""
-    return max(2, LOOK_REQUESTS // max(1, num_accounts // 2))
+def scan_limit(num_accounts: int) -> int:
+    """Waiting requests examined per account: about as many in all for one tenant as for several."""
+    return max(2, SCAN_REQUESTS_MAX // max(1, num_accounts // 2))
 
 
 class Start(Enum):
     """Whether a waiting request can start. LATER: a running prefill computes the block that it needs next, or this step has
-    taken over enough from others."""
+    reused enough tokens."""
 
     NOW = "now"
     NO_ROOM = "no room"
@@ -53,37 +53,37 @@ class PolicyContext:
 
 
 class Policy(Protocol):
-    """Orders requests. A call may look at a bounded number of waiting requests and accounts, never at all of them."""
+    """Orders requests. A call may examine a bounded number of waiting requests and accounts, never all of them."""
 
-    def waits(self, request: Request) -> None:
-        """A request has joined its account's line."""
+    def on_queued(self, request: Request) -> None:
+        """A request has joined its account's queue."""
 
-    def left(self, request: Request) -> None:
-        """A request has left its account's line: it starts, or it has ended."""
+    def on_dequeued(self, request: Request) -> None:
+        """A request has left its account's queue: it starts, or it has ended."""
 
-    def started(self, request: Request) -> None:
+    def on_started(self, request: Request) -> None:
         """A request got a seat."""
 
-    def reweigh(self, account: Account, weight: int) -> None:
+    def set_weight(self, account: Account, weight: int) -> None:
         """The weight of an account changes."""
 
-    def settled(self, account: Account) -> None:
-        """A prefill of the account is complete, or has ended."""
+    def on_backlog_change(self, account: Account) -> None:
+        """A prefill of the account is complete, or one of its requests has stopped running."""
 
-    def recovers(self, request: Request, num_lost: int) -> None:
+    def on_recompute(self, request: Request, num_lost: int) -> None:
         """A preempted request has started again, and recomputes `num_lost` tokens."""
 
     def begin_step(self) -> None:
         """A step is about to be planned; `accounts.step` is the last one that was charged."""
 
-    def holds(self) -> tuple[list[Account], list[Account]]:
-        """Accounts whose running requests must pause from this step on, and accounts whose requests may go on again."""
+    def pause_changes(self) -> tuple[list[Account], list[Account]]:
+        """Accounts whose running requests must pause from this step on, and accounts whose requests may resume."""
 
-    def next_turn(self, can_start: CanStart | None) -> Request | None:
+    def next_prefill(self, can_start: CanStart | None) -> Request | None:
         """The request that gets prefill tokens next: a prefill under way that is not in this step yet, or a waiting request
         that can start. `can_start` is None when there is no seat."""
 
-    def charged(self, account: Account) -> None:
+    def on_charged(self, account: Account) -> None:
         """An account was charged for something besides its decodes, or has more decodes from now on."""
 
     def applicants(self) -> list[Request]:
@@ -92,14 +92,14 @@ class Policy(Protocol):
     def victim(self, applicant: Request) -> Request | None:
         """The running request that must make room for the applicant, if any."""
 
-    def found_no_victim(self) -> None:
+    def on_no_victim(self) -> None:
         """No victim was found for any applicant."""
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
         """The running request that is preempted when decodes find no block; `running` is by age."""
 
 
-def under_way(prefilling: Iterable[Request], step: int) -> Request | None:
+def first_unscheduled(prefilling: Iterable[Request], step: int) -> Request | None:
     """The first of these prefills that is not in the step yet."""
     for request in prefilling:
         if request.scheduled_step != step:
@@ -113,12 +113,12 @@ def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Re
     fit."""
     passed: list[Request] = []
     for request in requests:
-        answer = can_start(request)
-        if answer is Start.NOW:
+        decision = can_start(request)
+        if decision is Start.NOW:
             for overtaken in passed:
                 overtaken.num_skips += 1
             return request, None
-        if answer is Start.NO_ROOM:
+        if decision is Start.NO_ROOM:
             if request.num_skips >= SKIPS_MAX:
                 return None, request
             passed.append(request)
@@ -126,36 +126,36 @@ def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Re
 
 
 class PlainPolicy:
-    """A policy without fairness: no account is held, no request is preempted for another, the youngest gives up its blocks."""
+    """A policy without fairness: no account pauses, no request is preempted for another, the youngest gives up its blocks."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._accounts = context.accounts
 
-    def started(self, request: Request) -> None:
+    def on_started(self, request: Request) -> None:
         """Seats need no bookkeeping."""
 
-    def reweigh(self, account: Account, weight: int) -> None:
-        self._accounts.reweigh(account, weight)
+    def set_weight(self, account: Account, weight: int) -> None:
+        self._accounts.set_weight(account, weight)
 
-    def settled(self, account: Account) -> None:
+    def on_backlog_change(self, account: Account) -> None:
         """Prefills under way need no bookkeeping."""
 
-    def recovers(self, request: Request, num_lost: int) -> None:
+    def on_recompute(self, request: Request, num_lost: int) -> None:
         """Wasted work decides nothing: no request is preempted for another."""
 
     def begin_step(self) -> None:
         """Nothing changes between steps."""
 
-    def holds(self) -> tuple[list[Account], list[Account]]:
+    def pause_changes(self) -> tuple[list[Account], list[Account]]:
         return [], []
 
-    def charged(self, account: Account) -> None:
+    def on_charged(self, account: Account) -> None:
         """Service decides nothing."""
 
     def applicants(self) -> list[Request]:
         return []
 
-    def found_no_victim(self) -> None:
+    def on_no_victim(self) -> None:
         """There are no applicants."""
 
     def victim(self, applicant: Request) -> Request | None:
@@ -171,18 +171,18 @@ class FcfsPolicy(PlainPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._line: OrderedDict[Request, None] = OrderedDict()
+        self._queue: OrderedDict[Request, None] = OrderedDict()
 
-    def waits(self, request: Request) -> None:
-        self._line[request] = None
+    def on_queued(self, request: Request) -> None:
+        self._queue[request] = None
         if request.num_preemptions:
-            self._line.move_to_end(request, last=False)
+            self._queue.move_to_end(request, last=False)
 
-    def left(self, request: Request) -> None:
-        self._line.pop(request, None)
+    def on_dequeued(self, request: Request) -> None:
+        self._queue.pop(request, None)
 
-    def next_turn(self, can_start: CanStart | None) -> Request | None:
-        turn = under_way(self._accounts.prefilling, self._accounts.step)
-        if turn is None and can_start is not None:
-            turn, _ = first_to_start(islice(self._line, LOOK_REQUESTS), can_start)
-        return turn
+    def next_prefill(self, can_start: CanStart | None) -> Request | None:
+        chosen = first_unscheduled(self._accounts.prefilling, self._accounts.step)
+        if chosen is None and can_start is not None:
+            chosen, _ = first_to_start(islice(self._queue, SCAN_REQUESTS_MAX), can_start)
+        return chosen

@@ -64,7 +64,7 @@ class Preemption:
             victim = None if holder is None or holder is account else _youngest(holder)
             if victim is not None:
                 return victim
-        for paused in self._leads.held:
+        for paused in self._leads.paused:
             victim = None if paused is account else _youngest(paused)
             if victim is not None:
                 return victim
@@ -87,10 +87,10 @@ class Preemption:
         for other in self._accounts.seated:
             if other is account:
                 continue
-            secured = recovering(other)
-            if secured is not None:
-                found -= len(secured.block_table) + secured.num_promised_blocks
-            if other.is_held or other in self._leads.ahead or (account.priority, other.priority) == DISPLACES:
+            protected = recovering(other)
+            if protected is not None:
+                found -= len(protected.block_table) + protected.num_promised_blocks
+            if other.is_paused or other in self._leads.ahead or (account.priority, other.priority) == DISPLACES:
                 found += _blocks(other)
             elif other.priority is account.priority:
                 share = kv.pool.num_blocks * other.weight // self._accounts.totals[other.priority].weight
@@ -100,17 +100,17 @@ class Preemption:
     def _lower_class(self, account: Account) -> Account | None:
         if account.priority is not DISPLACES[0]:
             return None
-        holder = self._accounts.totals[DISPLACES[1]].seats.most()
+        holder = self._accounts.totals[DISPLACES[1]].seats.largest_holder()
         return None if holder is None or next(reversed(holder.running)).is_aged else holder
 
     def _most_seats(self, account: Account) -> Account | None:
         """The account with most seats per weight, if moving one makes the shares more equal. The move is never reversed."""
-        holder = self._accounts.totals[account.priority].seats.most()
+        holder = self._accounts.totals[account.priority].seats.largest_holder()
         if holder is None:
             return None
-        mine, theirs = len(account.running) + 1, len(holder.running) - 1
-        percent = 100 if mine == 1 else SEAT_PERCENT
-        return holder if 100 * mine * holder.weight <= percent * theirs * account.weight else None
+        own_seats, holder_seats = len(account.running) + 1, len(holder.running) - 1
+        percent = 100 if own_seats == 1 else SEAT_PERCENT
+        return holder if 100 * own_seats * holder.weight <= percent * holder_seats * account.weight else None
 
     def _most_blocks(self, applicant: Request) -> Account | None:
         """The account with most blocks per weight and more than its share, if the applicant stays within its own share."""
@@ -138,14 +138,14 @@ class Preemption:
             return best
         allowed_ps = (
             WASTE_FREE_QUANTA * self._leads.settings.quantum_ps
-            + self._accounts.everybody.service_at(self._accounts.step) * WASTE_PERCENT // 100
+            + self._accounts.aggregate.service_at(self._accounts.step) * WASTE_PERCENT // 100
         )
         return best if self.wasted_ps < allowed_ps else None
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
         """A request of an account that pauses; otherwise the youngest of the account furthest ahead in the lowest class. Never
         the oldest request of all, so that one always makes progress."""
-        for account in self._leads.held:
+        for account in self._leads.paused:
             paused = _youngest(account)
             if paused is not None:
                 return paused
@@ -163,8 +163,8 @@ class Preemption:
 
 def _youngest(account: Account) -> Request | None:
     """The youngest running request that may be preempted."""
-    secured = recovering(account)
-    return next((request for request in reversed(account.running) if request is not secured), None)
+    protected = recovering(account)
+    return next((request for request in reversed(account.running) if request is not protected), None)
 
 
 def _blocks(account: Account) -> int:

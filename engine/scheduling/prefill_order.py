@@ -11,7 +11,7 @@ from enum import IntEnum
 from itertools import islice
 
 from engine.scheduling.accounts import Account
-from engine.scheduling.policy import LOOK_REQUESTS, CanStart, PolicyContext, first_to_start, looked_at
+from engine.scheduling.policy import SCAN_REQUESTS_MAX, CanStart, PolicyContext, first_to_start, scan_limit
 from engine.scheduling.request import Request
 from engine.scheduling.urgency import AGED_EVERY
 
@@ -32,15 +32,15 @@ class Rank(IntEnum):
 
 
 class PrefillOrder:
-    """Chooses between prefills. `note_head` is called with an account whose line has changed its order."""
+    """Chooses between prefills. `update_head` is called with an account whose queue was reordered."""
 
-    def __init__(self, context: PolicyContext, note_head: Callable[[Account], None]) -> None:
+    def __init__(self, context: PolicyContext, update_head: Callable[[Account], None]) -> None:
         self._accounts = context.accounts
         self._urgency = context.urgency
         self._match_len = context.kv.prefix_cache.match_len
-        self._note_head = note_head
+        self._update_head = update_head
 
-    def among(
+    def select(
         self, accounts: Sequence[Account], current_round: int, can_start: CanStart | None
     ) -> tuple[Request | None, Request | None]:
         """The request that gets prompt tokens next, and the one that no other may pass any more; None where there is none.
@@ -63,12 +63,12 @@ class PrefillOrder:
         """Waiting requests that may start, the next first; a bounded number per account."""
         choices: list[tuple[Rank, int, float, int, Request]] = []  # rank, minus cached blocks, since when, place, request
         for account in accounts:
-            self._put_late(account)
+            self._demote_late_requests(account)
             late = account.waiting.first_late
             if late is not None and self._is_due(late):
                 choices.append((Rank.AGED, 0, late.arrived_s, len(choices), late))
             has_aged = current_round - account.head_round >= AGEING_ROUNDS
-            for place, request in enumerate(islice(account.waiting, looked_at(len(accounts)))):
+            for place, request in enumerate(islice(account.waiting, scan_limit(len(accounts)))):
                 preference = self._preference(request, has_aged=has_aged and place == 0)
                 choices.append((*preference, len(choices), request))
         choices.sort()
@@ -84,14 +84,14 @@ class PrefillOrder:
             return Rank.AGED, 0, request.arrived_s
         return Rank.IN_TIME, -self._match_len(request), request.arrived_s
 
-    def _put_late(self, account: Account) -> None:
+    def _demote_late_requests(self, account: Account) -> None:
         """Move requests that will miss their first-token target to the end; each is moved once."""
-        for _ in range(LOOK_REQUESTS):
-            first = account.waiting.first_other
+        for _ in range(SCAN_REQUESTS_MAX):
+            first = account.waiting.first_regular
             if first is None or not self._urgency.is_late(first):
                 break
-            account.waiting.put_late(first)
-        self._note_head(account)
+            account.waiting.move_to_late(first)
+        self._update_head(account)
 
     def _is_due(self, request: Request) -> bool:
         """Whether this late request goes before others in this step."""

@@ -23,7 +23,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
 
 HASH_BYTES = 16
-FIRST_LOOK_BLOCKS = 4
+FIRST_LOOKUP_BLOCKS = 4
 
 
 class PrefixCache:
@@ -38,7 +38,7 @@ class PrefixCache:
         self._block_size = block_size
         self._key = secrets.token_bytes(32) if key is None else key
         self._global_hashes: set[bytes] = set()
-        self._numbers = count()
+        self._sequence = count()
 
     def share_globally(self, token_ids: Sequence[int]) -> None:
         """Share the full blocks of this prefix between all tenants, from now on."""
@@ -53,7 +53,7 @@ class PrefixCache:
         matched: list[int] = []
         known = 0
         while known < limit:
-            known = min(limit, max(FIRST_LOOK_BLOCKS, 4 * known))
+            known = min(limit, max(FIRST_LOOKUP_BLOCKS, 4 * known))
             matched += self._pool.lookup_first(self.hashes(request, known)[len(matched) : known])
             if len(matched) < known:
                 break
@@ -92,12 +92,12 @@ class PrefixCache:
 
     def _extend(self, request: Request, num_blocks: int) -> None:
         if request.prefix_hash is None and request.forked_from is not None and self.is_shared:
-            self._take_over(request, request.forked_from)
+            self._copy_parent_hashes(request, request.forked_from)
         hashes, size = request.block_hashes, self._block_size
         start = len(hashes) * size
         tokens = array("I", request.token_ids[start : num_blocks * size]).tobytes()
         if request.prefix_hash is None:
-            request.prefix_hash, request.prefix_is_global = self._start(request)
+            request.prefix_hash, request.prefix_is_global = self._initial_hash(request)
             if hashes:  # of a caller that hashes contents itself: continue from its last
                 request.prefix_hash.update(hashes[-1])
         step = size * 4  # bytes of the ids of one block
@@ -124,16 +124,16 @@ class PrefixCache:
         private: bytes = request.prefix_hash.digest()
         return private
 
-    def _take_over(self, request: Request, parent: Request) -> None:
+    def _copy_parent_hashes(self, request: Request, parent: Request) -> None:
         """All answers to a prompt share the hashes of its blocks. A parent that has hashed its answer too is past them."""
         if parent.prefix_hash is not None and len(parent.block_hashes) * self._block_size <= request.num_prompt_tokens:
             request.block_hashes = parent.block_hashes.copy()
             request.prefix_hash, request.prefix_is_global = parent.prefix_hash.copy(), parent.prefix_is_global
 
-    def _start(self, request: Request) -> tuple[Any, bool]:
+    def _initial_hash(self, request: Request) -> tuple[Any, bool]:
         """The running hash before the first block, and whether all tenants share the chain so far."""
         if not self.is_shared:
-            return self._hasher(next(self._numbers).to_bytes(8, "big"), b"private"), False
+            return self._hasher(next(self._sequence).to_bytes(8, "big"), b"private"), False
         if self._global_hashes:
             return self._hasher(b"", b"global"), True
         return self._hasher(self._salt(request.tenant_id), b""), False
@@ -147,7 +147,7 @@ class PrefixCache:
         return blake2b(tenant_id.encode(), digest_size=HASH_BYTES, key=self._key, person=b"tenant").digest()
 
 
-class PrefixesUnderWay:
+class NextPrefillBlocks:
     """The block that each running prefill computes next, by hash, so that no other prefill computes it at the same time."""
 
     def __init__(self, prefix_cache: PrefixCache, block_size: int) -> None:
@@ -156,9 +156,9 @@ class PrefixesUnderWay:
         self._owners: dict[bytes, Request] = {}
         self._hashes: dict[Request, bytes] = {}
 
-    def follow(self, request: Request) -> None:
-        """A prefill has started or has got further."""
-        self.forget(request)
+    def update(self, request: Request) -> None:
+        """Record the next block of a prefill that has started or advanced."""
+        self.remove(request)
         index = request.num_computed_tokens // self._block_size
         if self._prefix_cache.is_shared and index < request.num_tokens // self._block_size:
             content_hash = self._prefix_cache.hashes(request, index + 1)[index]
@@ -166,7 +166,7 @@ class PrefixesUnderWay:
                 self._owners[content_hash] = request
                 self._hashes[request] = content_hash
 
-    def forget(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         content_hash = self._hashes.pop(request, None)
         if content_hash is not None:
             del self._owners[content_hash]

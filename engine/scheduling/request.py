@@ -39,7 +39,7 @@ def table_of(block_ids: Iterable[int] = ()) -> array[int]:
 
 
 def account_of(request: Request) -> Account:
-    """The account that pays for a request that the scheduler has."""
+    """The account that is charged for a request of the scheduler."""
     assert request.account is not None, f"request {request.request_id} has no account"
     return request.account
 
@@ -79,7 +79,7 @@ class Request:
     token_ids: list[int]  # of prompt and output in one list
     num_prompt_tokens: int
     max_total_tokens: int  # of prompt and output, already bounded by the model's context
-    stop_ids: frozenset[int]  # they end it: end-of-sequence unless ignored, and the caller's own
+    stop_ids: frozenset[int]  # tokens that end it: end-of-sequence unless ignored, and the caller's own
     arrived_s: float  # by the scheduler's clock, as every time here
     index: int = 0  # index of this answer among the answers of one submission
     weight: int = 1  # of its tenant
@@ -89,7 +89,7 @@ class Request:
     shares_token_ids: bool = False  # one list with the other answers, until it starts
     status: RequestStatus = RequestStatus.QUEUED
     block_table: array[int] = field(default_factory=table_of)
-    num_computed_tokens: int = 0  # in its blocks are their keys and values, or will be when the steps under way have ended
+    num_computed_tokens: int = 0  # with keys and values in its blocks, now or when the steps under way have ended
     num_prompt_tokens_computed: int = 0  # the most prompt tokens ever computed, before preemptions too
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first scheduled
     num_preemptions: int = 0
@@ -106,13 +106,13 @@ class Request:
     prefix_is_global: bool = False  # all hashed blocks so far are shared by all tenants
     num_promised_blocks: int = 0  # for its prompt, not held yet
     num_lost_tokens: int = 0  # computed when it was last preempted
-    secured_len: int = 0  # computed tokens up to which it is not preempted again
+    protected_len: int = 0  # computed tokens up to which it is not preempted again
     scheduled_step: int = -1  # the last step with a chunk of its prompt
     growth_step: int = -1  # the step in which its blocks will be full
     moved_step: int = -1  # the step of its last start or preemption
     is_aged: bool = False  # it was started because its class had waited too long
-    is_late: bool = False  # it stepped aside, because its first token will be late
-    account: Account | None = None  # the account that pays; None before the scheduler has the request
+    is_late: bool = False  # it was moved behind others, because its first token will be late
+    account: Account | None = None  # the account charged for it; None before it reaches the scheduler
 
     @property
     def num_tokens(self) -> int:
@@ -133,12 +133,12 @@ class Request:
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
-    def own_token_ids(self) -> None:
-        """Called when it starts, because it will write into the list: copies a shared one."""
+    def copy_shared_token_ids(self) -> None:
+        """Copy a list shared with other answers. Called when it starts, because it will append to the list."""
         if self.shares_token_ids:
             self.token_ids, self.shares_token_ids = self.token_ids.copy(), False
 
-    def schedule_first(self, now_s: float) -> None:
+    def record_first_schedule(self, now_s: float) -> None:
         """Only the first match counts as cached: a preempted request finds its own blocks again, which is no discount."""
         self.first_scheduled_s = now_s
         self.queue_s = now_s - self.arrived_s
@@ -163,7 +163,7 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_total_tokens else None
 
-    def fill(self, position: int, token_id: int) -> FinishReason | None:
+    def fill_token(self, position: int, token_id: int) -> FinishReason | None:
         """Fill in the token of a step that was under way. Returns the reason to end with it, if any; then the unknown tokens
         after it are dropped."""
         token_ids = self.token_ids
@@ -175,20 +175,20 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if position + 1 >= self.max_total_tokens else None
 
-    def take_unknown(self) -> int:
-        """Take the unknown tokens off the list and return their number."""
+    def remove_unknown_tokens(self) -> int:
+        """Remove the unknown tokens from the list and return their number."""
         num_unknown = self.num_unknown_tokens
         if num_unknown:
             del self.token_ids[-num_unknown:]
             self.num_unknown_tokens = 0
         return num_unknown
 
-    def give_unknown(self, num_unknown: int) -> None:
-        """Put back what `take_unknown` took."""
+    def restore_unknown_tokens(self, num_unknown: int) -> None:
+        """Restore what `remove_unknown_tokens` removed."""
         self.token_ids += [UNKNOWN_TOKEN] * num_unknown
         self.num_unknown_tokens = num_unknown
 
-    def forget_unknown(self) -> None:
-        """The steps under way yield nothing for this request."""
-        self.take_unknown()
+    def discard_unknown_tokens(self) -> None:
+        """Drop the unknown tokens of a request for which the steps under way yield nothing."""
+        self.remove_unknown_tokens()
         self.num_in_flight_tokens = 0

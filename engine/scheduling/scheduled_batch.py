@@ -33,7 +33,7 @@ class ScheduledRequest:
 
     @property
     def draft_inputs(self) -> list[int]:
-        """Draft ids for the step's inputs; token 0 stands for those that only the device knows."""
+        """Draft ids for the step's inputs; token 0 stands for those known only on the device."""
         return self.draft_token_ids or [0] * self.num_draft_tokens
 
 
@@ -80,7 +80,7 @@ class ScheduledBatch:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step did for one scheduled request, or the error that ends this request.
+    """The result of a step for one scheduled request, or the error that ends this request.
 
     `token_ids`: the sampled token, preceded by the drafts that were accepted; empty when the step does not sample.
     `logprobs`: one entry per token, when asked for. `prompt_logprobs`: of the prompt tokens that this chunk predicts.

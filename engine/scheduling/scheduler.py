@@ -2,14 +2,15 @@
 
 A step is `schedule()` → run → `apply()`. Decodes come first, then prefill chunks in the order that the policy gives: prefills
 under way and waiting requests that can start (`scheduling.admission`), until the step is full. When the predicted use of
-blocks was too low and a decode finds none, the policy chooses a request that gives all of its blocks back and goes on later.
+blocks was too low and a decode finds none, the policy chooses a request that releases all of its blocks and continues later.
 
     Scheduler   plans a step: which requests are in it, which make room for others
     Lifecycle   moves a request from one state to the next, and books the move everywhere
     Outcomes    applies what a step computed
 
 The cost of a step depends on what changes in it. A decoding request has one `ScheduledRequest`, its service is charged in
-closed form, and a calendar knows when it needs a block. No step iterates over the waiting line, the tenants or the cache.
+closed form, and a calendar holds the step in which it needs a block. No step iterates over the waiting queue, the tenants or
+the cache.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Scheduler:
         self._lifecycle.add_fork(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
+        """Release a running request's blocks; it waits before its tenant's new requests and continues later."""
         self._lifecycle.preempt(request)
 
     def abort(self, request: Request) -> TokenEvent | None:
@@ -137,19 +138,19 @@ class Scheduler:
         """End the requests that were not scheduled before their `queue_deadline_s`."""
         return self._lifecycle.expire()
 
-    def looks_for_guesses(self) -> bool:
+    def should_settle_first(self) -> bool:
         """Called before `schedule` while a step is under way: whether to settle it first, because guesses need its tokens."""
-        return self._drafting is not None and self._drafting.looks()
+        return self._drafting is not None and self._drafting.should_settle_first()
 
     def schedule(self) -> ScheduledBatch:
         """Plan one step. An empty batch means that no request is live, or that all of them wait for a step under way."""
         batch = self._plan()
-        if not batch.num_tokens and self.has_requests and not self._outcomes.num_under_way:
-            batch = self._plan()  # the request that room was made for had stepped aside: now it is its turn
-        batch.moves = self.kv.take_moves()
+        if not batch.num_tokens and self.has_requests and not self._outcomes.num_in_flight:
+            batch = self._plan()  # the request that room was made for was passed over: now it can start
+        batch.moves = self.kv.pop_moves()
         assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
         self._planned = batch
-        can_go_on = batch.num_tokens or self._outcomes.num_under_way
+        can_go_on = batch.num_tokens or self._outcomes.num_in_flight
         assert can_go_on or not self.has_requests, "requests are live but none can go on"
         return batch
 
@@ -163,19 +164,21 @@ class Scheduler:
         self.accounts.step += 1
         batch = ScheduledBatch(decodes=self._decodes.batch())
         batch.num_tokens = len(batch.decodes)
-        if self._drafting is not None and not self._outcomes.num_under_way:
-            left = self.limits.max_num_batched_tokens - batch.num_tokens
-            self._drafting.plan(batch, left // 2 if self._lifecycle.has_queued or self.accounts.prefilling else left)
-        self._deal_prefills(batch)
+        if self._drafting is not None and not self._outcomes.num_in_flight:
+            spare_tokens = self.limits.max_num_batched_tokens - batch.num_tokens
+            self._drafting.plan(
+                batch, spare_tokens // 2 if self._lifecycle.has_queued or self.accounts.prefilling else spare_tokens
+            )
+        self._schedule_prefills(batch)
         return batch
 
     def _pause_and_resume(self) -> None:
-        pause, resume = self.policy.holds()
+        pause, resume = self.policy.pause_changes()
         for account in pause:
             self._decodes.pause(account)
         for account in resume:
             self._decodes.resume(account)
-            self.policy.charged(account)  # it decodes again: check anew when it may be ahead
+            self.policy.on_charged(account)  # it decodes again: check anew when it may be ahead
 
     def _make_room(self) -> None:
         """Preempt as many requests as needed for the first waiting request that is entitled to more than it has."""
@@ -189,29 +192,29 @@ class Scheduler:
             else:
                 return
         if applicants:
-            self.policy.found_no_victim()
+            self.policy.on_no_victim()
 
     def _grow_decodes(self) -> None:
-        """A block for each decode that needs one, taken if necessary from the request that the policy names."""
-        full = self._decodes.take_due()
+        """Allocate a block for each decode that needs one, if necessary by preempting the request that the policy names."""
+        full = self._decodes.pop_due()
         while len(full) > self.kv.num_spare:
             self._lifecycle.preempt(self.policy.growth_victim(self.accounts.running_requests))
             full = [request for request in full if request in self._decodes.items]
-        full += self._decodes.take_soon_due((self.kv.num_spare - len(full)) // SPARE_PER_EARLY_BLOCK)
+        full += self._decodes.pop_due_soon((self.kv.num_spare - len(full)) // SPARE_PER_EARLY_BLOCK)
         self.kv.grow(full)
-        self._decodes.expect_grown(full)
+        self._decodes.schedule_next_growth(full)
 
-    def _deal_prefills(self, batch: ScheduledBatch) -> None:
+    def _schedule_prefills(self, batch: ScheduledBatch) -> None:
         if not self.accounts.prefilling and not (self._lifecycle.has_queued and self.admission.has_seat):
             return
         if self._step_budget is not None:
-            self._step_budget.begin_step(len(batch.decodes), self.accounts.everybody.context_at(self.accounts.step))
-        for back in self._rotation.first(self.admission.can_return):
-            if not self._add_chunk(batch, back):
+            self._step_budget.begin_step(len(batch.decodes), self.accounts.aggregate.context_at(self.accounts.step))
+        for returning in self._rotation.first_prefills(self.admission.can_return):
+            if not self._add_chunk(batch, returning):
                 return
         while batch.num_tokens < self.limits.max_num_batched_tokens:
             can_start = self.admission.can_start if self.admission.has_seat else None
-            request = self.policy.next_turn(can_start)
+            request = self.policy.next_prefill(can_start)
             if request is None or not self._add_chunk(batch, request):
                 return
 
@@ -254,12 +257,12 @@ class Scheduler:
         for item in () if self._planned is None else self._planned.decodes:
             item.request.num_computed_tokens += 1  # that token was booked when the step was planned
         self._planned = None
-        self._outcomes.num_under_way = 0
+        self._outcomes.num_in_flight = 0
 
     @contextmanager
     def probe(self) -> Iterator[ScheduledRequest | None]:
         """One greedy token after token 0, in a block lent while the context is open; None when no block is available."""
-        block_id = self.pool.lend() if self.kv.num_spare > 0 else None
+        block_id = self.pool.allocate_scratch() if self.kv.num_spare > 0 else None
         if block_id is None:
             yield None
             return

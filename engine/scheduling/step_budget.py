@@ -22,7 +22,7 @@ from math import sqrt
 
 from engine.scheduling.step_time import StepTimeModel
 
-AIM_SHARE = 0.98
+PLANNED_SHARE = 0.98
 """A step is planned for this share of its limit. The rest is for what the formula does not include."""
 
 GAP_OF_TARGET = 1.2
@@ -31,7 +31,7 @@ GAP_OF_TARGET = 1.2
 CROWDED_SHARE = 0.9
 """No request starts while decodes alone take more than this share of the target: a prompt must find room beside them."""
 
-BEYOND_SIZES = 1.25
+CUT_RATIO_MAX = 1.25
 """As a multiple of the largest size: steps of more tokens are not cut to a size, because they would lose too much by it."""
 
 SCALE_MIN, SCALE_MAX = 0.25, 16.0
@@ -48,7 +48,7 @@ class BudgetTargets:
     chunk_tokens_min: int = 64
 
     @classmethod
-    def following(cls, target_s: float) -> BudgetTargets:
+    def from_target(cls, target_s: float) -> BudgetTargets:
         return cls(target_s=target_s, gap_max_s=GAP_OF_TARGET * target_s)
 
 
@@ -70,7 +70,7 @@ class StepBudget:
     def begin_step(self, num_decodes: int, sum_context: int) -> None:
         """Open a step with `num_decodes` decodes, whose cached tokens sum to `sum_context`."""
         targets = self.targets
-        self._limit_s = AIM_SHARE * (targets.target_s if num_decodes else targets.gap_max_s) / self.chunk_scale
+        self._limit_s = PLANNED_SHARE * (targets.target_s if num_decodes else targets.gap_max_s) / self.chunk_scale
         self._fixed_s = self.model.host_s + self.model.context_s * sum_context
         self._num_tokens = self._num_rows = num_decodes
         self._has_chunk = self._is_full = False
@@ -87,14 +87,14 @@ class StepBudget:
         least_s = model.host_s + model.weights_s(1)
         return num_decodes > 0 and decodes_s > max(CROWDED_SHARE * self.targets.target_s / self.decode_scale, 2 * least_s)
 
-    def chunk(self, start: int, wanted: int) -> int:
-        """Take up to `wanted` prefill tokens of a request that has `start` computed; 0 when the step is full."""
-        room = 0 if self._is_full else self._room(start)
-        num_tokens = min(wanted, room)
-        if room < wanted:
-            num_tokens = self._fitted(num_tokens)
+    def chunk(self, start: int, requested: int) -> int:
+        """Take up to `requested` prefill tokens of a request that has `start` computed; 0 when the step is full."""
+        room = 0 if self._is_full else self._max_chunk(start)
+        num_tokens = min(requested, room)
+        if room < requested:
+            num_tokens = self._cut_to_size(num_tokens)
         if not self._has_chunk:
-            num_tokens = max(num_tokens, min(wanted, self.targets.chunk_tokens_min))
+            num_tokens = max(num_tokens, min(requested, self.targets.chunk_tokens_min))
         if num_tokens <= 0:
             return 0
         self._has_chunk = True
@@ -102,10 +102,10 @@ class StepBudget:
         self._fixed_s += self.model.context_s * start + self.model.pair_s * num_tokens * (start + num_tokens / 2)
         return num_tokens
 
-    def _fitted(self, num_tokens: int) -> int:
+    def _cut_to_size(self, num_tokens: int) -> int:
         """`num_tokens`, or fewer so that the step has one of the sizes, if they are worth a chunk. In that case it is full."""
         total = self._num_tokens + num_tokens
-        if not self._sizes or total > BEYOND_SIZES * self._sizes[-1]:
+        if not self._sizes or total > CUT_RATIO_MAX * self._sizes[-1]:
             return num_tokens
         place = bisect_right(self._sizes, total)
         fitting = self._sizes[place - 1] - self._num_tokens if place else 0
@@ -114,7 +114,7 @@ class StepBudget:
         self._is_full = True
         return fitting
 
-    def _room(self, start: int) -> int:
+    def _max_chunk(self, start: int) -> int:
         """Largest chunk whose products, weights and attention still end within the limit."""
         model = self.model
         left_s = self._limit_s - self._fixed_s - model.context_s * start

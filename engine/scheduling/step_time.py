@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config.model import ModelConfig, kv_numbers_per_token
+from engine.config.model import ModelConfig, kv_elements_per_token
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.scheduled_batch import ScheduledBatch
 
@@ -80,7 +80,7 @@ class ModelShape:
 
     def kv_token_bytes(self, element_bytes: int) -> int:
         """Keys and values of one token in all layers."""
-        return kv_numbers_per_token(self.num_layers, self.num_kv_heads, self.head_dim) * element_bytes
+        return kv_elements_per_token(self.num_layers, self.num_kv_heads, self.head_dim) * element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +130,13 @@ class StepTimeModel:
         self.context_s = shape.kv_token_bytes(kv_bytes) * byte_s
         self.pair_s = 4 * shape.num_layers * shape.num_heads * shape.head_dim * flop_s
         self.block_copy_s = block_size * shape.kv_token_bytes(kv_bytes) / device.link_bandwidth
-        self._expert_missed = 1 - shape.num_chosen_experts / shape.num_experts
+        self._expert_unused_share = 1 - shape.num_chosen_experts / shape.num_experts
 
     def weights_s(self, num_tokens: int) -> float:
         """Time to read the weights that a batch of `num_tokens` uses: with experts, those that any token chose."""
-        if not self._expert_missed:
+        if not self._expert_unused_share:
             return self.dense_weights_s + self.expert_weights_s
-        return self.dense_weights_s + self.expert_weights_s * (1 - self._expert_missed**num_tokens)
+        return self.dense_weights_s + self.expert_weights_s * (1 - self._expert_unused_share**num_tokens)
 
     def step_s(self, *, num_tokens: int, num_rows: int, context_tokens: float, attention_pairs: float) -> float:
         """Seconds of one step.

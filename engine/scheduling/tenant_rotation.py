@@ -1,4 +1,4 @@
-"""Rotation within a tenant: preempted requests take turns with running ones, so that none is silent for long. Knows no torch.
+"""Rotation within a tenant: preempted requests take turns with running ones, so that none stalls for long. Knows no torch.
 
 A tenant that is ahead of others starts nothing, not even a preempted request. Without turns, the same few of its requests would
 wait for as long as others want the room. An exchange changes nothing between tenants. A request that comes back recomputes what
@@ -16,7 +16,7 @@ from itertools import islice
 
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.kv_blocks import KvBlocks
-from engine.scheduling.policy import LOOK_REQUESTS
+from engine.scheduling.policy import SCAN_REQUESTS_MAX
 from engine.scheduling.request import Request, RequestStatus
 
 DUE_S = 1.5
@@ -37,29 +37,29 @@ class TenantRotation:
     """The preempted requests of all tenants, in the order of preemption. At most one exchange per step."""
 
     def __init__(self, accounts: Accounts, kv: KvBlocks, clock: Callable[[], float], block_size: int) -> None:
-        self._ration_s = 0.0  # when the next exchange that costs something is allowed
+        self._recompute_allowed_s = 0.0  # when the next exchange that costs something is allowed
         self._accounts = accounts
         self._kv = kv
         self._clock = clock
         self._block_size = block_size
-        self._since_s: OrderedDict[Request, float] = OrderedDict()
-        self._back: dict[Request, None] = {}  # preempted ones that have started again and compute what they lost
+        self._preempted_at_s: OrderedDict[Request, float] = OrderedDict()
+        self._restarted: dict[Request, None] = {}  # preempted requests that have restarted and recompute what they lost
         self._returning: Request | None = None
 
-    def suspend(self, request: Request) -> None:
-        self._since_s[request] = self._clock()
-        self._since_s.move_to_end(request)
+    def on_preempted(self, request: Request) -> None:
+        self._preempted_at_s[request] = self._clock()
+        self._preempted_at_s.move_to_end(request)
 
-    def started(self, request: Request) -> None:
+    def on_started(self, request: Request) -> None:
         if request.num_preemptions:
-            self._back[request] = None
+            self._restarted[request] = None
 
-    def first(self, can_return: Callable[[Request], bool]) -> Iterator[Request]:
+    def first_prefills(self, can_return: Callable[[Request], bool]) -> Iterator[Request]:
         """The requests that get prefill tokens before all others in this step."""
-        for request in list(self._back):
+        for request in list(self._restarted):
             if request.status is not RequestStatus.PREFILL:
-                del self._back[request]
-            elif request.account is not None and not request.account.is_held:
+                del self._restarted[request]
+            elif request.account is not None and not request.account.is_paused:
                 yield request
         returning, self._returning = self._returning, None
         if returning is not None and returning.status is RequestStatus.QUEUED and can_return(returning):
@@ -67,27 +67,27 @@ class TenantRotation:
 
     def exchange(self, preempt: Callable[[Request], None]) -> None:
         """Preempt a running request for the first request that is due, which will start in this step."""
-        for request in list(islice(self._since_s, LOOK_REQUESTS)):
+        for request in list(islice(self._preempted_at_s, SCAN_REQUESTS_MAX)):
             if request.status is not RequestStatus.QUEUED:
-                del self._since_s[request]
-            elif self._clock() - self._since_s[request] <= DUE_S:
+                del self._preempted_at_s[request]
+            elif self._clock() - self._preempted_at_s[request] <= DUE_S:
                 return
             else:
-                other = self._partner(request)
+                other = self._exchange_partner(request)
                 if other is not None:
                     preempt(other)
                     self._returning = request
                     return
 
-    def _partner(self, request: Request) -> Request | None:
+    def _exchange_partner(self, request: Request) -> Request | None:
         """The running request of the same tenant that has had the longest turn, if its turn is over and it frees enough."""
         account = request.account
-        if account is None or account.is_held:
+        if account is None or account.is_paused:
             return None
         least = self._turn_steps(account)
-        for other in islice(account.running, LOOK_REQUESTS):
-            has_had_it = self._accounts.step - other.moved_step >= least
-            if has_had_it and other.status is RequestStatus.DECODE and other is not account.recovering:
+        for other in islice(account.running, SCAN_REQUESTS_MAX):
+            is_turn_over = self._accounts.step - other.moved_step >= least
+            if is_turn_over and other.status is RequestStatus.DECODE and other is not account.recovering:
                 return other if self._fits(request, other) else None
         return None
 
@@ -99,10 +99,10 @@ class TenantRotation:
         """Whether it can come back in the space that `other` leaves, within the ration for recomputing."""
         found = self._kv.find(request)
         start, now_s = len(found.blocks) * self._block_size, self._clock()
-        lost = request.num_tokens - start
+        num_lost = request.num_tokens - start
         room = self._kv.num_spare + len(other.block_table)
-        if self._kv.needed(request, found) > room or (lost > FREE_TOKENS and now_s < self._ration_s):
+        if self._kv.num_needed_blocks(request, found) > room or (num_lost > FREE_TOKENS and now_s < self._recompute_allowed_s):
             return False
-        if lost > FREE_TOKENS:
-            self._ration_s = now_s + RATION * self._accounts.costs.prefill_ns(start, lost) / NS_PER_S
+        if num_lost > FREE_TOKENS:
+            self._recompute_allowed_s = now_s + RATION * self._accounts.costs.prefill_ns(start, num_lost) / NS_PER_S
         return True

@@ -10,7 +10,7 @@ from engine.scheduling.request import Request
 
 @dataclass(slots=True)
 class StepEvents:
-    """`requests[i]` got `token_ids[i]` after its token at `starts[i]`, and goes on. Nearly all events are of this kind, too
+    """`requests[i]` got `token_ids[i]` after its token at `starts[i]`, and continues. Nearly all events are of this kind, too
     many for an object each. `others` holds the rest and comes first; no answer is in both."""
 
     others: list[TokenEvent] = field(default_factory=list)
@@ -24,21 +24,21 @@ class StepEvents:
         rows = zip(self.requests, self.token_ids, strict=True)
         return [(request.request_id, request.index, token_id) for request, token_id in rows]
 
-    def add(self, later: StepEvents) -> None:
+    def extend(self, later: StepEvents) -> None:
         """Append later events, perhaps of the same requests."""
         if later.others or later.requests:
             if self.requests:
-                self.others = self.told()
+                self.others = self.as_events()
             self.others += later.others
             self.requests, self.starts, self.token_ids = later.requests, later.starts, later.token_ids
 
-    def told(self) -> list[TokenEvent]:
+    def as_events(self) -> list[TokenEvent]:
         """All events as objects."""
         rows = zip(self.requests, self.starts, self.token_ids, strict=True)
-        return self.others + [_one_more(request, start, token_id) for request, start, token_id in rows]
+        return self.others + [_decode_event(request, start, token_id) for request, start, token_id in rows]
 
 
-def _one_more(request: Request, start: int, token_id: int) -> TokenEvent:
+def _decode_event(request: Request, start: int, token_id: int) -> TokenEvent:
     event = token_event(request, [token_id])
     event.num_output_tokens = start + 2 - request.num_prompt_tokens
     event.finish_reason = None  # it may have ended since
@@ -65,7 +65,7 @@ def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list
     )
 
 
-def only_event(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
+def end_unscheduled(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
     """End an answer that never reached the scheduler. Returns its one event."""
     request.finish(reason)
     event = token_event(request, [])
@@ -73,11 +73,11 @@ def only_event(request: Request, reason: FinishReason, error: str | None = None,
     return event
 
 
-def refusal(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
+def refusal_events(submitted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
     """The events of a request that is not queued, one for each of its answers."""
     return [
         TokenEvent(
-            request_id=wanted.request_id,
+            request_id=submitted.request_id,
             token_ids=[],
             num_output_tokens=0,
             num_prompt_tokens_computed=0,
@@ -86,5 +86,5 @@ def refusal(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEve
             index=index,
             error_param=param,
         )
-        for index in range(wanted.sampling.num_answers)
+        for index in range(submitted.sampling.num_answers)
     ]

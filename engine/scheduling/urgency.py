@@ -53,13 +53,13 @@ class Urgency:
             return False
         left_s = self._target_s - (self._clock() - request.arrived_s)
         start = request.num_computed_tokens
-        if self._needs_s(request, start) > left_s:
+        if self._prefill_s(request, start) > left_s:
             if not start:
                 start = self._prefix_cache.match_len(request) * self._block_size
-            request.is_late = self._needs_s(request, start) > left_s
+            request.is_late = self._prefill_s(request, start) > left_s
         return request.is_late
 
-    def _needs_s(self, request: Request, start: int) -> float:
+    def _prefill_s(self, request: Request, start: int) -> float:
         return PREFILL_STRETCH * self._costs.prefill_ns(start, request.num_tokens - start) / 1e9
 
     def is_aged(self, request: Request) -> bool:

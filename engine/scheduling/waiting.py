@@ -1,4 +1,4 @@
-"""Waiting requests: in a tenant's line, with a time limit, and forks of a prompt that is not computed yet. Knows no torch."""
+"""Waiting requests: in a tenant's queue, with a time limit, and forks of a prompt that is not computed yet. Knows no torch."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ DEADLINES_KEPT = 512
 """Up to this many are kept without checking which still wait."""
 
 
-class WaitingLine:
+class WaitingQueue:
     """The waiting requests of one account: preempted ones in the order of their preemption, then the others, then those that
     are late for their first token."""
 
     def __init__(self) -> None:
         self._preempted: OrderedDict[Request, None] = OrderedDict()
-        self._others: OrderedDict[Request, None] = OrderedDict()
+        self._regular: OrderedDict[Request, None] = OrderedDict()
         self._late: OrderedDict[Request, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._preempted) + len(self._others) + len(self._late)
+        return len(self._preempted) + len(self._regular) + len(self._late)
 
     def __bool__(self) -> bool:
-        return bool(self._preempted or self._others or self._late)
+        return bool(self._preempted or self._regular or self._late)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._preempted, self._others, self._late)
+        return chain(self._preempted, self._regular, self._late)
 
     @property
     def num_preempted(self) -> int:
         return len(self._preempted)
 
     @property
-    def first_other(self) -> Request | None:
-        return next(iter(self._others), None)
+    def first_regular(self) -> Request | None:
+        return next(iter(self._regular), None)
 
     @property
     def first_late(self) -> Request | None:
         return next(iter(self._late), None)
 
-    def put_late(self, request: Request) -> None:
+    def move_to_late(self, request: Request) -> None:
         """Move a request that is late for its first token behind those that are not."""
-        del self._others[request]
+        del self._regular[request]
         self._late[request] = None
 
     def add(self, request: Request, *, first: bool) -> None:
@@ -56,12 +56,12 @@ class WaitingLine:
         elif request.is_late:
             self._late[request] = None
         else:
-            self._others[request] = None
+            self._regular[request] = None
             if first:
-                self._others.move_to_end(request, last=False)
+                self._regular.move_to_end(request, last=False)
 
     def remove(self, request: Request) -> None:
-        del (self._preempted if request.num_preemptions else self._late if request in self._late else self._others)[request]
+        del (self._preempted if request.num_preemptions else self._late if request in self._late else self._regular)[request]
 
     @property
     def head(self) -> Request | None:
@@ -74,7 +74,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, ref[Request]]] = []
-        self._numbers = count()
+        self._sequence = count()
         self._len_max = DEADLINES_KEPT
 
     def __len__(self) -> int:
@@ -85,24 +85,24 @@ class Deadlines:
         if request.queue_deadline_s is None:
             return
         if len(self._heap) >= self._len_max:
-            self._heap = [entry for entry in self._heap if _waiting(entry[-1]) is not None]
+            self._heap = [entry for entry in self._heap if _still_waiting(entry[-1]) is not None]
             heapify(self._heap)
             self._len_max = max(DEADLINES_KEPT, 2 * len(self._heap))
-        heappush(self._heap, (request.queue_deadline_s, next(self._numbers), ref(request)))
+        heappush(self._heap, (request.queue_deadline_s, next(self._sequence), ref(request)))
 
     def expired(self, now_s: float) -> list[Request]:
         """Requests that were never scheduled and whose time is up."""
-        late: list[Request] = []
+        expired_requests: list[Request] = []
         while self._heap and self._heap[0][0] <= now_s:
-            request = _waiting(heappop(self._heap)[-1])
+            request = _still_waiting(heappop(self._heap)[-1])
             if request is not None:
-                late.append(request)
-        return late
+                expired_requests.append(request)
+        return expired_requests
 
 
-def _waiting(kept: ref[Request]) -> Request | None:
+def _still_waiting(reference: ref[Request]) -> Request | None:
     """The request, if it was never scheduled and has not ended."""
-    request = kept()
+    request = reference()
     return None if request is None or request.first_scheduled_s is not None or request.is_finished else request
 
 
@@ -129,7 +129,7 @@ class ParkedForks:
         self._num_parked += 1
         return True
 
-    def leave(self, request: Request) -> bool:
+    def remove(self, request: Request) -> bool:
         """Remove a parked fork that has ended. False when it was not parked."""
         forks = None if request.forked_from is None else self._by_parent.get(request.forked_from)
         if forks is None or request not in forks:
@@ -138,7 +138,7 @@ class ParkedForks:
         self._num_parked -= 1
         return True
 
-    def take(self, parent: Request) -> list[Request]:
+    def pop(self, parent: Request) -> list[Request]:
         """The forks of a parent whose prompt is computed, or that has ended."""
         forks = list(self._by_parent.pop(parent, ()))
         self._num_parked -= len(forks)

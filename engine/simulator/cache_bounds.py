@@ -1,8 +1,8 @@
-"""What other caches would have found in the same prompts: least recently used, and one that knows the future. Knows no torch.
+"""Hit tokens of other caches for the same prompts: least recently used, and one that knows the future. Knows no torch.
 
 Both process the prompts in order of arrival and hold whole blocks of 512 tokens, as many as the KV cache has room for; neither
-gives any of that to answers or running requests. The clairvoyant one drops the block whose next use is farthest away, possibly
-the newcomer (Belady, "A study of replacement algorithms", IBM Systems Journal 1966): no cache of its size finds more.
+uses any of that for answers or running requests. The clairvoyant one evicts the block whose next use is farthest away, possibly
+the newcomer (Belady, "A study of replacement algorithms", IBM Systems Journal 1966): no cache of its size has more hits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Block = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class CacheBounds:
-    """Prompt tokens found, and those that could have been; the last token of a prompt is always computed."""
+    """Prompt tokens, and how many of them each cache would hit; the last token of a prompt is always computed."""
 
     prompt_tokens: int
     lru_tokens: int
@@ -43,45 +43,45 @@ def cache_bounds(requests: Sequence[TracedRequest], num_tokens: int) -> CacheBou
     )
 
 
-def _found_tokens(found: int, length: int) -> int:
-    return min(found * HASH_BLOCK_TOKENS, length - 1)
+def _hit_tokens(num_hits: int, length: int) -> int:
+    return min(num_hits * HASH_BLOCK_TOKENS, length - 1)
 
 
 def _lru(chains: Sequence[Sequence[Block]], lengths: Sequence[int], num_blocks: int) -> int:
     """A chain is touched from its end to its start, so that it is evicted from its end."""
-    held: OrderedDict[Block, None] = OrderedDict()
+    cached: OrderedDict[Block, None] = OrderedDict()
     total = 0
     for chain, length in zip(chains, lengths, strict=True):
-        found = next((index for index, block in enumerate(chain) if block not in held), len(chain))
-        total += _found_tokens(found, length)
+        num_hits = next((index for index, block in enumerate(chain) if block not in cached), len(chain))
+        total += _hit_tokens(num_hits, length)
         for block in reversed(chain):
-            held[block] = None
-            held.move_to_end(block)
-        while len(held) > num_blocks:
-            held.popitem(last=False)
+            cached[block] = None
+            cached.move_to_end(block)
+        while len(cached) > num_blocks:
+            cached.popitem(last=False)
     return total
 
 
 def _clairvoyant(chains: Sequence[Sequence[Block]], lengths: Sequence[int], num_blocks: int) -> int:
     next_uses = _next_uses(chains)
-    held: dict[Block, int] = {}
+    cached: dict[Block, int] = {}
     heap: list[tuple[int, int, Block]] = []  # (-next use, -depth, block); entries whose next use has changed are stale
     total = 0
     for chain, length, uses in zip(chains, lengths, next_uses, strict=True):
-        found = next((index for index, block in enumerate(chain) if block not in held), len(chain))
-        total += _found_tokens(found, length)
+        num_hits = next((index for index, block in enumerate(chain) if block not in cached), len(chain))
+        total += _hit_tokens(num_hits, length)
         for depth, (block, use) in enumerate(zip(chain, uses, strict=True)):
-            held[block] = use
+            cached[block] = use
             heappush(heap, (-use, -depth, block))
-        while len(held) > num_blocks:
+        while len(cached) > num_blocks:
             use, _, block = heappop(heap)
-            if held.get(block) == -use:
-                del held[block]
+            if cached.get(block) == -use:
+                del cached[block]
     return total
 
 
 def _next_uses(chains: Sequence[Sequence[Block]]) -> list[list[int]]:
-    """For each block of each chain, the index of the next chain that has it."""
+    """For each block of each chain, the index of the next chain that contains it."""
     last: dict[Block, int] = {}
     uses = []
     for index in range(len(chains) - 1, -1, -1):

@@ -19,9 +19,9 @@ from engine.simulator.trace import TOKENS_MAX
 
 TOKEN, STOP_TOKEN = 2, 1
 STOP_IDS = frozenset({STOP_TOKEN})
-NEXT = StepOutput(token_ids=[TOKEN])
-LAST = StepOutput(token_ids=[STOP_TOKEN])
-NOTHING = StepOutput()
+TOKEN_OUTPUT = StepOutput(token_ids=[TOKEN])
+STOP_OUTPUT = StepOutput(token_ids=[STOP_TOKEN])
+NO_OUTPUT = StepOutput()
 
 
 class VirtualClock:
@@ -36,11 +36,10 @@ class VirtualClock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedRequest(Request):
-    """A request with facts from the trace that the scheduler does not know (the answer's length), and with measurements of
-    it."""
+    """A request with the length of its answer, which the scheduler does not know, and with its measurements."""
 
     tenant: TenantRecord
-    outputs_left: int
+    num_outputs_left: int
     first_token_s: float = -1.0
     last_token_s: float = -1.0
     gap_max_s: float = 0.0
@@ -59,7 +58,7 @@ def make_request(
     number: int,
     block_names: list[bytes],
 ) -> SimulatedRequest:
-    """A request whose prompt is a row of equal ids: prompts are distinguished, or equal, by the names of their blocks.
+    """A request whose prompt is a sequence of equal ids: only the names of their blocks distinguish prompts.
 
     `block_names` are those of the prompt; the prefix cache derives the others from a running hash that starts with `number`.
     """
@@ -76,7 +75,7 @@ def make_request(
         block_hashes=block_names,
         prefix_hash=blake2b(number.to_bytes(8, "big"), digest_size=HASH_BYTES),
         tenant=tenant,
-        outputs_left=min(output_tokens, max_total_tokens - input_tokens),
+        num_outputs_left=min(output_tokens, max_total_tokens - input_tokens),
     )
 
 
@@ -114,15 +113,15 @@ class SimulatedDevice:
 
     def _predict_s(self, batch: ScheduledBatch) -> float:
         num_rows = len(batch.decodes) + sum(item.samples for item in batch.prefills)
-        context_tokens, pairs = self._seen_in_windows(batch) if self._has_windows else self._seen(batch)
+        context_tokens, pairs = self._windowed_attention_work(batch) if self._has_windows else self._attention_work(batch)
         step_s = self._model.step_s(
             num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
         )
         moves = batch.moves
         return step_s + self._model.block_copy_s * (len(moves.swap_in) + len(moves.swap_out))
 
-    def _seen(self, batch: ScheduledBatch) -> tuple[float, float]:
-        """Cached tokens that are read, and (query, key) pairs."""
+    def _attention_work(self, batch: ScheduledBatch) -> tuple[float, float]:
+        """The number of cached tokens that are read, and that of (query, key) pairs."""
         context_tokens = 0
         for item in batch.decodes:
             context_tokens += item.start
@@ -132,14 +131,14 @@ class SimulatedDevice:
             pairs += item.num_tokens * (item.start + item.num_tokens / 2)
         return context_tokens, pairs
 
-    def _seen_in_windows(self, batch: ScheduledBatch) -> tuple[float, float]:
-        """The same, averaged over layers, of which some see only a window."""
+    def _windowed_attention_work(self, batch: ScheduledBatch) -> tuple[float, float]:
+        """As `_attention_work`, averaged over layers, some of which have a window."""
         context_tokens, pairs = 0.0, 0.0
-        for window, share in self._windows.items():
-            reach = TOKENS_MAX if window is None else window
-            context_tokens += share * sum(min(item.start, reach) for item in (*batch.decodes, *batch.prefills))
+        for window, fraction in self._windows.items():
+            window_len = TOKENS_MAX if window is None else window
+            context_tokens += fraction * sum(min(item.start, window_len) for item in (*batch.decodes, *batch.prefills))
             for item in batch.prefills:
-                pairs += share * (_pairs(item.start + item.num_tokens, reach) - _pairs(item.start, reach))
+                pairs += fraction * (_pairs(item.start + item.num_tokens, window_len) - _pairs(item.start, window_len))
         return context_tokens, pairs
 
     def _decode(
@@ -161,36 +160,36 @@ class SimulatedDevice:
             if gap_s > request.gap_max_s:
                 request.gap_max_s = gap_s
             request.last_token_s = now_s
-            request.outputs_left = left = request.outputs_left - 1
-            if left:
-                outputs.append(NEXT)
+            request.num_outputs_left = remaining = request.num_outputs_left - 1
+            if remaining:
+                outputs.append(TOKEN_OUTPUT)
             else:
-                outputs.append(LAST)
+                outputs.append(STOP_OUTPUT)
                 ended.append(request)
         return outputs
 
     def _prefill(self, batch: ScheduledBatch, now_s: float, outputs: list[StepOutput], ended: list[SimulatedRequest]) -> None:
-        arriving = {target for _, target in batch.moves.swap_in}
+        swapped_in = {target for _, target in batch.moves.swap_in}
         for item in batch.prefills:
             request: SimulatedRequest = item.request  # type: ignore[assignment]
             tenant = request.tenant
-            if arriving:
-                tenant.service_ns += self._costs.swap_in_ns(len(arriving.intersection(request.block_table)))
+            if swapped_in:
+                tenant.service_ns += self._costs.swap_in_ns(len(swapped_in.intersection(request.block_table)))
             if request.is_queued:
                 request.is_queued = False
                 tenant.unqueue()
             tenant.service_ns += self._costs.prefill_ns(item.start, item.num_tokens)
             tenant.service_tokens += item.num_tokens
             if not item.samples:
-                outputs.append(NOTHING)
+                outputs.append(NO_OUTPUT)
                 continue
-            self._token(request, now_s)
-            request.outputs_left -= 1
-            outputs.append(NEXT if request.outputs_left else LAST)
-            if not request.outputs_left:
+            self._record_prefill_token(request, now_s)
+            request.num_outputs_left -= 1
+            outputs.append(TOKEN_OUTPUT if request.num_outputs_left else STOP_OUTPUT)
+            if not request.num_outputs_left:
                 ended.append(request)
 
-    def _token(self, request: SimulatedRequest, now_s: float) -> None:
+    def _record_prefill_token(self, request: SimulatedRequest, now_s: float) -> None:
         """The token at the end of a prefill: the first of an answer, or the next one after a preemption."""
         tenant = request.tenant
         tenant.service_tokens += 2

@@ -1,4 +1,4 @@
-"""Would this model fit into that GPU? The engine's own prediction of memory, for a card that is not present. Knows no torch.
+"""Predicts whether a model fits a GPU that is not present, with the engine's own prediction of memory. Knows no torch.
 
 A directory is read and judged by the code that an engine uses before it loads (`engine.formats`, `engine.memory.estimate`). A
 known model name stands for its checkpoint in bfloat16, or in 4 bits if that is requested.
@@ -22,28 +22,28 @@ from engine.options import EngineOptions
 from engine.simulator.models import MODELS, SimulatedGpu, config_of, model_folder
 from engine.step_mode import StepMode
 
-NAMED = ("none", "int8", "fp8", "int4")
-"""Forms of weights that can be requested for a known model; for a directory, those of an engine's option."""
+WEIGHT_FORMATS = ("none", "int8", "fp8", "int4")
+"""Weight formats of a known model; for a directory, those of the engine's option `quantization`."""
 
 MEMORY_GIB_MAX = 65536
-SHORTER = "the context is shorter than the model's"
+SHORTER_CONTEXT = "the context is shorter than the model's"
 FOUR_BITS = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
-def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None, **asked: Any) -> MemoryFit:
-    """The memory on `gpu` of an engine that serves `model`, a directory or a known name, with `asked` as its `EngineOptions`.
+def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None, **engine_options: Any) -> MemoryFit:
+    """The memory on `gpu` of an engine that serves `model`, a directory or a known name, with these options of `EngineOptions`.
 
     Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
     """
-    known = MODELS.get(model.lower())
-    if known is None:
+    known_model = MODELS.get(model.lower())
+    if known_model is None:
         folder = model_folder(model)
         config = load_model_config(folder)
     else:
-        folder, quantized = Path(model), _of_name(quantization or "none")
+        folder, quantized = Path(model), _quantization_config(quantization or "none")
         quantization = quantization if quantization in ("int8", "fp8") else None
-        config = parse_model_config({**config_of(known), **quantized}, {})
-    options = EngineOptions(model=folder, device="cuda", quantization=quantization, **asked)
+        config = parse_model_config({**config_of(known_model), **quantized}, {})
+    options = EngineOptions(model=folder, device="cuda", quantization=quantization, **engine_options)
     dtype = computed_dtype(options.dtype, config.torch_dtype, options.device)
     check_formats(config, options, dtype, gpu.capability)
     check_context(config, options)
@@ -57,7 +57,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
     return estimate_fit(config, options, dtype, memory, StepMode.of(options, options.device))
 
 
-def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:
+def with_memory(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:
     """`gpu` with this much memory; None leaves it as it is. Raises `EngineConfigError`."""
     if memory_gib is None:
         return gpu
@@ -66,14 +66,14 @@ def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:
     return replace(gpu, memory_bytes=int(memory_gib * GIB))
 
 
-def _of_name(quantization: str) -> dict[str, Any]:
-    if quantization not in NAMED:
-        raise EngineConfigError("quantization", f"must be one of {', '.join(NAMED)}, not {quantization!r}")
+def _quantization_config(quantization: str) -> dict[str, Any]:
+    if quantization not in WEIGHT_FORMATS:
+        raise EngineConfigError("quantization", f"must be one of {', '.join(WEIGHT_FORMATS)}, not {quantization!r}")
     return {KEY: FOUR_BITS} if quantization == "int4" else {}
 
 
-def facts(fit: MemoryFit) -> dict[str, Any]:
-    """The parts of a model that fits, and the memory left for keys and values."""
+def fit_report(fit: MemoryFit) -> dict[str, Any]:
+    """The memory of each part of the model, and what remains for keys and values."""
     needs, num_blocks = fit.needs, fit.needs.num_blocks(fit.usable_bytes)
     return {
         "memory_bytes": fit.memory_bytes,
@@ -91,13 +91,13 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
         "max_num_seqs": fit.load.num_seqs,
         "max_model_len": fit.context_len,
         "requests_of_that_length": fit.kv_tokens // fit.context_len,
-        "note": None if fit.fits else f"{SHORTER}: {fit.explain()}",
+        "note": None if fit.fits else f"{SHORTER_CONTEXT}: {fit.explain()}",
         "remedies": [{"change": remedy.words, "max_model_len": remedy.context_len} for remedy in fit.remedies()],
     }
 
 
-def facts_in_words(fit: MemoryFit) -> dict[str, Any]:
-    """The same for people: memory in GiB, and a note without the remedies, which the lines after it give."""
-    found = {name: value for name, value in facts(fit).items() if name not in ("note", "remedies")}
-    words = {name.removesuffix("_bytes"): gib(value) if name.endswith("_bytes") else value for name, value in found.items()}
-    return {**words, "note": None if fit.fits else f"{SHORTER}: {fit.explain(in_lines=True).splitlines()[0]}"}
+def readable_report(fit: MemoryFit) -> dict[str, Any]:
+    """As `fit_report`, for people: memory in GiB, and a note without the remedies, which are printed below it."""
+    report = {name: value for name, value in fit_report(fit).items() if name not in ("note", "remedies")}
+    words = {name.removesuffix("_bytes"): gib(value) if name.endswith("_bytes") else value for name, value in report.items()}
+    return {**words, "note": None if fit.fits else f"{SHORTER_CONTEXT}: {fit.explain(in_lines=True).splitlines()[0]}"}

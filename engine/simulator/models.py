@@ -1,4 +1,4 @@
-"""Models and GPUs that can be simulated: their shapes and speeds, and how many KV blocks fit. Knows no torch.
+"""The models and GPUs that can be simulated: their shapes and speeds, and how many KV blocks fit. Knows no torch.
 
 Bandwidth and compute of the H200 (4.30 TB/s, 790 TFLOP/s) and of the H100 80GB HBM3 (3.0 TB/s, 798 TFLOP/s) were measured: a
 copy on the device, bytes read and written, and a bf16 product of 8192³. For the A100 and the H20 only data sheets were
@@ -117,15 +117,15 @@ def find_model(name: str) -> SimulatedModel:
     """A model of the table, or a model directory. Raises `EngineConfigError`, `NotAModelDirectory`, `UnsupportedModel`."""
     if name.lower() in MODELS:
         return MODELS[name.lower()]
-    return _of_folder(model_folder(name))
+    return _model_of_folder(model_folder(name))
 
 
 def model_folder(name: str) -> Path:
     """The folder of a model, named itself or by its config.json. Raises `EngineConfigError` where it does not exist."""
     path = Path(name).expanduser()
     if not path.exists():
-        known = ", ".join(MODELS)
-        raise EngineConfigError("model", f"must be one of {known}, or a folder with a config.json, not {name!r}")
+        known_names = ", ".join(MODELS)
+        raise EngineConfigError("model", f"must be one of {known_names}, or a folder with a config.json, not {name!r}")
     return path.parent if path.name == "config.json" else path
 
 
@@ -147,18 +147,18 @@ def config_of(model: SimulatedModel) -> dict[str, Any]:
     }
 
 
-def _of_folder(folder: Path) -> SimulatedModel:
+def _model_of_folder(folder: Path) -> SimulatedModel:
     """The model of a directory as an engine reads it, in the format of its checkpoint."""
     config = load_model_config(folder)
     dtype = computed_dtype("auto", config.torch_dtype, "cuda")
     formats, shape = formats_of(config, EngineOptions(model=folder), dtype), ModelShape.of(config)
     total_bytes = MemoryShape.of(config).weights_bytes(formats.weights, formats.element_bytes)
-    looked_up = 0 if shape.tied else shape.head_params
+    embedding_params = 0 if shape.tied else shape.head_params
     return SimulatedModel(
         name=folder.name,
         shape=shape,
         max_model_len=config.max_position_len,
-        weight_bytes=(total_bytes - looked_up * formats.element_bytes) / (shape.num_params - looked_up),
+        weight_bytes=(total_bytes - embedding_params * formats.element_bytes) / (shape.num_params - embedding_params),
         total_bytes=total_bytes,
         element_bytes=formats.element_bytes,
         config=config,
@@ -180,8 +180,8 @@ def check_card(model: SimulatedModel, gpu: SimulatedGpu) -> None:
 def kv_blocks(model: SimulatedModel, gpu: SimulatedGpu, *, kv_bytes: int) -> int:
     """KV blocks of 16 tokens that fit beside the weights. Raises `EngineConfigError` when the weights leave no room."""
     weights = model.total_bytes
-    left = int(gpu.memory_bytes * MEMORY_SHARE) - weights - RESERVED_BYTES
-    blocks = left // (BLOCK_SIZE * model.shape.kv_token_bytes(kv_bytes))
+    free_bytes = int(gpu.memory_bytes * MEMORY_SHARE) - weights - RESERVED_BYTES
+    blocks = free_bytes // (BLOCK_SIZE * model.shape.kv_token_bytes(kv_bytes))
     if blocks < 1:
         raise EngineConfigError(
             "gpu", f"{gpu.name} has {gpu.memory_bytes} bytes; the weights of {model.name} ({weights} bytes) leave no KV block"

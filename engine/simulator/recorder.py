@@ -53,8 +53,8 @@ class TenantRecord:
     backlogged_since_s: float = NEVER
     service_ns: float = 0.0
     service_tokens: int = 0
-    window_from_ns: float = 0.0
-    window_from_tokens: int = 0
+    window_start_ns: float = 0.0
+    window_start_tokens: int = 0
     gap_max_s: float = 0.0
     gaps: Histogram = field(default_factory=new_histogram)
     outcomes: list[tuple[float, float | None]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class TenantRecord:
 
 @dataclass(slots=True)
 class Window:
-    """Services per weight of the tenants that had a request waiting all through one window: device seconds, tokens."""
+    """Service per weight of each tenant that was backlogged throughout one window: in device seconds and in tokens."""
 
     services_s: list[float]
     services_tokens: list[float]
@@ -91,12 +91,12 @@ class Recorder:
     steps_s: Histogram = field(default_factory=new_histogram)
     kv_block_seconds: float = 0.0
     kv_blocks_max: int = 0
-    waste_slots: int = 0
-    waste_of_slots: int = 0
+    wasted_slots: int = 0
+    sampled_slots: int = 0
     running_seconds: float = 0.0
     running_max: int = 0
     service_gap_ns: float = 0.0
-    _window_from_s: float = 0.0
+    _window_start_s: float = 0.0
     _next_gap_sample_s: float = 0.0
     _pairs: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
@@ -109,30 +109,30 @@ class Recorder:
     def backlogged(self) -> Iterator[TenantRecord]:
         return (tenant for tenant in self.tenants.values() if tenant.num_queued)
 
-    def passed(self, now_s: float) -> None:
-        """Close the windows and take the samples that are due at `now_s`."""
+    def advance_to(self, now_s: float) -> None:
+        """Close the windows and record the samples that are due at `now_s`."""
         if now_s >= self._next_gap_sample_s:
             self._sample_gaps()
             self._next_gap_sample_s = now_s + GAP_SAMPLE_S
-        while now_s >= self._window_from_s + WINDOW_S:
+        while now_s >= self._window_start_s + WINDOW_S:
             self._close_window()
 
     @property
     def next_due_s(self) -> float:
-        return min(self._next_gap_sample_s, self._window_from_s + WINDOW_S)
+        return min(self._next_gap_sample_s, self._window_start_s + WINDOW_S)
 
     def _close_window(self) -> None:
-        inside = [t for t in self.backlogged() if t.backlogged_since_s <= self._window_from_s]
-        if len(inside) > 1:
+        backlogged = [t for t in self.backlogged() if t.backlogged_since_s <= self._window_start_s]
+        if len(backlogged) > 1:
             self.windows.append(
                 Window(
-                    [(t.service_ns - t.window_from_ns) / 1e9 / t.weight for t in inside],
-                    [(t.service_tokens - t.window_from_tokens) / t.weight for t in inside],
+                    [(t.service_ns - t.window_start_ns) / 1e9 / t.weight for t in backlogged],
+                    [(t.service_tokens - t.window_start_tokens) / t.weight for t in backlogged],
                 )
             )
         for tenant in self.tenants.values():
-            tenant.window_from_ns, tenant.window_from_tokens = tenant.service_ns, tenant.service_tokens
-        self._window_from_s += WINDOW_S
+            tenant.window_start_ns, tenant.window_start_tokens = tenant.service_ns, tenant.service_tokens
+        self._window_start_s += WINDOW_S
 
     def _sample_gaps(self) -> None:
         """Largest difference in service per weight between two tenants over a time in which both were always backlogged."""
@@ -146,13 +146,13 @@ class Recorder:
                 key = (one.name, other.name) if one.name < other.name else (other.name, one.name)
                 if one.name > other.name:
                     difference_ns = -difference_ns
-                known = self._pairs.get(key)
-                if known is None or known[0] != since_s:
-                    known = [since_s, difference_ns, difference_ns]
-                elif difference_ns < known[1]:
-                    known[1] = difference_ns
-                elif difference_ns > known[2]:
-                    known[2] = difference_ns
-                pairs[key] = known
-                self.service_gap_ns = max(self.service_gap_ns, known[2] - known[1])
+                extremes = self._pairs.get(key)
+                if extremes is None or extremes[0] != since_s:
+                    extremes = [since_s, difference_ns, difference_ns]
+                elif difference_ns < extremes[1]:
+                    extremes[1] = difference_ns
+                elif difference_ns > extremes[2]:
+                    extremes[2] = difference_ns
+                pairs[key] = extremes
+                self.service_gap_ns = max(self.service_gap_ns, extremes[2] - extremes[1])
         self._pairs = pairs

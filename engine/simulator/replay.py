@@ -1,4 +1,4 @@
-"""The simulation: requests arrive, the product's scheduler plans, the simulated device takes its time, the results are applied.
+"""The simulation: requests arrive, the product's scheduler plans, the simulated device advances the clock, results are applied.
 
 Nothing here decides which requests are served, when and with how much: `Scheduler.schedule` and `Scheduler.apply` do, with the
 product's block pool, prefix cache, fairness and step budget. Only time is simulated. Knows no torch.
@@ -40,7 +40,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "vtc": VtcPolicy,
     "static": FcfsPolicy,
 }
-"""`static`: first come, first served, in batches, each of which begins when the one before has ended."""
+"""`static`: first come, first served, in batches, each of which begins when the previous one has ended."""
 
 KV_BYTES = {"auto": None, "bf16": 2, "fp8": 1}
 """Bytes of a number in the cache; None is the format that is computed in."""
@@ -129,7 +129,7 @@ class Replay:
         self._arrivals = iter(workload.requests)
         self._next = next(self._arrivals, None)
         self._num_arrived = 0
-        self._gathered: list[SimulatedRequest] = []
+        self._next_static_batch: list[SimulatedRequest] = []
 
     def _make_scheduler(self) -> Scheduler:
         setup = self.setup
@@ -156,19 +156,19 @@ class Replay:
     def _step_budget(self, step_time: StepTimeModel) -> StepBudget | None:
         if self.setup.token_budget is not None:
             return None
-        return StepBudget(step_time, BudgetTargets.following(self.setup.inter_token_target_s))
+        return StepBudget(step_time, BudgetTargets.from_target(self.setup.inter_token_target_s))
 
     def run(self, progress: Callable[[float], None] = lambda _: None) -> None:
         """Replay until the last answer has ended."""
         total = len(self.workload.requests)
-        with _quiet_collector():
+        with _collector_disabled():
             while True:
-                self._receive()
+                self._submit_arrivals()
                 batch = self.scheduler.schedule()
                 if batch.is_empty:
                     if self._next is None:
                         break
-                    self._pass_to(self._next.arrival_s)
+                    self._advance_to(self._next.arrival_s)
                     continue
                 self._step(batch)
                 if not self.recorder.num_steps % PROGRESS_STEPS:
@@ -177,16 +177,16 @@ class Replay:
         assert not self.scheduler.has_requests, "requests are live but none can go on"
         progress(1.0)
 
-    def _receive(self) -> None:
-        """Hand over arrived requests; static batching collects them until the last batch has ended."""
+    def _submit_arrivals(self) -> None:
+        """Submit the requests that have arrived; static batching collects them until the current batch has ended."""
         now_s, traced = self.clock.now_s, self._next
         while traced is not None and traced.arrival_s <= now_s:
             self._submit(traced)
             self._next = traced = next(self._arrivals, None)
-        if self._gathered and not self.scheduler.has_requests:
-            for request in self._gathered[: self.setup.max_num_seqs]:
+        if self._next_static_batch and not self.scheduler.has_requests:
+            for request in self._next_static_batch[: self.setup.max_num_seqs]:
                 self.scheduler.add(request)
-            del self._gathered[: self.setup.max_num_seqs]
+            del self._next_static_batch[: self.setup.max_num_seqs]
 
     def _submit(self, traced: TracedRequest) -> None:
         """Submit a request. A prompt that does not fit the context is refused, as by the engine, and recorded."""
@@ -210,7 +210,7 @@ class Replay:
         )
         tenant.queue(traced.arrival_s)
         if self.setup.policy == "static":
-            self._gathered.append(request)
+            self._next_static_batch.append(request)
         else:
             self.scheduler.add(request)
 
@@ -228,11 +228,11 @@ class Replay:
             recorder.running_max = running
         self.scheduler.apply(batch, outputs)
         for request in ended:
-            self._finish(request)
+            self._record_outcome(request)
         if self.clock.now_s >= recorder.next_due_s:
             self._sample()
 
-    def _finish(self, request: SimulatedRequest) -> None:
+    def _record_outcome(self, request: SimulatedRequest) -> None:
         assert request.status is RequestStatus.FINISHED, f"request {request.request_id} did not end with its last token"
         tenant, num_outputs = request.tenant, request.num_output_tokens
         tenant.num_finished += 1
@@ -246,13 +246,13 @@ class Replay:
         recorder = self.recorder
         for request in self.scheduler.running:
             slots = len(request.block_table) * BLOCK_SIZE
-            recorder.waste_of_slots += slots
-            recorder.waste_slots += max(0, slots - request.num_tokens)
-        recorder.passed(self.clock.now_s)
+            recorder.sampled_slots += slots
+            recorder.wasted_slots += max(0, slots - request.num_tokens)
+        recorder.advance_to(self.clock.now_s)
 
-    def _pass_to(self, time_s: float) -> None:
+    def _advance_to(self, time_s: float) -> None:
         self.clock.now_s = time_s
-        self.recorder.passed(time_s)
+        self.recorder.advance_to(time_s)
 
 
 def block_names(traced: TracedRequest) -> list[bytes]:
@@ -265,8 +265,8 @@ def block_names(traced: TracedRequest) -> list[bytes]:
 
 
 @contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Keep the collector of reference cycles from walking millions of live objects; the loop makes no cycles."""
+def _collector_disabled() -> Iterator[None]:
+    """Keep the garbage collector from walking millions of live objects; the loop creates no reference cycles."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()

@@ -159,7 +159,7 @@ def jain(values: Sequence[float]) -> float:
 def _cache(replay: Replay) -> dict[str, Any]:
     totals, requests = replay.scheduler.totals, replay.workload.requests
     prompt_tokens = sum(request.input_tokens for request in requests)
-    found = {
+    report = {
         "hit_tokens": totals.prefix_cache_hit_tokens,
         "hit_share": _rounded(totals.prefix_cache_hit_tokens / prompt_tokens),
     }
@@ -167,8 +167,8 @@ def _cache(replay: Replay) -> dict[str, Any]:
     num_blocks = replay.setup.blocks + (tier.num_blocks if tier else 0)
     bounds = cache_bounds(requests, num_blocks * BLOCK_SIZE)
     if bounds is None:
-        return found
-    return found | {
+        return report
+    return report | {
         "lru_share": _rounded(bounds.lru_tokens / prompt_tokens),
         "clairvoyant_share": _rounded(bounds.clairvoyant_tokens / prompt_tokens),
         "unbounded_share": _rounded(bounds.unbounded_tokens / prompt_tokens),
@@ -182,7 +182,7 @@ def _kv(replay: Replay) -> dict[str, Any]:
     return {
         "used_mean": _ratio(recorder.kv_block_seconds, recorder.busy_s * blocks),
         "used_max": _rounded(recorder.kv_blocks_max / blocks),
-        "waste": _ratio(recorder.waste_slots, recorder.waste_of_slots) or 0.0,
+        "waste": _ratio(recorder.wasted_slots, recorder.sampled_slots) or 0.0,
         "preemptions": totals.preemptions,
         "recomputed_tokens": totals.recomputed_tokens,
         "swapped_in_blocks": replay.scheduler.kv.num_swapped_in,
@@ -208,11 +208,11 @@ def _throughput(replay: Replay) -> dict[str, Any]:
 def _percentiles(values_s: list[float]) -> dict[str, float | None]:
     """In milliseconds, by nearest rank."""
     ordered = sorted(values_s)
-    named: dict[str, float | None] = {"mean": _milliseconds(_mean(ordered))}
+    percentiles: dict[str, float | None] = {"mean": _milliseconds(_mean(ordered))}
     for percent in PERCENTILES:
-        named[f"p{percent}"] = _milliseconds(ordered[-(-len(ordered) * percent // 100) - 1]) if ordered else None
-    named["max"] = _milliseconds(ordered[-1]) if ordered else None
-    return named
+        percentiles[f"p{percent}"] = _milliseconds(ordered[-(-len(ordered) * percent // 100) - 1]) if ordered else None
+    percentiles["max"] = _milliseconds(ordered[-1]) if ordered else None
+    return percentiles
 
 
 def _gap_percentiles(tenants: Sequence[TenantRecord]) -> dict[str, float | None]:
@@ -226,12 +226,12 @@ def _histogram_percentiles(counts: Mapping[int, int], max_s: float) -> dict[str,
     """Upper edges of the buckets of the percentiles: at most one per cent too high, and never above `max_s`."""
     total, named = sum(counts.values()), dict[str, float | None]()
     for percent in PERCENTILES:
-        rank, seen, found = -(-total * percent // 100), 0, 0
+        rank, cumulative, reached = -(-total * percent // 100), 0, 0
         for bucket in sorted(counts):
-            found, seen = bucket, seen + counts[bucket]
-            if seen >= rank:
+            reached, cumulative = bucket, cumulative + counts[bucket]
+            if cumulative >= rank:
                 break
-        named[f"p{percent}"] = _milliseconds(min(gap_of_bucket(found), max_s)) if total else None
+        named[f"p{percent}"] = _milliseconds(min(gap_of_bucket(reached), max_s)) if total else None
     return {**named, "max": _milliseconds(max_s)}
 
 
@@ -252,12 +252,12 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def flat(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The report's figures by dotted name, without the rows of individual tenants."""
-    named: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, value in report.items():
         if isinstance(value, Mapping):
-            named |= flat(value, f"{prefix}{name}.")
+            figures |= flatten(value, f"{prefix}{name}.")
         elif not isinstance(value, list):
-            named[prefix + name] = value
-    return named
+            figures[prefix + name] = value
+    return figures

@@ -1,4 +1,4 @@
-"""Reads traces of requests: when each arrived, whose it was, how long prompt and answer were. Knows no torch.
+"""Reads traces of requests: arrival times, tenants, lengths of prompts and answers. Knows no torch.
 
     .csv    TIMESTAMP, ContextTokens, GeneratedTokens               date and time of day (Azure's LLM inference traces)
             arrival_s, [tenant], input_tokens, output_tokens        seconds; other columns are ignored (ServeGen)
@@ -92,21 +92,21 @@ class _Row:
             raise self.error(name, f"must be a time as a number, not {_shown(value)}")
         return number
 
-    def moment(self, name: str) -> float:
+    def timestamp(self, name: str) -> float:
         """Seconds since 1970 of a date and time, which may have more digits than Python reads."""
         text = str(self.get(name)).strip()
         whole, _, fraction = text.partition(".")
         zone = fraction.lstrip("0123456789")
         digits = fraction.removesuffix(zone)
         try:
-            moment = datetime.fromisoformat(whole + zone) if zone[:1] != "." else None
+            parsed = datetime.fromisoformat(whole + zone) if zone[:1] != "." else None
         except ValueError:
-            moment = None
-        if moment is None:
+            parsed = None
+        if parsed is None:
             raise self.error(name, f"must be a date and a time like 2023-11-16 18:15:46.68, not {_shown(text)}")
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=UTC)
-        return moment.timestamp() + (float(f"0.{digits}") if digits else 0.0)
+        if parsed.tzinfo is None:
+            parsed = parsed.replace(tzinfo=UTC)
+        return parsed.timestamp() + (float(f"0.{digits}") if digits else 0.0)
 
     def tenant(self) -> str:
         name = str(self._values.get("tenant") or "").strip()
@@ -132,7 +132,7 @@ def _shown(value: object) -> str:
 
 
 def _azure(row: _Row) -> TracedRequest:
-    return TracedRequest(row.moment("TIMESTAMP"), row.tenant(), row.count("ContextTokens"), row.count("GeneratedTokens"))
+    return TracedRequest(row.timestamp("TIMESTAMP"), row.tenant(), row.count("ContextTokens"), row.count("GeneratedTokens"))
 
 
 def _seconds(row: _Row) -> TracedRequest:
@@ -169,13 +169,13 @@ def read_trace(path: Path) -> Trace:
             lines = _lines(path, file)
             rows = _jsonl_rows(path, lines) if path.suffix == ".jsonl" else _csv_rows(path, lines, trace)
             for row, read in rows:
-                _take(trace, row, read)
+                _add_row(trace, row, read)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise TraceError(path, None, None, f"cannot be read: {reason}") from error
     if not trace.requests:
         raise TraceError(path, None, None, "has no requests")
-    _count_from_the_first(trace)
+    _shift_to_zero(trace)
     return trace
 
 
@@ -194,10 +194,10 @@ def _csv_rows(path: Path, lines: Iterator[str], trace: Trace) -> Iterator[tuple[
     if header is None:
         raise TraceError(path, None, None, "is empty")
     columns = [name.strip() for name in header]
-    read = next((made for names, made in CSV_FORMATS if names <= set(columns)), None)
+    read = next((parse for names, parse in CSV_FORMATS if names <= set(columns)), None)
     if read is None:
-        known = "; ".join(", ".join(sorted(names)) for names, _ in CSV_FORMATS)
-        raise TraceError(path, 1, None, f"the columns are none of a known trace ({known}): {_shown(','.join(columns))}")
+        known_formats = "; ".join(", ".join(sorted(names)) for names, _ in CSV_FORMATS)
+        raise TraceError(path, 1, None, f"the columns are none of a known trace ({known_formats}): {_shown(','.join(columns))}")
     trace.has_times = read is not _lengths
     trace.has_tenants = "tenant" in columns
     while True:
@@ -226,7 +226,7 @@ def _jsonl_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[_Row, Callab
         yield _Row(path, number, values), _milliseconds
 
 
-def _take(trace: Trace, row: _Row, read: Callable[[_Row], TracedRequest]) -> None:
+def _add_row(trace: Trace, row: _Row, read: Callable[[_Row], TracedRequest]) -> None:
     request = read(row)
     if not request.input_tokens or not request.output_tokens:
         trace.num_empty += 1
@@ -237,7 +237,7 @@ def _take(trace: Trace, row: _Row, read: Callable[[_Row], TracedRequest]) -> Non
     trace.requests.append(request)
 
 
-def _count_from_the_first(trace: Trace) -> None:
+def _shift_to_zero(trace: Trace) -> None:
     if trace.was_unsorted:
         trace.requests.sort(key=lambda request: request.arrival_s)
     first_s = trace.requests[0].arrival_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.policy import LOOK_REQUESTS, CanStart, PlainPolicy, PolicyContext, first_to_start, under_way
+from engine.scheduling.policy import SCAN_REQUESTS_MAX, CanStart, PlainPolicy, PolicyContext, first_to_start, first_unscheduled
 from engine.scheduling.request import Request, account_of
 
 
@@ -21,20 +21,20 @@ class VtcPolicy(PlainPolicy):
         super().__init__(context)
         self._backlog = Backlog(quantum_ps=1, cap_ps=1 << 100)
 
-    def waits(self, request: Request) -> None:
+    def on_queued(self, request: Request) -> None:
         self._backlog.join(account_of(request), self._accounts.step)
 
-    def left(self, request: Request) -> None:
+    def on_dequeued(self, request: Request) -> None:
         """A tenant without waiting requests needs no turn; its prefills under way go on without one."""
         account = account_of(request)
         if not account.waiting:
             self._backlog.leave(account)
 
-    def next_turn(self, can_start: CanStart | None) -> Request | None:
+    def next_prefill(self, can_start: CanStart | None) -> Request | None:
         step = self._accounts.step
-        turn = under_way(self._accounts.prefilling, step)
-        if turn is None and can_start is not None:
-            accounts = self._backlog.first(LOOK_REQUESTS, step)
+        chosen = first_unscheduled(self._accounts.prefilling, step)
+        if chosen is None and can_start is not None:
+            accounts = self._backlog.next_accounts(SCAN_REQUESTS_MAX, step)
             heads = (account.waiting.head for account in accounts)
-            turn, _ = first_to_start((head for head in heads if head is not None), can_start)
-        return turn
+            chosen, _ = first_to_start((head for head in heads if head is not None), can_start)
+        return chosen

@@ -1,4 +1,4 @@
-"""Which requests are replayed: a trace, scaled, cut, sampled and split over tenants, or a generated scenario. Knows no torch.
+"""The requests to replay: a trace, scaled, cut, sampled and split over tenants, or a generated scenario. Knows no torch.
 
 All choices depend on the seed alone. A conversation is a set of requests that share prompt blocks beyond a common system prompt
 (blocks with which most requests begin). A sample keeps or drops it whole, and a split gives all of it to one tenant.
@@ -87,9 +87,9 @@ def load_workload(path: Path, options: WorkloadOptions) -> Workload:
     if trace.has_tenants and options.tenants is not None:
         raise EngineConfigError("tenants", f"is for traces without tenants; {trace.name} names them")
     requests = trace.requests if trace.has_times else _poisson(trace, options)
-    numbers = random.Random(options.seed)  # noqa: S311 - a simulation, not a secret
+    rng = random.Random(options.seed)  # noqa: S311 - a simulation, not a secret
     if options.sample < 1 or options.tenants is not None:
-        requests = _by_conversation(requests, options, numbers)
+        requests = _by_conversation(requests, options, rng)
     requests = [_scaled(r, options) for r in requests]
     end_s = float("inf") if options.duration_s is None else options.duration_s
     requests = [r for r in requests if 0 <= r.arrival_s < end_s]
@@ -102,15 +102,15 @@ def load_workload(path: Path, options: WorkloadOptions) -> Workload:
 def _poisson(trace: Trace, options: WorkloadOptions) -> list[TracedRequest]:
     if options.rate is None:
         raise EngineConfigError("rate", f"must be given: {trace.name} has lengths and no arrival times")
-    numbers = random.Random(options.seed + 1)  # noqa: S311 - a simulation, not a secret
+    rng = random.Random(options.seed + 1)  # noqa: S311 - a simulation, not a secret
     now_s, requests = 0.0, []
     for row in trace.requests:
         requests.append(TracedRequest(now_s, row.tenant, row.input_tokens, row.output_tokens))
-        now_s += numbers.expovariate(options.rate)
+        now_s += rng.expovariate(options.rate)
     return requests
 
 
-def _by_conversation(requests: list[TracedRequest], options: WorkloadOptions, numbers: random.Random) -> list[TracedRequest]:
+def _by_conversation(requests: list[TracedRequest], options: WorkloadOptions, rng: random.Random) -> list[TracedRequest]:
     """Drop whole conversations for the sample, and give each of those kept one tenant."""
     common = _common_blocks(requests)
     choices: dict[int, tuple[bool, int]] = {}
@@ -118,7 +118,7 @@ def _by_conversation(requests: list[TracedRequest], options: WorkloadOptions, nu
     for index, request in enumerate(requests):
         conversation = next((block for block in request.block_ids if block not in common), -1 - index)
         if conversation not in choices:
-            choices[conversation] = (numbers.random() < options.sample, numbers.randrange(options.tenants or 1))
+            choices[conversation] = (rng.random() < options.sample, rng.randrange(options.tenants or 1))
         keep, tenant = choices[conversation]
         if keep:
             name = f"tenant-{tenant}" if options.tenants is not None else request.tenant
@@ -128,8 +128,8 @@ def _by_conversation(requests: list[TracedRequest], options: WorkloadOptions, nu
 
 def _common_blocks(requests: list[TracedRequest]) -> set[int]:
     counts = Counter(block for request in requests for block in set(request.block_ids))
-    least = max(2.0, COMMON_PREFIX_SHARE * len(requests))
-    return {block for block, count in counts.items() if count > least}
+    threshold = max(2.0, COMMON_PREFIX_SHARE * len(requests))
+    return {block for block, count in counts.items() if count > threshold}
 
 
 def _scaled(request: TracedRequest, options: WorkloadOptions) -> TracedRequest:
@@ -138,42 +138,42 @@ def _scaled(request: TracedRequest, options: WorkloadOptions) -> TracedRequest:
 
 
 def make_scenario(name: str, *, seed: int, lengths: Path | None = None) -> Workload:
-    """Four tenants with one request per second each and a neighbour with many more: which of them pay for it? Two minutes.
+    """A noisy-neighbour scenario of two minutes: four tenants with one request per second each and one with many more.
 
     The victims' lengths are rows of the file `lengths`, or drawn from quantiles of ShareGPT. Raises `EngineConfigError`.
     """
     if name not in HOGS:
         raise EngineConfigError("scenario", f"must be one of {', '.join(HOGS)}, not {name!r}")
-    numbers = random.Random(seed)  # noqa: S311 - a simulation, not a secret
+    rng = random.Random(seed)  # noqa: S311 - a simulation, not a secret
     rows = None if lengths is None else read_trace(lengths).requests
     requests = []
     for victim in range(NUM_VICTIMS):
-        for arrival_s in _arrivals(numbers, VICTIM_RATE, 0.0, SCENARIO_S):
+        for arrival_s in _arrivals(rng, VICTIM_RATE, 0.0, SCENARIO_S):
             if rows is None:
-                sizes = (_drawn(numbers, 1), _drawn(numbers, 2))
+                sizes = (_draw_length(rng, 1), _draw_length(rng, 2))
             else:
-                row = rows[numbers.randrange(len(rows))]
+                row = rows[rng.randrange(len(rows))]
                 sizes = (row.input_tokens, row.output_tokens)
             requests.append(TracedRequest(arrival_s, f"victim-{victim}", *sizes))
     hog = HOGS[name]
     if hog is not None:
-        requests += [TracedRequest(at_s, "hog", *hog) for at_s in _arrivals(numbers, HOG_RATE, HOG_FROM_S, HOG_TO_S)]
+        requests += [TracedRequest(at_s, "hog", *hog) for at_s in _arrivals(rng, HOG_RATE, HOG_FROM_S, HOG_TO_S)]
     requests.sort(key=lambda request: request.arrival_s)
     return Workload(name, requests, victims=frozenset(f"victim-{victim}" for victim in range(NUM_VICTIMS)))
 
 
-def _arrivals(numbers: random.Random, rate: float, from_s: float, to_s: float) -> list[float]:
+def _arrivals(rng: random.Random, rate: float, from_s: float, to_s: float) -> list[float]:
     times = []
-    now_s = from_s + numbers.expovariate(rate)
+    now_s = from_s + rng.expovariate(rate)
     while now_s < to_s:
         times.append(now_s)
-        now_s += numbers.expovariate(rate)
+        now_s += rng.expovariate(rate)
     return times
 
 
-def _drawn(numbers: random.Random, column: int) -> int:
-    at = numbers.random()
-    upper = max(1, bisect_left(SHAREGPT_QUANTILES, (at,)))
+def _draw_length(rng: random.Random, column: int) -> int:
+    quantile = rng.random()
+    upper = max(1, bisect_left(SHAREGPT_QUANTILES, (quantile,)))
     low, high = SHAREGPT_QUANTILES[upper - 1], SHAREGPT_QUANTILES[upper]
-    share = (at - low[0]) / (high[0] - low[0])
-    return max(1, round(low[column] + (high[column] - low[column]) * share))
+    fraction = (quantile - low[0]) / (high[0] - low[0])
+    return max(1, round(low[column] + (high[column] - low[column]) * fraction))

@@ -1,8 +1,8 @@
 """The chat template of a model directory: messages to prompt text. The only renderer, for gateway and `LLM`. Knows no torch.
 
-Templates are downloaded programs: they run in Jinja's sandbox, with access to nothing of ours. They get what templates of
-Hugging Face are written for: trimmed blocks, loop controls, `generation` blocks, plain `tojson`, `raise_exception`,
-`strftime_now`, special tokens by name, and `tools` and `documents`, which are None.
+Templates are downloaded programs: they run in Jinja's sandbox, without access to our objects. They get what templates of
+Hugging Face rely on: trimmed blocks, loop controls, `generation` blocks, plain `tojson`, `raise_exception`, `strftime_now`,
+special tokens by name, and `tools` and `documents`, which are None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.model import read_json
 from engine.errors import EngineError, NotAModelDirectory
-from engine.text.loop_turns import compiled, turns_left
+from engine.text.loop_limit import compile_counted, iteration_budget
 
 TEMPLATE_CHARS_MAX = 256 * 1024
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Prompt text, special tokens included: encode it without adding them again. Raises `ChatTemplateError`."""
-        values = {"tools": None, "documents": None, **self._special_tokens, **turns_left()}
+        values = {"tools": None, "documents": None, **self._special_tokens, **iteration_budget()}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
@@ -90,7 +90,7 @@ def _compile(source: str, origin: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
-        return compiled(environment, source)
+        return compile_counted(environment, source)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"{origin} cannot be compiled: line {error.lineno}: {error.message}") from error
     except (SyntaxError, *TEMPLATE_FAULTS) as error:  # raised by Python's compiler for the code that Jinja generated
@@ -148,7 +148,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which models were not trained on. Options as transformers has them."""
+    """Plain JSON: Jinja's own filter escapes for HTML, which models were not trained on. The options are those of
+    transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -2,10 +2,10 @@
 
     token ids ─► Detokenizer: whole characters ─► StopStrings: text that is certainly not part of a stop string ─► text
 
-Neither ever takes back text that was shown, and the last token costs no more than the first.
+Neither ever retracts text that was shown, and the last token costs no more than the first.
 
-ids:   … │ shown │ unread │          shown: the last tokens whose text was shown; decoded again so that the tokenizer sees
-          └─ decoded ─────┘           what stands before (a leading space, a joined character)
+ids:   … │ shown │ pending │         shown: the last tokens whose text was shown; decoded again, because the tokenizer needs
+          └─ decoded ──────┘          the text before (a leading space, a joined character)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 REPLACEMENT = "�"
 SHOWN_TOKENS_KEPT = 6
 SHOWN_TOKENS_MAX = 9  # where the shown tokens are cut to SHOWN_TOKENS_KEPT, and decoded once more
-UNREAD_TOKENS_MAX = 8  # a character has at most four bytes; with more unread tokens than this, the bytes are not text
+PENDING_TOKENS_MAX = 8  # a character has at most four bytes; with more pending tokens than this, the bytes are not text
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -71,37 +71,37 @@ class Detokenizer:
         self._decode = decode
         self._shown: list[int] = []
         self._shown_text = ""
-        self._unread: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; an unfinished character is held back until its rest arrives."""
-        self._unread.extend(token_ids)
-        num_unread = len(self._unread)
-        shortest = max(0, num_unread - UNREAD_TOKENS_MAX)
-        for count in range(num_unread, shortest, -1):
-            together = self._decode(self._shown + self._unread[:count])
-            text = _behind(self._shown_text, together)
+        self._pending.extend(token_ids)
+        num_pending = len(self._pending)
+        shortest = max(0, num_pending - PENDING_TOKENS_MAX)
+        for count in range(num_pending, shortest, -1):
+            decoded = self._decode(self._shown + self._pending[:count])
+            text = _text_after(self._shown_text, decoded)
             if not text.endswith(REPLACEMENT):
-                self._show(count, together)
+                self._show(count, decoded)
                 return text
         return self.flush() if shortest else ""
 
     def flush(self) -> str:
         """The rest at the end of the answer, replacement characters included where bytes are missing."""
-        if not self._unread:
+        if not self._pending:
             return ""
-        together = self._decode(self._shown + self._unread)
-        text = _behind(self._shown_text, together)
-        self._show(len(self._unread), together)
+        decoded = self._decode(self._shown + self._pending)
+        text = _text_after(self._shown_text, decoded)
+        self._show(len(self._pending), decoded)
         return text
 
-    def _show(self, count: int, together: str) -> None:
-        """`count` unread tokens are shown now; `together` is the text of the tokens shown before and these."""
-        self._shown += self._unread[:count]
-        del self._unread[:count]
+    def _show(self, count: int, decoded: str) -> None:
+        """`count` unread tokens are shown now; `decoded` is the text of the tokens shown before and these."""
+        self._shown += self._pending[:count]
+        del self._pending[:count]
         if len(self._shown) > SHOWN_TOKENS_MAX:
-            together = self._keep_last()
-        self._shown_text = together
+            decoded = self._keep_last()
+        self._shown_text = decoded
 
     def _keep_last(self) -> str:
         """Keep the last shown tokens, starting at the beginning of a character if possible. Returns their text. After a part of
@@ -115,12 +115,12 @@ class Detokenizer:
         return text
 
 
-def _behind(before: str, together: str) -> str:
-    """What `together` contains after its common prefix with `before`."""
-    if together.startswith(before):
-        return together[len(before) :]
-    shared = next((index for index, pair in enumerate(zip(before, together, strict=False)) if pair[0] != pair[1]), None)
-    return "" if shared is None else together[shared:]
+def _text_after(before: str, decoded: str) -> str:
+    """The part of `decoded` after its common prefix with `before`."""
+    if decoded.startswith(before):
+        return decoded[len(before) :]
+    mismatch = next((index for index, pair in enumerate(zip(before, decoded, strict=False)) if pair[0] != pair[1]), None)
+    return "" if mismatch is None else decoded[mismatch:]
 
 
 class StopStrings:
@@ -131,7 +131,7 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._automata = [_Automaton(string) for string in strings]
-        self._held = ""
+        self._held_back = ""
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
@@ -141,24 +141,24 @@ class StopStrings:
         if not self._automata:
             return text
         for index, character in enumerate(text):
-            complete = [automaton.length for automaton in self._automata if automaton.step(character)]
-            if complete:
-                longest = max(complete)  # of the stop strings that end here, the one that began first
+            completed_lens = [automaton.length for automaton in self._automata if automaton.step(character)]
+            if completed_lens:
+                longest = max(completed_lens)  # of the stop strings that end here, the one that began first
                 self.matched = next(a.string for a in self._automata if a.length == longest and a.complete)
-                seen = self._held + text[: index + 1]
-                self._held = ""
-                return seen[: len(seen) - longest]
-        return self._release(self._held + text)
+                joined = self._held_back + text[: index + 1]
+                self._held_back = ""
+                return joined[: len(joined) - longest]
+        return self._release(self._held_back + text)
 
     def flush(self) -> str:
         """Return the text held back: the answer has ended without a stop string."""
-        held, self._held = self._held, ""
-        return held
+        text, self._held_back = self._held_back, ""
+        return text
 
-    def _release(self, seen: str) -> str:
-        hold = max(automaton.matched_len for automaton in self._automata)
-        self._held = seen[len(seen) - hold :]
-        return seen[: len(seen) - hold]
+    def _release(self, text: str) -> str:
+        num_held = max(automaton.matched_len for automaton in self._automata)
+        self._held_back = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
 
 class _Automaton:
@@ -168,7 +168,7 @@ class _Automaton:
         self.string = string
         self.length = len(string)
         self.matched_len = 0
-        self._fallback = _fallbacks(string)
+        self._failure = _failure_function(string)
 
     @property
     def complete(self) -> bool:
@@ -176,13 +176,13 @@ class _Automaton:
 
     def step(self, character: str) -> bool:
         while self.matched_len and self.string[self.matched_len] != character:
-            self.matched_len = self._fallback[self.matched_len - 1]
+            self.matched_len = self._failure[self.matched_len - 1]
         if self.string[self.matched_len] == character:
             self.matched_len += 1
         return self.complete
 
 
-def _fallbacks(string: str) -> list[int]:
+def _failure_function(string: str) -> list[int]:
     """For each prefix of `string`, the length of its longest proper suffix that is also its prefix."""
     table = [0] * len(string)
     matched = 0

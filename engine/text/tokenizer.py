@@ -46,8 +46,8 @@ class Tokenizer:
         return ids
 
     def encode_prompt(self, text: str, *, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, for a prompt. Raises `PromptError` for an empty text and, before the work of tokenising it, for one that
-        cannot fit the context whatever its tokens are."""
+        """As `encode`, for a prompt. Raises `PromptError` for an empty text and, before tokenising it, for one that is too long
+        for the context in any tokenisation."""
         if not text:
             raise PromptError("the prompt is empty")
         fewest = fewest_tokens(text, longest_token_chars=self.longest_token_chars)
@@ -79,8 +79,8 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token as text, special tokens included; part of a character becomes a replacement character.
 
-        Computed as what a second copy of the token adds to the first: a SentencePiece decoder drops the space at the start of a
-        text.
+        Computed as the text that a second copy of the token adds to the first, because a SentencePiece decoder drops the space
+        at the start of a text.
         """
         text = self._token_texts.get(token_id)
         if text is None:

@@ -37,7 +37,7 @@ WORKSPACE_BYTES_MAX = 64 * 1024 * 1024
 SCORES_MAX = 16 * 1024 * 1024
 """Attention scores in memory at a time when they are computed explicitly."""
 
-UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+SDPA_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Backends for whole texts on a GPU, without cuDNN: from capability 9.0 on torch 2.11 tries cuDNN first, which makes a plan for
 each new length, in tenths of a second on the host, more than the rest of the text takes. With a mask cuDNN stays allowed: for
 grouped heads only the last of these would accept a mask, with memory for all scores."""
@@ -48,7 +48,7 @@ class DecodeGroup:
     """Consecutive single-query rows. L is the padded context, M its blocks."""
 
     first: int
-    last: int
+    end: int
     blocks: torch.Tensor  # [B·M] int64
     hidden_slots: torch.Tensor  # [hidden] int64: positions in [B·L] that no query of their row may see
     mask: torch.Tensor  # [B, 1, 1, L], 0 or -inf
@@ -62,7 +62,7 @@ class PrefillRow:
     """
 
     first: int
-    last: int
+    end: int
     num_keys: int
     blocks: torch.Tensor | None  # [M] int64
     mask: torch.Tensor | None  # [query_len, num_keys] bool, True is visible; None is causal, or everything if not causal
@@ -85,7 +85,7 @@ class AttentionPlanner:
         self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
     ) -> None:
         self._shape = shape
-        self._is_rounded = kv_dtype not in (None, dtype)
+        self._is_narrowed = kv_dtype not in (None, dtype)
         self._dtype, self._device = dtype, device
         self._block_elements = shape.block_size * 2 * shape.num_kv_heads * shape.head_dim
         self._block_bytes = self._block_elements * torch.empty((), dtype=dtype).element_size()
@@ -95,10 +95,10 @@ class AttentionPlanner:
         """The plan of a step. Rows of one query must come first; sorted by context, longest first, they need the least
         padding."""
         num_single = next((i for i, row in enumerate(rows) if row.query_len > 1), len(rows))
-        groups = [self._decode_group(rows, first, last) for first, last in self._partition(rows[:num_single])]
+        groups = [self._decode_group(rows, first, end) for first, end in self._partition(rows[:num_single])]
         prefills, token = [], num_single
         for row in rows[num_single:]:
-            prefills.append(self._prefill_row(row, token, from_cache=self._is_rounded or row.start > 0))
+            prefills.append(self._prefill_row(row, token, from_cache=self._is_narrowed or row.start > 0))
             token += row.query_len
         self._reserve(max((group.blocks.numel() for group in groups), default=0))
         return AttentionPlan(self._shape, groups, prefills, self._workspace)
@@ -127,33 +127,35 @@ class AttentionPlanner:
         first, widest, waste = 0, 0, 0
         for index, row in enumerate(rows):
             start, end = self._visible_blocks(row)
-            num_blocks, count = end - start, index - first
+            num_blocks, num_rows = end - start, index - first
             widest_with = max(widest, num_blocks)
-            waste_with = waste + (widest_with - widest) * count + widest_with - num_blocks
-            too_wide = (count + 1) * widest_with * self._block_bytes > WORKSPACE_BYTES_MAX
-            if count and (too_wide or waste_with * self._block_bytes > GROUP_WASTE_BYTES):
+            waste_with = waste + (widest_with - widest) * num_rows + widest_with - num_blocks
+            too_wide = (num_rows + 1) * widest_with * self._block_bytes > WORKSPACE_BYTES_MAX
+            if num_rows and (too_wide or waste_with * self._block_bytes > GROUP_WASTE_BYTES):
                 yield first, index
                 first, widest_with, waste_with = index, num_blocks, 0
             widest, waste = widest_with, waste_with
         if rows:
             yield first, len(rows)
 
-    def _decode_group(self, rows: Sequence[AttentionRow], first: int, last: int) -> DecodeGroup:
+    def _decode_group(self, rows: Sequence[AttentionRow], first_row: int, end_row: int) -> DecodeGroup:
         size, window = self._shape.block_size, self._shape.sliding_window
-        spans = [self._visible_blocks(row) for row in rows[first:last]]
+        spans = [self._visible_blocks(row) for row in rows[first_row:end_row]]
         width = max(end - start for start, end in spans)
-        blocks = np.zeros((last - first, width), dtype=np.int64)
-        for line, row, (start, end) in zip(blocks, rows[first:last], spans, strict=True):
-            line[: end - start] = row.block_table[start:end]
-        ends = np.array([row.context_len - start * size for row, (start, _) in zip(rows[first:last], spans, strict=True)])
+        blocks = np.zeros((end_row - first_row, width), dtype=np.int64)
+        for table, row, (start, end) in zip(blocks, rows[first_row:end_row], spans, strict=True):
+            table[: end - start] = row.block_table[start:end]
+        ends = np.array(
+            [row.context_len - start * size for row, (start, _) in zip(rows[first_row:end_row], spans, strict=True)]
+        )
         positions = np.arange(width * size)
         hidden = positions[None, :] >= ends[:, None]
         if window is not None:
             hidden |= positions[None, :] < ends[:, None] - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
         return DecodeGroup(
-            first=first,
-            last=last,
+            first=first_row,
+            end=end_row,
             blocks=torch.from_numpy(blocks.reshape(-1)).to(self._device),
             hidden_slots=torch.from_numpy(np.flatnonzero(hidden)).to(self._device),
             mask=mask[:, None, None, :].to(self._device),
@@ -205,7 +207,7 @@ def _attend_group(
     out: torch.Tensor,
     kv_scales: torch.Tensor | None,
 ) -> None:
-    shape, batch = plan.shape, group.last - group.first
+    shape, batch = plan.shape, group.end - group.first
     num_blocks = group.blocks.shape[0]
     block_elements = kv_cache[0].numel()
     gathered = plan.workspace[: num_blocks * block_elements].view(num_blocks, block_elements)
@@ -216,14 +218,14 @@ def _attend_group(
     slots = gathered.view(num_blocks * shape.block_size, 2 * shape.num_kv_heads * shape.head_dim)
     slots.index_fill_(0, group.hidden_slots, 0.0)
     kv = slots.view(batch, -1, 2, shape.num_kv_heads, shape.head_dim)
-    queries = qkv[group.first : group.last, : shape.num_heads].view(batch, shape.num_kv_heads, shape.group, shape.head_dim)
+    queries = qkv[group.first : group.end, : shape.num_heads].view(batch, shape.num_kv_heads, shape.group, shape.head_dim)
     keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
     if shape.softcap is None:
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=shape.scale)
     else:
         probabilities = _capped(queries @ keys.transpose(-1, -2), shape).add_(group.mask).softmax(dim=-1)
         attended = probabilities.to(values.dtype) @ values
-    out[group.first : group.last] = attended.flatten(1, 2)
+    out[group.first : group.end] = attended.flatten(1, 2)
 
 
 def _attend_row(
@@ -235,7 +237,7 @@ def _attend_row(
     kv_scales: torch.Tensor | None,
 ) -> None:
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    chunk = qkv[row.first : row.last]
+    chunk = qkv[row.first : row.end]
     if row.blocks is None:
         keys, values = chunk[:, heads : heads + kv_heads], chunk[:, heads + kv_heads :]
     else:
@@ -246,9 +248,9 @@ def _attend_row(
         keys, values = slots[:, 0], slots[:, 1]
     queries, keys, values = chunk[:, :heads].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
     if shape.softcap is not None:
-        out[row.first : row.last] = _attend_in_the_open(queries, keys, values, row.mask, shape).transpose(0, 1)
+        out[row.first : row.end] = _attend_explicitly(queries, keys, values, row.mask, shape).transpose(0, 1)
         return
-    with sdpa_kernel(UNPLANNED) if chunk.is_cuda and row.mask is None else nullcontext():
+    with sdpa_kernel(SDPA_WITHOUT_CUDNN) if chunk.is_cuda and row.mask is None else nullcontext():
         attended = functional.scaled_dot_product_attention(
             queries.unsqueeze(0),
             keys.unsqueeze(0),
@@ -258,25 +260,25 @@ def _attend_row(
             scale=shape.scale,
             enable_gqa=heads != kv_heads,
         )
-    out[row.first : row.last] = attended[0].transpose(0, 1)
+    out[row.first : row.end] = attended[0].transpose(0, 1)
 
 
-def _attend_in_the_open(
+def _attend_explicitly(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, shape: AttentionShape
 ) -> torch.Tensor:
     """queries: [H, Q, D], keys and values: [K, C, D], mask: [Q, C] bool → [H, Q, D], with soft-capped scores"""
     num_queries, num_keys = queries.shape[1], keys.shape[1]
     step = max(1, SCORES_MAX // (shape.num_heads * num_keys))
-    parts = []
+    chunks = []
     for first in range(0, num_queries, step):
-        part = queries[:, first : first + step]
-        stacked = part.reshape(shape.num_kv_heads, -1, shape.head_dim)  # query heads of one key head, stacked
+        chunk = queries[:, first : first + step]
+        stacked = chunk.reshape(shape.num_kv_heads, -1, shape.head_dim)  # query heads of one key head, stacked
         scores = _capped(stacked @ keys.transpose(-1, -2), shape).view(shape.num_heads, -1, num_keys)
         if mask is not None:
             scores.masked_fill_(~mask[first : first + step], float("-inf"))
         probabilities = scores.softmax(dim=-1).to(values.dtype).view(shape.num_kv_heads, -1, num_keys)
-        parts.append((probabilities @ values).view(shape.num_heads, -1, shape.head_dim))
-    return torch.cat(parts, dim=1)
+        chunks.append((probabilities @ values).view(shape.num_heads, -1, shape.head_dim))
+    return torch.cat(chunks, dim=1)
 
 
 def _capped(products: torch.Tensor, shape: AttentionShape) -> torch.Tensor:

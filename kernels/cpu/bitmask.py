@@ -7,12 +7,12 @@ from functools import cache
 import torch
 
 SLICE_ELEMENTS = 1 << 24
-"""Logits masked at a time: the amounts added to them take as much memory."""
+"""Logits masked at a time: the biases added to them take as much memory."""
 
 
 @cache
-def _octets(device: torch.device) -> torch.Tensor:
-    """The amounts added to eight tokens for each byte of a mask: [256, 8] float32"""
+def _byte_biases(device: torch.device) -> torch.Tensor:
+    """The biases added to the logits of eight tokens, for each byte of a mask: [256, 8] float32"""
     allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
     return torch.where(allowed > 0, 0.0, -torch.inf)
 
@@ -20,9 +20,9 @@ def _octets(device: torch.device) -> torch.Tensor:
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
     """As `kernels.triton.bitmask.apply_bitmask`, without padding. It adds, so that values that are not finite stay so."""
     vocab_size = logits.shape[1]
-    octets = masks.contiguous().view(torch.uint8).int()
+    mask_bytes = masks.contiguous().view(torch.uint8).int()
     size = max(1, SLICE_ELEMENTS // vocab_size)
     for begin in range(0, len(rows), size):
-        part = slice(begin, begin + size)
-        change = torch.nn.functional.embedding(octets[part], _octets(logits.device)).flatten(1)
-        logits.index_add_(0, rows[part], change[:, :vocab_size].to(logits.dtype))
+        chunk = slice(begin, begin + size)
+        biases = torch.nn.functional.embedding(mask_bytes[chunk], _byte_biases(logits.device)).flatten(1)
+        logits.index_add_(0, rows[chunk], biases[:, :vocab_size].to(logits.dtype))

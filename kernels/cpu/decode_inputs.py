@@ -24,8 +24,8 @@ def prepare_decode(
     """Row i of the step is slot `slots[i]`, whose last token is not yet in the cache; a row below 0 is padding.
 
     Reads slots: [B] int32, last_tokens and num_tokens: [S], slot_tables: [S, M] int32. Writes token_ids: [B], positions: [B]
-    (num_tokens - 1), slot_mapping: [B] int64 (-1 where the table has no place for the position), context_lens: [B] int32
-    (num_tokens), block_tables: [B, M] int32, of each row only the blocks that its context reaches. Padding gets token 0,
+    (num_tokens - 1), slot_mapping: [B] int64 (-1 if the position is beyond the table), context_lens: [B] int32
+    (num_tokens), block_tables: [B, M] int32, only the blocks that the context of a row reaches. Padding gets token 0,
     position 0, slot -1, length 0.
     """
     active = slots >= 0
@@ -54,7 +54,7 @@ def advance_slots(
     host: HostTokens | None = None,
 ) -> None:
     """The tokens of a step become the last of their slots, in place. They are also copied to `out` and, with the number of the
-    step, to the next of the host's places, unless all rows are padding. Padding comes last.
+    step, to the next of `host.places`, unless all rows are padding. Padding comes last.
 
     slots: [B] int32, below 0 is padding; sampled: [B], below 0 if no token could be drawn; the slot then gets token 0.
     """
@@ -66,6 +66,6 @@ def advance_slots(
         out.copy_(sampled)
     if host is not None and len(slots) and slots[0] >= 0:
         host.num_steps.add_(1)
-        place = host.places[host.num_steps[0] % len(host.places)]
-        place[0] = host.num_steps[0]
-        place[1 : 1 + len(slots)] = sampled
+        entry = host.places[host.num_steps[0] % len(host.places)]
+        entry[0] = host.num_steps[0]
+        entry[1 : 1 + len(slots)] = sampled

@@ -20,16 +20,18 @@ def reject_drafts(
     """As `kernels.triton.drafts.reject_drafts`."""
     depth, index = guesses.shape[1], torch.arange(guesses.shape[1], device=guesses.device)
     keys = gumbel.keys(streams[:, None], positions[:, None] + index, ACCEPT)
-    proposed, wanted = (table[:, :depth].gather(2, guesses[..., None])[..., 0] for table in (draft, target))
-    accepts = (gumbel.uniform(keys) * proposed < wanted) & (index < num_guesses[:, None])
-    taken = accepts.int().cumprod(dim=1).sum(dim=1)
-    is_rejected = taken < num_guesses
+    draft_probs, target_probs = (table[:, :depth].gather(2, guesses[..., None])[..., 0] for table in (draft, target))
+    accepts = (gumbel.uniform(keys) * draft_probs < target_probs) & (index < num_guesses[:, None])
+    num_accepted = accepts.int().cumprod(dim=1).sum(dim=1)
+    is_rejected = num_accepted < num_guesses
     rows = torch.arange(len(guesses), device=guesses.device)
-    plain = target[rows, taken]
-    rest = torch.where(is_rejected[:, None], (plain - draft[rows, taken.clamp_max(depth - 1)]).clamp_min(0), plain)
-    last = positions + taken
+    target_rows = target[rows, num_accepted]
+    residual = torch.where(
+        is_rejected[:, None], (target_rows - draft[rows, num_accepted.clamp_max(depth - 1)]).clamp_min(0), target_rows
+    )
+    last = positions + num_accepted
     keys = torch.where(is_rejected, gumbel.keys(streams, last, RESIDUAL), gumbel.keys(streams, last))
-    drawn = draw_weighted(rest, keys)
-    drawn = torch.where(drawn == NO_TOKEN, draw_weighted(plain, keys), drawn)
-    out = torch.where(index < taken[:, None], guesses, NO_TOKEN)
-    return torch.nn.functional.pad(out, (0, 1), value=NO_TOKEN).scatter_(1, taken[:, None], drawn[:, None])
+    drawn = draw_weighted(residual, keys)
+    drawn = torch.where(drawn == NO_TOKEN, draw_weighted(target_rows, keys), drawn)
+    out = torch.where(index < num_accepted[:, None], guesses, NO_TOKEN)
+    return torch.nn.functional.pad(out, (0, 1), value=NO_TOKEN).scatter_(1, num_accepted[:, None], drawn[:, None])

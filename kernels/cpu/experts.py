@@ -1,6 +1,6 @@
 """Mixtures of experts in plain torch: tokens sorted by expert, then one product per expert that was chosen at all.
 
-A token's experts are summed in the order of their numbers, so its result does not depend on other tokens of the batch.
+A token's experts are summed in the order of their ids, so its result does not depend on other tokens of the batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mix_experts(
     out, first = torch.zeros_like(x), 0
     for expert, count in zip(experts, counts, strict=True):
         if count:
-            last = first + count
-            out.index_add_(0, tokens[first:last], expert(gathered[first:last]) * factors[first:last])
-            first = last
+            end = first + count
+            out.index_add_(0, tokens[first:end], expert(gathered[first:end]) * factors[first:end])
+            first = end
     return out

@@ -13,8 +13,8 @@ ROW_MAX_MIN = 1e-12
 def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in e4m3, each with its scale. x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32; x ≈ e4m3 · scale"""
     wide = x.float()
-    largest = wide.abs().amax(dim=-1, keepdim=True).clamp_min_(ROW_MAX_MIN)
-    return to_fp8(wide * (FP8_MAX / largest)), largest / FP8_MAX
+    absmax = wide.abs().amax(dim=-1, keepdim=True).clamp_min_(ROW_MAX_MIN)
+    return to_fp8(wide * (FP8_MAX / absmax)), absmax / FP8_MAX
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:

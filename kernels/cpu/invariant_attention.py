@@ -24,12 +24,12 @@ QUERY_TILE = 8
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Queries `first` … `last` - 1 of the batch are at place `place` and after; of the row's gathered keys `keys_first` …
+    """Queries `first` … `end` - 1 of the batch are at `offset` and after in the tile; of the row's gathered keys `keys_first` …
     `keys_end` - 1 are visible under `mask`, [heads per key head · Q, keys] in the format of the scores."""
 
     first: int
-    last: int
-    place: int
+    end: int
+    offset: int
     keys_first: int
     keys_end: int
     mask: torch.Tensor
@@ -72,23 +72,23 @@ class InvariantPlanner:
         size = self._shape.block_size
         first_tile, end_tile = row.start // QUERY_TILE, -(-row.context_len // QUERY_TILE)
         first_block = self._first_key(first_tile) // size
-        offset = first_block * size
+        keys_offset = first_block * size
         tiles = []
         for tile in range(first_tile, end_tile):
             first = max(row.start, tile * QUERY_TILE)
-            last = min(row.context_len, (tile + 1) * QUERY_TILE)
+            end = min(row.context_len, (tile + 1) * QUERY_TILE)
             tiles.append(
                 QueryTile(
                     first=token + first - row.start,
-                    last=token + last - row.start,
-                    place=first - tile * QUERY_TILE,
-                    keys_first=self._first_key(tile) - offset,
-                    keys_end=(tile + 1) * QUERY_TILE - offset,
+                    end=token + end - row.start,
+                    offset=first - tile * QUERY_TILE,
+                    keys_first=self._first_key(tile) - keys_offset,
+                    keys_end=(tile + 1) * QUERY_TILE - keys_offset,
                     mask=self._mask(tile),
                 )
             )
         blocks = torch.from_numpy(np.array(row.block_table[first_block : -(-row.context_len // size)], dtype=np.int64))
-        return TiledRow(blocks.to(self._device), row.context_len - offset, end_tile * QUERY_TILE - offset, tiles)
+        return TiledRow(blocks.to(self._device), row.context_len - keys_offset, end_tile * QUERY_TILE - keys_offset, tiles)
 
     def _first_key(self, tile: int) -> int:
         """The first key that the tile sees: the beginning of its first query's window, rounded down to a tile."""
@@ -115,11 +115,11 @@ def invariant_attention(
     shape = plan.shape
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     for row in plan.rows:
-        found = kv_cache.index_select(0, row.blocks).flatten(0, 1)[: row.num_keys]
-        if found.dtype is not qkv.dtype:
-            found = decode_kv(found, qkv.dtype, kv_scales)
-        slots = found.new_zeros(row.padded_keys, *found.shape[1:])
-        slots[: row.num_keys] = found
+        context_slots = kv_cache.index_select(0, row.blocks).flatten(0, 1)[: row.num_keys]
+        if context_slots.dtype is not qkv.dtype:
+            context_slots = decode_kv(context_slots, qkv.dtype, kv_scales)
+        slots = context_slots.new_zeros(row.padded_keys, *context_slots.shape[1:])
+        slots[: row.num_keys] = context_slots
         for tile in row.tiles:
             _attend_tile(qkv, slots[tile.keys_first : tile.keys_end], shape, tile, out)
     return out
@@ -129,8 +129,8 @@ def _attend_tile(qkv: torch.Tensor, slots: torch.Tensor, shape: AttentionShape, 
     """slots: [C, 2, K, D]; the query heads of one key head are stacked: [K, H/K · Q, D]"""
     kv_heads, size = shape.num_kv_heads, shape.head_dim
     queries = qkv.new_zeros(QUERY_TILE, shape.num_heads, size)
-    count = tile.last - tile.first
-    queries[tile.place : tile.place + count] = qkv[tile.first : tile.last, : shape.num_heads]
+    count = tile.end - tile.first
+    queries[tile.offset : tile.offset + count] = qkv[tile.first : tile.end, : shape.num_heads]
     stacked = queries.transpose(0, 1).reshape(1, kv_heads, -1, size)
     keys, values = slots[:, 0].transpose(0, 1).unsqueeze(0), slots[:, 1].transpose(0, 1).unsqueeze(0)
     if shape.softcap is None:
@@ -140,4 +140,4 @@ def _attend_tile(qkv: torch.Tensor, slots: torch.Tensor, shape: AttentionShape, 
         scores = products.mul_(shape.product_scale / shape.softcap).tanh_().mul_(shape.softcap)
         attended = scores.add_(tile.mask).softmax(dim=-1).to(values.dtype) @ values
     heads_first = attended.view(shape.num_heads, QUERY_TILE, size)
-    out[tile.first : tile.last] = heads_first[:, tile.place : tile.place + count].transpose(0, 1)
+    out[tile.first : tile.end] = heads_first[:, tile.offset : tile.offset + count].transpose(0, 1)

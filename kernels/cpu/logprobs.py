@@ -8,6 +8,6 @@ import torch
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `kernels.triton.logprobs.token_logprobs`."""
     values = logits.float()
-    found = values.gather(1, ids.clamp_min(0).long())
-    ranks = (values > torch.where(ids[:, :1] >= 0, found[:, :1], torch.inf)).sum(dim=-1) + 1
-    return torch.where(ids >= 0, found - values.logsumexp(dim=-1, keepdim=True), torch.nan), ranks.int()
+    chosen = values.gather(1, ids.clamp_min(0).long())
+    ranks = (values > torch.where(ids[:, :1] >= 0, chosen[:, :1], torch.inf)).sum(dim=-1) + 1
+    return torch.where(ids >= 0, chosen - values.logsumexp(dim=-1, keepdim=True), torch.nan), ranks.int()

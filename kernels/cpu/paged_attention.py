@@ -55,17 +55,17 @@ def paged_prefill(
     q: [T, H, D], query_starts: [B + 1]; the last query of a row sees context_lens[b] tokens, each one before it a token less
     → [T, H, D]
     """
-    attended = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     for row, context_len in enumerate(lengths):
-        first, last = starts[row], starts[row + 1]
-        assert last - first <= max_query_len, "more queries than announced"
+        first, end = starts[row], starts[row + 1]
+        assert end - first <= max_query_len, "more queries than announced"
         if not context_len:
-            attended[first:last] = 0.0
+            result[first:end] = 0.0
             continue
         blocks = block_tables[row, : -(-context_len // shape.block_size)].long()
-        attended[first:last] = _attend(q[first:last], kv_cache, blocks, context_len, shape, kv_scales)
-    return attended
+        result[first:end] = _attend(q[first:end], kv_cache, blocks, context_len, shape, kv_scales)
+    return result
 
 
 def _attend(
@@ -77,17 +77,17 @@ def _attend(
     kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """queries: [Q, H, D], the newest of `context_len` tokens → [Q, H, D]"""
-    found = _indexable(kv_cache).index_select(0, blocks).view(kv_cache.dtype).flatten(0, 1)[:context_len]  # [C, 2, K, D]
-    found = found.to(queries.dtype) if kv_scales is None else (found.float() * kv_scales[:, None, None]).to(queries.dtype)
-    keys, values = (found[:, i].transpose(0, 1).repeat_interleave(shape.group, 0) for i in (0, 1))  # [H, C, D]
+    slots = _indexable(kv_cache).index_select(0, blocks).view(kv_cache.dtype).flatten(0, 1)[:context_len]  # [C, 2, K, D]
+    slots = slots.to(queries.dtype) if kv_scales is None else (slots.float() * kv_scales[:, None, None]).to(queries.dtype)
+    keys, values = (slots[:, i].transpose(0, 1).repeat_interleave(shape.group, 0) for i in (0, 1))  # [H, C, D]
     scores = (queries.transpose(0, 1) @ keys.transpose(1, 2)).float() * shape.product_scale
     if shape.softcap is not None:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
     positions = torch.arange(context_len, device=queries.device)
-    own = positions[context_len - queries.shape[0] :, None]
-    hidden = positions[None, :] > own
+    query_positions = positions[context_len - queries.shape[0] :, None]
+    hidden = positions[None, :] > query_positions
     if shape.sliding_window is not None:
-        hidden |= positions[None, :] <= own - shape.sliding_window
+        hidden |= positions[None, :] <= query_positions - shape.sliding_window
     weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
     return (weights.to(values.dtype) @ values).transpose(0, 1)
 

@@ -1,4 +1,5 @@
-"""The operations between projection and attention: queries and keys normalised and rotated, keys and values cached."""
+"""The operations between projection and attention: normalise and rotate queries and keys, write keys and values to the
+cache."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def rope_and_cache(
 ) -> None:
     """QK-norm, rotation and cache write.
 
-    qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim] as `rope` takes them; in place, and into kv_cache: [N, P, 2, K, D].
+    qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim] as for `rope`; in place, and into kv_cache: [N, P, 2, K, D].
 
     Weights of QK-norm are [D] for each head separately, or [H·D] and [K·D] for all heads of a token together. slot_mapping:
     [T] int64, block · P + offset, below 0 for a token that is not written. kv_scales: [2] float32, of keys and of values: an
@@ -34,8 +35,8 @@ def rope_and_cache(
     if q_weight is not None and k_weight is not None:
         _normalise(qkv[:, :num_heads], q_weight, eps)
         _normalise(qkv[:, num_heads : num_heads + num_kv_heads], k_weight, eps)
-    turning = qkv[:, : num_heads + num_kv_heads]
-    rope(turning if rotary_dim == qkv.shape[2] else turning[:, :, :rotary_dim], cos, sin)
+    queries_and_keys = qkv[:, : num_heads + num_kv_heads]
+    rope(queries_and_keys if rotary_dim == qkv.shape[2] else queries_and_keys[:, :, :rotary_dim], cos, sin)
     if kv_cache is not None:
         _write(qkv[:, num_heads:], kv_cache, slot_mapping, kv_scales)
 

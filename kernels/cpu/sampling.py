@@ -19,15 +19,15 @@ CANDIDATE_STAGES = (64, 1024)
 """Sizes of the partial top-k, increased only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial
 top-k of 64 costs a third of one of 256, and trained models rarely keep more."""
 
-WIDE_ELEMENTS = 1 << 17
-"""Logits whose whole rows are sorted at a time; sorting takes some twenty times their memory."""
+SORT_ELEMENTS = 1 << 17
+"""Logits that are sorted at a time, in whole rows; sorting takes some twenty times their memory."""
 
 SLICE_ELEMENTS = 1 << 16
 """Noise that a CPU generates at a time: it is read a dozen times, so it should stay in the second-level cache."""
 
 _INFINITE = float("inf")
-_NOBODY = 2**31 - 1
-_ABOUT = 4e-6  # largest relative error of the sum of float32 weights
+_NO_ID = 2**31 - 1  # above all ids: a minimum over ids ignores it
+_SUM_ERROR = 4e-6  # largest relative error of the sum of float32 weights
 
 
 class Filters(NamedTuple):
@@ -43,7 +43,7 @@ class Filters(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Tokens of some rows: `rows` [b] int64, their numbers among all; ids and logits [b, C]; `kept` [b, C] bool: by the
+    """Tokens of some rows: `rows` [b] int64, the indices of these among all; ids and logits [b, C]; `kept` [b, C] bool, by the
     filters."""
 
     rows: torch.Tensor
@@ -58,8 +58,8 @@ def draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch
     logits: [B, V] float32 with finite largest; scale: [B] float32, log2(e) / temperature; keys: [B] int64
     """
     size = max(1, SLICE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-    parts = [slice(begin, begin + size) for begin in range(0, len(logits), size)]
-    return torch.cat([_draw(logits[part], scale[part], keys[part]) for part in parts])
+    chunks = [slice(begin, begin + size) for begin in range(0, len(logits), size)]
+    return torch.cat([_draw(logits[chunk], scale[chunk], keys[chunk]) for chunk in chunks])
 
 
 def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -68,13 +68,13 @@ def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torc
     values = logits.gather(1, first)
     _, score = winner(first, values, values > -_INFINITE, scale, keys)
     slack = (values[:, 0].abs() * scale + 64.0) * 2.0**-22  # bounds may be rounded once where scores are rounded twice
-    rows, ids = _at_least(bounds, (score - slack)[:, None])
+    rows, ids = _indices_reaching(bounds, (score - slack)[:, None])
     values = logits[rows, ids]
     scores = values * scale[rows] + gumbel.noise(keys[rows], ids[:, None])[:, 0]
     best = score.scatter_reduce(0, rows, scores, "amax")
-    wins = scores == best[rows]
-    nobody = torch.full_like(keys, _NOBODY)
-    return nobody.scatter_reduce(0, rows[wins], ids[wins], "amin")
+    is_best = scores == best[rows]
+    no_ids = torch.full_like(keys, _NO_ID)
+    return no_ids.scatter_reduce(0, rows[is_best], ids[is_best], "amin")
 
 
 def _gumbel_bounds(key: torch.Tensor, num_ids: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ def draw_weighted(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     score = weights / gumbel.exponential(gumbel.bits(keys, ids[None]))
     total = weights.sum(dim=-1)
     best = score.amax(dim=-1, keepdim=True)
-    chosen = ids.expand_as(score).masked_fill(score != best, _NOBODY).amin(dim=-1)
+    chosen = ids.expand_as(score).masked_fill(score != best, _NO_ID).amin(dim=-1)
     return torch.where(total.isfinite() & (best[:, 0] > 0), chosen, NO_TOKEN)
 
 
@@ -120,14 +120,14 @@ def largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     On a CPU numpy takes a fifth of torch's time."""
     if values.device.type != "cpu":
         return values.max(dim=-1)
-    places = torch.from_numpy(values.numpy().argmax(axis=-1))
-    return values.gather(1, places[:, None])[:, 0], places
+    indices = torch.from_numpy(values.numpy().argmax(axis=-1))
+    return values.gather(1, indices[:, None])[:, 0], indices
 
 
-def _at_least(values: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows and columns of values that reach their row's limit; limits: [B, 1]"""
+def _indices_reaching(values: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows and columns of the values that reach the limit of their row; limits: [B, 1]"""
     if values.device.type == "cpu":
-        return tuple(torch.from_numpy(found) for found in (values.numpy() >= limits.numpy()).nonzero())
+        return tuple(torch.from_numpy(indices) for indices in (values.numpy() >= limits.numpy()).nonzero())
     return (values >= limits).nonzero(as_tuple=True)
 
 
@@ -140,35 +140,35 @@ def winner(
     """
     score = (logits * scale[:, None] + gumbel.noise(keys, ids)).masked_fill_(~kept, -_INFINITE)
     best = score.amax(dim=-1)
-    return ids.expand_as(score).masked_fill(score != best[:, None], _NOBODY).amin(dim=-1), best
+    return ids.expand_as(score).masked_fill(score != best[:, None], _NO_ID).amin(dim=-1), best
 
 
 def candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters) -> list[Candidates]:
-    """The tokens that the filters leave of every row, grouped by how many most likely tokens a row needed.
+    """The tokens of every row that the filters keep, grouped by how many most likely tokens a row needed.
 
     logits: [B, V] float32 with finite largest
     """
     vocab_size = logits.shape[1]
-    waiting = torch.arange(len(logits), device=logits.device)
-    found: list[Candidates] = []
+    pending = torch.arange(len(logits), device=logits.device)
+    groups: list[Candidates] = []
     for count in (stage for stage in CANDIDATE_STAGES if stage < vocab_size):
-        part = logits if len(waiting) == len(logits) else logits[waiting]
-        tried, is_open = _candidates(part, scale[waiting], filters.rows(waiting), count)
-        still = is_open.nonzero()[:, 0]
-        if not len(still):
-            return [*found, tried._replace(rows=waiting)]
+        pending_logits = logits if len(pending) == len(logits) else logits[pending]
+        group, is_open = _candidates(pending_logits, scale[pending], filters.rows(pending), count)
+        still_open = is_open.nonzero()[:, 0]
+        if not len(still_open):
+            return [*groups, group._replace(rows=pending)]
         done = (~is_open).nonzero()[:, 0]
         if len(done):
-            found.append(Candidates(waiting[done], tried.ids[done], tried.logits[done], tried.kept[done]))
-        waiting = waiting[still]
-    for rows in torch.split(waiting, max(1, WIDE_ELEMENTS // vocab_size)):
-        tried, _ = _candidates(logits[rows], scale[rows], filters.rows(rows), vocab_size)
-        found.append(tried._replace(rows=rows))
-    return found
+            groups.append(Candidates(pending[done], group.ids[done], group.logits[done], group.kept[done]))
+        pending = pending[still_open]
+    for rows in torch.split(pending, max(1, SORT_ELEMENTS // vocab_size)):
+        group, _ = _candidates(logits[rows], scale[rows], filters.rows(rows), vocab_size)
+        groups.append(group._replace(rows=rows))
+    return groups
 
 
 def _candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters, count: int) -> tuple[Candidates, torch.Tensor]:
-    """Candidates among the `count` most likely tokens; and [B] bool: whether one beyond them might be kept too."""
+    """Candidates among the `count` most likely tokens; and [B] bool: whether a token beyond these might be kept too."""
     values, ids = logits.topk(count, dim=-1)
     distance = values[:, :1] - values
     orders = distance * scale[:, None]
@@ -180,25 +180,25 @@ def _candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters, cou
     has_top_p = filters.top_p < 1
     if bool(has_top_p.any()):
         weights = gumbel.weights(orders) * kept
-        reached = weights.cumsum(dim=-1)
-        whole = torch.where(has_top_k, reached[:, -1], 0)
-        summed = has_top_p & ~has_top_k
-        if bool(summed.any()):
-            whole = torch.where(summed, _totals(logits, values[:, :1], scale, filters.top_p, reached), whole)
-        target = _targets(filters.top_p, whole)
-        short = reached < target[:, None]
-        is_open |= has_top_p & short[:, -1]
-        cut = short.sum(dim=-1, keepdim=True).clamp_(max=count - 1)
+        cumulative = weights.cumsum(dim=-1)
+        total = torch.where(has_top_k, cumulative[:, -1], 0)
+        needs_total = has_top_p & ~has_top_k
+        if bool(needs_total.any()):
+            total = torch.where(needs_total, _totals(logits, values[:, :1], scale, filters.top_p, cumulative), total)
+        target = _targets(filters.top_p, total)
+        is_below = cumulative < target[:, None]
+        is_open |= has_top_p & is_below[:, -1]
+        cut = is_below.sum(dim=-1, keepdim=True).clamp_(max=count - 1)
         kept &= (distance <= distance.gather(1, cut)) | ~has_top_p[:, None]
     kept &= orders <= filters.neg_log2_min_p[:, None]
     is_open |= kept[:, -1]  # ties with the last one, or any token after it
     is_typical = filters.typical_p < 1
     if bool(is_typical.any()):
         weights = gumbel.weights(orders) * kept
-        away, order = gumbel.deviations(distance, weights, scale[:, None]).sort(dim=-1)
-        short = weights.gather(1, order).cumsum(dim=-1) < _targets(filters.typical_p, weights.sum(dim=-1))[:, None]
-        last = away.gather(1, short.sum(dim=-1, keepdim=True).clamp_(max=count - 1))
-        kept &= torch.empty_like(kept).scatter_(1, order, away <= last) | ~is_typical[:, None]
+        deviation, order = gumbel.deviations(distance, weights, scale[:, None]).sort(dim=-1)
+        is_below = weights.gather(1, order).cumsum(dim=-1) < _targets(filters.typical_p, weights.sum(dim=-1))[:, None]
+        last = deviation.gather(1, is_below.sum(dim=-1, keepdim=True).clamp_(max=count - 1))
+        kept &= torch.empty_like(kept).scatter_(1, order, deviation <= last) | ~is_typical[:, None]
     rows = torch.arange(len(logits), device=logits.device)
     return Candidates(rows, ids, values, kept), is_open
 
@@ -209,20 +209,20 @@ def _targets(top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 def _totals(
-    logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor, top_p: torch.Tensor, reached: torch.Tensor
+    logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor, top_p: torch.Tensor, cumulative: torch.Tensor
 ) -> torch.Tensor:
-    """The weight of each row, or a number that cuts `reached` at the same index: [B] int64
+    """The weight of each row, or a number that cuts `cumulative` at the same index: [B] int64
 
     The sum of float32 weights costs a third of the sum of integers, each of which loses up to one. It is enough unless a cut is
     within its error.
     """
-    about = ((logits - largest) * (scale[:, None] * 0.6931471805599453)).exp_().sum(dim=-1).double() * 2.0**30
-    low = _targets(top_p, (about * (1 - _ABOUT) - logits.shape[1]).long())
-    high = _targets(top_p, (about * (1 + _ABOUT)).long())
-    near = ((reached < low[:, None]).sum(dim=-1) != (reached < high[:, None]).sum(dim=-1)).nonzero()[:, 0]
-    totals = about.long()
-    if len(near):
-        totals[near] = gumbel.weights((largest[near] - logits[near]) * scale[near, None]).sum(dim=-1)
+    approximate = ((logits - largest) * (scale[:, None] * 0.6931471805599453)).exp_().sum(dim=-1).double() * 2.0**30
+    low = _targets(top_p, (approximate * (1 - _SUM_ERROR) - logits.shape[1]).long())
+    high = _targets(top_p, (approximate * (1 + _SUM_ERROR)).long())
+    uncertain = ((cumulative < low[:, None]).sum(dim=-1) != (cumulative < high[:, None]).sum(dim=-1)).nonzero()[:, 0]
+    totals = approximate.long()
+    if len(uncertain):
+        totals[uncertain] = gumbel.weights((largest[uncertain] - logits[uncertain]) * scale[uncertain, None]).sum(dim=-1)
     return totals
 
 
@@ -238,14 +238,14 @@ def sample(
     weighs: bool = True,  # noqa: ARG001 - this implementation computes only what is needed
 ) -> torch.Tensor:
     """As `kernels.triton.sampling.sample`. Reads slots on the host, so it cannot be part of a graph."""
-    chosen = torch.full((len(slots),), NO_TOKEN, dtype=torch.int64, device=logits.device)
-    used = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
-    if used:
-        rows = torch.tensor(used, device=logits.device)
-        part = logits.float().clone() if len(used) == len(slots) else logits[rows].float()
-        _adjust(part, slots[rows].tolist(), positions[rows].tolist(), columns, None if masks is None else masks[rows])
-        chosen[rows] = _sample(part, slots[rows].long(), positions[rows].long(), columns)
-    return chosen if out is None else out.copy_(chosen)
+    tokens = torch.full((len(slots),), NO_TOKEN, dtype=torch.int64, device=logits.device)
+    active_rows = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
+    if active_rows:
+        rows = torch.tensor(active_rows, device=logits.device)
+        active_logits = logits.float().clone() if len(active_rows) == len(slots) else logits[rows].float()
+        _adjust(active_logits, slots[rows].tolist(), positions[rows].tolist(), columns, None if masks is None else masks[rows])
+        tokens[rows] = _sample(active_logits, slots[rows].long(), positions[rows].long(), columns)
+    return tokens if out is None else out.copy_(tokens)
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -256,43 +256,43 @@ def _adjust(
     values: torch.Tensor, slots: list[int], positions: list[int], columns: SamplingColumns, masks: torch.Tensor | None
 ) -> None:
     """Penalties, bias, suppressed ids and the grammar, in place; NaN and +inf become +inf. values: [B, V]"""
-    bad = values.isnan() | (values == _INFINITE)
+    is_invalid = values.isnan() | (values == _INFINITE)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        factor, often, once = columns.repetition[slot], columns.frequency[slot], columns.presence[slot]
-        if factor != 1 or often != 0 or once != 0:
+        repetition, frequency, presence = columns.repetition[slot], columns.frequency[slot], columns.presence[slot]
+        if repetition != 1 or frequency != 0 or presence != 0:
             value, count = values[row], columns.counts[slot]
-            times = (count >> 1).float()
-            value = torch.where((count & 1) > 0, torch.where(value > 0, value / factor, value * factor), value)
-            values[row] = value - often * times - torch.where(times > 0, once, 0.0)
+            output_count = (count >> 1).float()
+            value = torch.where((count & 1) > 0, torch.where(value > 0, value / repetition, value * repetition), value)
+            values[row] = value - frequency * output_count - torch.where(output_count > 0, presence, 0.0)
         rule = int(columns.rules[slot])
         if rule >= 0:
             values[row] += columns.bias[rule]
         if position < int(columns.min_tokens_until[slot]):
-            held = columns.suppressed_ids[slot]
-            values[row].index_fill_(0, held[held >= 0].long(), -_INFINITE)
+            suppressed_ids = columns.suppressed_ids[slot]
+            values[row].index_fill_(0, suppressed_ids[suppressed_ids >= 0].long(), -_INFINITE)
     if masks is not None:
         ids = torch.arange(values.shape[1], device=values.device)
         allowed = (masks[:, ids // 32] >> (ids % 32)) & 1
         values.masked_fill_(allowed == 0, -_INFINITE)
-    values.masked_fill_(bad, _INFINITE)
+    values.masked_fill_(is_invalid, _INFINITE)
 
 
 def _sample(values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
-    maxima, chosen = largest(values)
+    maxima, tokens = largest(values)
     usable = maxima.isfinite()
     scale = columns.scale[slots]
-    shares = (columns.top_p, columns.neg_log2_min_p, columns.typical_p)
-    filters = Filters(columns.top_k[slots].long(), *(column[slots] for column in shares))
+    thresholds = (columns.top_p, columns.neg_log2_min_p, columns.typical_p)
+    filters = Filters(columns.top_k[slots].long(), *(column[slots] for column in thresholds))
     is_plain = ((filters.top_k == 0) | (filters.top_k >= values.shape[1])) & (filters.top_p >= 1)
     is_plain &= (filters.neg_log2_min_p == _INFINITE) & (filters.typical_p >= 1)
-    draws = usable & (scale > 0)
+    is_sampled = usable & (scale > 0)
     keys = gumbel.keys(columns.streams[slots], positions)
-    whole = (draws & is_plain).nonzero()[:, 0]
-    if len(whole):
-        chosen[whole] = draw(values[whole], scale[whole], keys[whole])
-    filtered = (draws & ~is_plain).nonzero()[:, 0]
+    unfiltered = (is_sampled & is_plain).nonzero()[:, 0]
+    if len(unfiltered):
+        tokens[unfiltered] = draw(values[unfiltered], scale[unfiltered], keys[unfiltered])
+    filtered = (is_sampled & ~is_plain).nonzero()[:, 0]
     if len(filtered):
-        for part in candidates(values[filtered], scale[filtered], filters.rows(filtered)):
-            rows = filtered[part.rows]
-            chosen[rows] = winner(part.ids, part.logits, part.kept, scale[rows], keys[rows])[0]
-    return torch.where(usable, chosen, NO_TOKEN)
+        for group in candidates(values[filtered], scale[filtered], filters.rows(filtered)):
+            rows = filtered[group.rows]
+            tokens[rows] = winner(group.ids, group.logits, group.kept, scale[rows], keys[rows])[0]
+    return torch.where(usable, tokens, NO_TOKEN)

@@ -8,5 +8,5 @@ import torch
 def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
     """As `kernels.triton.token_counts.count_tokens`."""
     counted = (slots >= 0) & (tokens >= 0)
-    places = slots[counted].long(), tokens[counted].long()
-    counts[places] = (counts[places] | 1) + 2
+    indices = slots[counted].long(), tokens[counted].long()
+    counts[indices] = (counts[indices] | 1) + 2

@@ -1,2 +1,1 @@
-"""Simple, obviously correct twins of every kernel, for tests: loops over single tokens and heads. CPUs draw with `gumbel`
-too."""
+"""Simple, obviously correct twins of every kernel, for tests: loops over single tokens and heads."""

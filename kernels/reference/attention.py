@@ -26,7 +26,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of rows known to the host.
 
-    qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; only this one allows no `shape.causal`.
+    qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; only this function allows shapes without
+    `causal`.
     """
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype)
     token = 0
@@ -81,37 +82,37 @@ def paged_prefill(
     Request b's queries are rows query_starts[b] … query_starts[b + 1] - 1. The last one sees context_lens[b] tokens, itself
     included, each earlier one sees one token less. A query that sees nothing gets zeros.
     """
-    attended = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     starts = query_starts.tolist()
     for request, context_len in enumerate(context_lens.tolist()):
         assert starts[request + 1] - starts[request] <= max_query_len, "more queries than announced"
         table = block_tables[request]
         for row in range(starts[request], starts[request + 1]):
             end = max(0, context_len - (starts[request + 1] - 1 - row))
-            seen = range(0 if shape.sliding_window is None else max(0, end - shape.sliding_window), end)
+            visible = range(0 if shape.sliding_window is None else max(0, end - shape.sliding_window), end)
             for head in range(shape.num_heads):
-                attended[row, head] = _attend(q[row, head], kv_cache, table, seen, shape, head, kv_scales)
-    return attended
+                result[row, head] = _attend(q[row, head], kv_cache, table, visible, shape, head, kv_scales)
+    return result
 
 
 def _attend(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    seen: range,
+    visible: range,
     shape: AttentionShape,
     head: int,
     kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """One query head, [D], over the tokens of its request that it sees: [D]"""
-    if not seen:
+    if not visible:
         return torch.zeros_like(query)
     kv_head = head // (shape.num_heads // shape.num_kv_heads)
-    places = torch.arange(seen.start, seen.stop, device=query.device)
-    blocks = block_table[places // shape.block_size].long()
-    found = kv_cache[blocks, places % shape.block_size, :, kv_head].double()  # [seen, 2, D]
+    positions = torch.arange(visible.start, visible.stop, device=query.device)
+    blocks = block_table[positions // shape.block_size].long()
+    slots = kv_cache[blocks, positions % shape.block_size, :, kv_head].double()  # [visible, 2, D]
     key_scale, value_scale = (1.0, 1.0) if kv_scales is None else kv_scales.double().unbind()
-    keys, values = found[:, 0] * key_scale, found[:, 1] * value_scale
+    keys, values = slots[:, 0] * key_scale, slots[:, 1] * value_scale
     scores = (keys @ query.double()) * (shape.head_dim**-0.5 if shape.scale is None else shape.scale)
     if shape.softcap is not None:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)

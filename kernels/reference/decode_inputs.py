@@ -23,8 +23,8 @@ def prepare_decode(
     """Row i of the step is slot `slots[i]`, whose last token is not yet in the cache; a row below 0 is padding.
 
     Reads slots: [B] int32, last_tokens and num_tokens: [S], slot_tables: [S, M] int32. Writes token_ids: [B], positions: [B]
-    (num_tokens - 1), slot_mapping: [B] int64 (-1 where the table has no place for the position), context_lens: [B] int32
-    (num_tokens), block_tables: [B, M] int32, of each row only the blocks that its context reaches. Padding gets token 0,
+    (num_tokens - 1), slot_mapping: [B] int64 (-1 if the position is beyond the table), context_lens: [B] int32
+    (num_tokens), block_tables: [B, M] int32, only the blocks that the context of a row reaches. Padding gets token 0,
     position 0, slot -1, length 0.
     """
     for row, slot in enumerate(slots.tolist()):
@@ -50,14 +50,14 @@ def advance_slots(
     host: HostTokens | None = None,
 ) -> None:
     """The tokens of a step become the last of their slots, in place. They are also copied to `out` and, with the number of the
-    step, to the next of the host's places, unless all rows are padding. Padding comes last.
+    step, to the next of `host.places`, unless all rows are padding. Padding comes last.
 
     slots: [B] int32, below 0 is padding; sampled: [B], below 0 if no token could be drawn; the slot then gets token 0.
     """
     if host is not None and slots.tolist()[:1] > [-1]:
         host.num_steps[0] += 1
-        number = int(host.num_steps[0])
-        host.places[number % len(host.places), : 1 + len(slots)] = torch.tensor([number, *sampled.tolist()])
+        step_number = int(host.num_steps[0])
+        host.places[step_number % len(host.places), : 1 + len(slots)] = torch.tensor([step_number, *sampled.tolist()])
     for row, slot in enumerate(slots.tolist()):
         if out is not None:
             out[row] = sampled[row]

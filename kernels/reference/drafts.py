@@ -19,19 +19,19 @@ def reject_drafts(
     """As `kernels.triton.drafts.reject_drafts`."""
     out = torch.full((len(guesses), guesses.shape[1] + 1), NO_TOKEN, dtype=torch.int64, device=target.device)
     for i, count in enumerate(num_guesses.tolist()):
-        taken, left = 0, None
-        while taken < count and left is None:
-            guess, position = int(guesses[i, taken]), positions[i : i + 1] + taken
-            number = float(gumbel.uniform(gumbel.keys(streams[i : i + 1], position, ACCEPT)))
-            if number * float(draft[i, taken, guess]) < float(target[i, taken, guess]):
-                out[i, taken] = guess
-                taken += 1
+        num_accepted, residual = 0, None
+        while num_accepted < count and residual is None:
+            guess, position = int(guesses[i, num_accepted]), positions[i : i + 1] + num_accepted
+            uniform = float(gumbel.uniform(gumbel.keys(streams[i : i + 1], position, ACCEPT)))
+            if uniform * float(draft[i, num_accepted, guess]) < float(target[i, num_accepted, guess]):
+                out[i, num_accepted] = guess
+                num_accepted += 1
             else:
-                left = (target[i, taken] - draft[i, taken]).clamp(min=0)
-        keys = gumbel.keys(streams[i : i + 1], positions[i : i + 1] + taken, 0 if left is None else RESIDUAL)
-        weights = target[i, taken] if left is None else left
+                residual = (target[i, num_accepted] - draft[i, num_accepted]).clamp(min=0)
+        keys = gumbel.keys(streams[i : i + 1], positions[i : i + 1] + num_accepted, 0 if residual is None else RESIDUAL)
+        weights = target[i, num_accepted] if residual is None else residual
         drawn = draw_weighted(weights, keys)
-        out[i, taken] = drawn if drawn != NO_TOKEN else draw_weighted(target[i, taken], keys)
+        out[i, num_accepted] = drawn if drawn != NO_TOKEN else draw_weighted(target[i, num_accepted], keys)
     return out
 
 

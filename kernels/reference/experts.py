@@ -18,10 +18,10 @@ def route(logits: torch.Tensor, num_chosen: int, *, normalised: bool) -> tuple[t
     """
     weights, expert_ids = [], []
     for row in logits.float():
-        shares = (row - row.max()).exp()
+        exponentials = (row - row.max()).exp()
         chosen = sorted(range(len(row)), key=lambda expert: -row[expert].item())[:num_chosen]
-        of_chosen = (shares / shares.sum())[chosen]
-        weights.append(of_chosen / of_chosen.sum() if normalised else of_chosen)
+        chosen_weights = (exponentials / exponentials.sum())[chosen]
+        weights.append(chosen_weights / chosen_weights.sum() if normalised else chosen_weights)
         expert_ids.append(torch.tensor(chosen))
     return torch.stack(weights).to(logits.dtype), torch.stack(expert_ids)
 

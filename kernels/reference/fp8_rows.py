@@ -14,8 +14,8 @@ def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32; x ≈ e4m3 · scale, the largest of a row becomes 448
     """
     wide = x.float()
-    largest = wide.abs().max(dim=-1, keepdim=True).values.clamp(min=1e-12)
-    return to_fp8(wide * (FP8_MAX / largest)), largest / FP8_MAX
+    absmax = wide.abs().max(dim=-1, keepdim=True).values.clamp(min=1e-12)
+    return to_fp8(wide * (FP8_MAX / absmax)), absmax / FP8_MAX
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `kernels.triton.logprobs.token_logprobs`."""
     table = torch.log_softmax(logits.double(), dim=-1)
-    found = torch.where(ids >= 0, table.gather(1, ids.clamp(min=0).long()), math.nan)
-    own = logits.gather(1, ids[:, :1].clamp(min=0).long())
-    ranks = torch.where(ids[:, 0] >= 0, (logits > own).sum(dim=-1) + 1, 1)
-    return found.float(), ranks.int()
+    chosen = torch.where(ids >= 0, table.gather(1, ids.clamp(min=0).long()), math.nan)
+    target = logits.gather(1, ids[:, :1].clamp(min=0).long())
+    ranks = torch.where(ids[:, 0] >= 0, (logits > target).sum(dim=-1) + 1, 1)
+    return chosen.float(), ranks.int()

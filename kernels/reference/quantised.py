@@ -1,4 +1,4 @@
-"""The values of quantised weights, each layout read number by number, exactly, in float32; and products with them.
+"""The values of quantised weights, each layout read element by element, exactly, in float32; and products with them.
 
 The layouts of checkpoints are read as their authors published them: AWQ (arXiv 2306.00978, its "gemm" packing), GPTQ
 (arXiv 2210.17323, as its first implementations pack it). Nothing here is shared with the packing functions.
@@ -21,7 +21,7 @@ def dequantise_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Te
 
     qweight: [K, N/8] int32, qzeros: [G, N/8] int32, scales: [G, N] → [N, K] float32: (code - zero) · scale
 
-    Of 8 neighbouring outputs the even ones come first: the word's nibbles are outputs 0 2 4 6 1 3 5 7.
+    Even outputs come first: the nibbles of a word are the outputs 0 2 4 6 1 3 5 7 of 8 neighbours.
     """
     num_columns, num_words = qweight.shape
     group_size = num_columns if group_size == -1 else group_size
@@ -113,8 +113,8 @@ def linear_fp8(
 
     x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ + bias: [M, N], like x or `out_dtype`
     """
-    exact = x.float() if x_scales is None else x.float() * x_scales.float()
-    return _product(exact, dequantise(weight), bias, out, out_dtype or x.dtype)
+    wide = x.float() if x_scales is None else x.float() * x_scales.float()
+    return _product(wide, dequantise(weight), bias, out, out_dtype or x.dtype)
 
 
 def _product(

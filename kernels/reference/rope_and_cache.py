@@ -1,4 +1,4 @@
-"""Queries and keys normalised and rotated, keys and values written to the cache: token by token, head by head, in float32."""
+"""Normalise and rotate queries and keys, and write keys and values to the cache: token by token, head by head, in float32."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def rope_and_cache(
 
     qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim]; in place, and into kv_cache: [N, P, 2, K, D] at slot_mapping: [T].
 
-    Pairs (i, i + rotary_dim/2) of the first `rotary_dim` dimensions turn (arXiv 2104.09864, eq. 34); the sine is negative
-    in its first half. Weights of QK-norm (arXiv 2302.05442) are [D] per head, or [H·D] and [K·D] for all heads of a token.
+    Pairs (i, i + rotary_dim/2) of the first `rotary_dim` dimensions are rotated (arXiv 2104.09864, eq. 34); the sine is
+    negative in its first half. Weights of QK-norm (arXiv 2302.05442) are [D] per head, or [H·D] and [K·D] for all heads of a
+    token.
     """
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     scales = [1.0, 1.0] if kv_scales is None else kv_scales.tolist()
     for token in range(qkv.shape[0]):
-        queries = _turned(qkv[token, :num_heads], q_weight, eps, cos[token, 0], sin[token, 0], rotary_dim)
-        keys = _turned(
+        queries = _rotate(qkv[token, :num_heads], q_weight, eps, cos[token, 0], sin[token, 0], rotary_dim)
+        keys = _rotate(
             qkv[token, num_heads : num_heads + num_kv_heads], k_weight, eps, cos[token, 0], sin[token, 0], rotary_dim
         )
         values = qkv[token, num_heads + num_kv_heads :].float()
@@ -43,23 +44,23 @@ def rope_and_cache(
         if kv_cache is None or slot < 0:
             continue
         block, offset = divmod(slot, kv_cache.shape[1])
-        for part, written in enumerate((keys, values)):
-            stored = written / scales[part]
-            kv_cache[block, offset, part] = (
+        for index, written in enumerate((keys, values)):
+            stored = written / scales[index]
+            kv_cache[block, offset, index] = (
                 to_fp8(stored) if kv_cache.dtype == torch.float8_e4m3fn else written.to(kv_cache.dtype)
             )
 
 
-def _turned(
+def _rotate(
     heads: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int
 ) -> torch.Tensor:
     """heads: [heads, D] of one token, cos and sin: [rotary_dim] → [heads, D] float32"""
     wide = heads.float()
     if weight is not None:
-        together = weight.shape[0] != heads.shape[1]
-        wide = rms_norm(wide.reshape(-1) if together else wide, weight, eps).reshape(heads.shape)
+        across_heads = weight.shape[0] != heads.shape[1]
+        wide = rms_norm(wide.reshape(-1) if across_heads else wide, weight, eps).reshape(heads.shape)
     half = rotary_dim // 2
-    turned = wide.clone()
-    turned[:, :half] = wide[:, :half] * cos[:half].float() - wide[:, half:rotary_dim] * sin[half:].float()
-    turned[:, half:rotary_dim] = wide[:, half:rotary_dim] * cos[half:].float() + wide[:, :half] * sin[half:].float()
-    return turned
+    rotated = wide.clone()
+    rotated[:, :half] = wide[:, :half] * cos[:half].float() - wide[:, half:rotary_dim] * sin[half:].float()
+    rotated[:, half:rotary_dim] = wide[:, half:rotary_dim] * cos[half:].float() + wide[:, :half] * sin[half:].float()
+    return rotated

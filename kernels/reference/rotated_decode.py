@@ -30,25 +30,26 @@ def rotated_decode(
 ) -> torch.Tensor:
     """`rope_and_cache`, then `paged_decode`: qkv: [B, H+2K, D], not changed → [B, H, D]; keys and values go to the cache.
 
-    A row does not see what other rows write in this call, so rows of one request get other results than by the two operations.
+    A row does not see what other rows write in this call, so the results for rows of one request differ from
+    those of the two operations.
     """
     places = {slot: divmod(slot, shape.block_size) for slot in slot_mapping.tolist() if slot >= 0}
-    before, turned = {slot: kv_cache[place].clone() for slot, place in places.items()}, qkv.clone()
+    old_slots, rotated = {slot: kv_cache[place].clone() for slot, place in places.items()}, qkv.clone()
     rope_and_cache(
-        turned, cos, sin, kv_cache, slot_mapping, num_kv_heads=shape.num_kv_heads, rotary_dim=rotary_dim,
+        rotated, cos, sin, kv_cache, slot_mapping, num_kv_heads=shape.num_kv_heads, rotary_dim=rotary_dim,
         q_weight=q_weight, k_weight=k_weight, eps=eps, kv_scales=kv_scales,
     )  # fmt: skip
-    written = {slot: kv_cache[place].clone() for slot, place in places.items()}
+    new_slots = {slot: kv_cache[place].clone() for slot, place in places.items()}
     for slot, place in places.items():
-        kv_cache[place] = before[slot]
+        kv_cache[place] = old_slots[slot]
     out = torch.zeros(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     for row, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            kv_cache[places[slot]] = written[slot]
-        queries, one = turned[row : row + 1, : shape.num_heads], slice(row, row + 1)
-        out[row] = paged_decode(queries, kv_cache, block_tables[one], context_lens[one], shape, kv_scales=kv_scales)[0]
+            kv_cache[places[slot]] = new_slots[slot]
+        queries, single = rotated[row : row + 1, : shape.num_heads], slice(row, row + 1)
+        out[row] = paged_decode(queries, kv_cache, block_tables[single], context_lens[single], shape, kv_scales=kv_scales)[0]
         if slot >= 0:
-            kv_cache[places[slot]] = before[slot]
+            kv_cache[places[slot]] = old_slots[slot]
     for slot, place in places.items():
-        kv_cache[place] = written[slot]
+        kv_cache[place] = new_slots[slot]
     return out

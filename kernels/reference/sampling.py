@@ -36,17 +36,17 @@ def adjusted(
 ) -> torch.Tensor:
     """One row after penalties, bias, suppressed ids and the grammar: [V]. NaN and +inf stay as they are."""
     values = logits.clone()
-    seen, times = columns.counts[slot] & 1, columns.counts[slot] >> 1
-    factor = columns.repetition[slot]
-    values = torch.where(seen > 0, torch.where(values > 0, values / factor, values * factor), values)
-    values = values - columns.frequency[slot] * times.float()
-    values = values - torch.where(times > 0, columns.presence[slot], 0.0)
+    occurs, output_count = columns.counts[slot] & 1, columns.counts[slot] >> 1
+    repetition = columns.repetition[slot]
+    values = torch.where(occurs > 0, torch.where(values > 0, values / repetition, values * repetition), values)
+    values = values - columns.frequency[slot] * output_count.float()
+    values = values - torch.where(output_count > 0, columns.presence[slot], 0.0)
     rule = int(columns.rules[slot])
     if rule >= 0:
         values = values + columns.bias[rule]
     if position < int(columns.min_tokens_until[slot]):
-        held = columns.suppressed_ids[slot]
-        values[held[held >= 0].long()] = -math.inf
+        suppressed_ids = columns.suppressed_ids[slot]
+        values[suppressed_ids[suppressed_ids >= 0].long()] = -math.inf
     if mask is not None:
         ids = torch.arange(len(values), device=values.device)
         values = torch.where((mask[ids // 32] >> (ids % 32)) & 1 > 0, values, -math.inf)
@@ -64,7 +64,7 @@ def _sample_row(
     if scale == 0:
         return int((values == largest).nonzero()[0])
     filters = int(columns.top_k[slot]), columns.top_p[slot], columns.neg_log2_min_p[slot], columns.typical_p[slot]
-    kept = keep(largest - values, scale, *filters)
+    kept = filter_mask(largest - values, scale, *filters)
     key = gumbel.keys(columns.streams[slot][None], position[None])
     ids = torch.arange(len(values), device=values.device)
     score = values * scale + gumbel.noise(key, ids[None])[0]
@@ -72,7 +72,7 @@ def _sample_row(
     return int((score == score.max()).nonzero()[0])
 
 
-def keep(
+def filter_mask(
     distance: torch.Tensor,
     scale: torch.Tensor,
     top_k: int,
@@ -82,24 +82,25 @@ def keep(
 ) -> torch.Tensor:
     """The mask of tokens that the filters leave: [V] bool. Ties are kept or dropped together.
 
-    distance: [V] ≥ 0, how far a logit is below the largest. top-k first, then the smallest set whose weight reaches top_p of
-    what top-k left, then min-p, then of the rest the most typical tokens whose weight reaches typical_p of its weight.
+    distance: [V] ≥ 0, how far a logit is below the largest. top-k is applied first, then top-p: the smallest set whose
+    weight reaches top_p of what top-k has kept; then min-p; then, of the rest, the most typical tokens whose weight reaches
+    typical_p of its weight.
     """
-    within = torch.ones_like(distance, dtype=torch.bool)
+    kept = torch.ones_like(distance, dtype=torch.bool)
     if 0 < top_k < len(distance):
-        within = distance <= distance.sort().values[top_k - 1]
+        kept = distance <= distance.sort().values[top_k - 1]
     if top_p < 1:
-        within = within & _reaching(distance, torch.where(within, gumbel.weights(distance * scale), 0), top_p)
-    within = within & (distance * scale <= neg_log2_min_p)
+        kept = kept & _reaching(distance, torch.where(kept, gumbel.weights(distance * scale), 0), top_p)
+    kept = kept & (distance * scale <= neg_log2_min_p)
     if typical_p < 1:
-        weight = torch.where(within, gumbel.weights(distance * scale), 0)
-        within = within & _reaching(gumbel.deviations(distance, weight, scale), weight, typical_p)
-    return within
+        weight = torch.where(kept, gumbel.weights(distance * scale), 0)
+        kept = kept & _reaching(gumbel.deviations(distance, weight, scale), weight, typical_p)
+    return kept
 
 
-def _reaching(distance: torch.Tensor, weight: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The tokens near enough that their total weight reaches `share` of the whole: [V] bool"""
-    target = max(1, math.ceil(float(share.double() * weight.sum().double())))
+def _reaching(distance: torch.Tensor, weight: torch.Tensor, fraction: torch.Tensor) -> torch.Tensor:
+    """The mask of the nearest tokens whose total weight reaches `fraction` of the whole: [V] bool"""
+    target = max(1, math.ceil(float(fraction.double() * weight.sum().double())))
     order = distance.sort(stable=True).indices
     reached = weight[order].cumsum(0) >= target
     return distance <= distance[order][reached.int().argmax()]

@@ -14,36 +14,36 @@ import math
 
 import numba
 
-from kernels.simd.compiling import part
-from kernels.simd.fetching import touch
+from kernels.simd.compiling import subroutine
+from kernels.simd.prefetching import load_and_discard
 from kernels.simd.tiles import (
     CACHE_LINE,
     DOT_QUERIES,
-    DOT_ROWS,
     ROWS,
-    WIDE,
+    TILE_VECTORS,
+    TRANSPOSED_DOT_QUERIES,
     dots,
-    dots_of_rows,
+    dots_transposed,
     multiply,
     multiply_narrow,
-    turn,
+    transpose_keys,
 )
 from kernels.simd.vectors import (
     BYTES,
     LANES,
     exp,
     first_lanes,
-    get,
-    get_int32,
-    largest,
     load,
+    load_float32,
+    load_int32,
     maximum,
-    put,
+    reduce_max,
+    reduce_sum,
     splat,
-    stack,
+    stack_buffer,
     store,
+    store_float32,
     tanh,
-    total,
 )
 
 CHUNK = 512
@@ -54,80 +54,86 @@ TILE_ROWS = 32
 """Rows of the largest tile, which share the keys and values that are read. Each row has its own scores of a chunk."""
 
 STREAMS = 4
-"""Places at which a block is read in turn. A processor's prefetching ends with a page of 4 kB, so a single reader waits for
-memory at the beginning of each page. With four places, 16 slots of four heads of 32 begin their pages together."""
+"""Streams in which a block is read, alternately. A processor's prefetching stops at the end of a page of 4 kB, so a single
+stream waits for memory at the beginning of each page. With four streams, 16 slots of four heads of 32 begin their pages
+together."""
 
-ROWS_PER_TURN = 8
-"""The cost of transposing LANES keys: about that of a query's sums per this many of their numbers."""
+TRANSPOSE_BREAK_EVEN = 8
+"""Transposing LANES keys costs about as much as the sums of one query for every so many elements of a key."""
 
-_scores, _sums, _queries = stack(TILE_ROWS * STRIDE), stack(TILE_ROWS * HEAD_DIM_MAX), stack(TILE_ROWS * HEAD_DIM_MAX)
-_turned, _lane = stack(LANES * HEAD_DIM_MAX), stack(LANES)
-_largest_scores, _totals = stack(TILE_ROWS), stack(TILE_ROWS)
-
-
-@part
-def _scalar_exp(x, room):
-    store(room, 0, exp(splat(x)))
-    return get(room, 0)
+_scores, _sums, _queries = (
+    stack_buffer(TILE_ROWS * STRIDE),
+    stack_buffer(TILE_ROWS * HEAD_DIM_MAX),
+    stack_buffer(TILE_ROWS * HEAD_DIM_MAX),
+)
+_transposed_keys, _lane_buffer = stack_buffer(LANES * HEAD_DIM_MAX), stack_buffer(LANES)
+_row_max, _row_sum = stack_buffer(TILE_ROWS), stack_buffer(TILE_ROWS)
 
 
-@part
-def _multiply_keys(rows, queries, keys, key_stride, count, size, turned, products):
-    """Products of LANES keys, of which `count` exist, with each row of queries. Many rows are worth transposing the keys."""
-    if rows * ROWS_PER_TURN > size:
-        turn(keys, key_stride, count, size, turned)
-        for row in range(0, rows, DOT_ROWS):
-            first, target = queries + row * size * BYTES, products + row * STRIDE * BYTES
-            dots_of_rows(min(DOT_ROWS, rows - row), first, size, turned, target, STRIDE)
+@subroutine
+def _scalar_exp(x, scratch):
+    store(scratch, 0, exp(splat(x)))
+    return load_float32(scratch, 0)
+
+
+@subroutine
+def _multiply_keys(rows, queries, keys, key_stride, count, head_dim, transposed, products):
+    """Products of LANES keys, of which `count` exist, with each row of queries. With many rows it pays to transpose the
+    keys."""
+    if rows * TRANSPOSE_BREAK_EVEN > head_dim:
+        transpose_keys(keys, key_stride, count, head_dim, transposed)
+        for row in range(0, rows, TRANSPOSED_DOT_QUERIES):
+            row_queries, target = queries + row * head_dim * BYTES, products + row * STRIDE * BYTES
+            dots_transposed(min(TRANSPOSED_DOT_QUERIES, rows - row), row_queries, head_dim, transposed, target, STRIDE)
     else:
         for row in range(0, rows, DOT_QUERIES):
-            first, target = queries + row * size * BYTES, products + row * STRIDE * BYTES
-            dots(min(DOT_QUERIES, rows - row), first, keys, key_stride, count, size, target, STRIDE)
+            row_queries, target = queries + row * head_dim * BYTES, products + row * STRIDE * BYTES
+            dots(min(DOT_QUERIES, rows - row), row_queries, keys, key_stride, count, head_dim, target, STRIDE)
 
 
-@part
-def _bound_and_hide(products, rows, heads, count, visible, window, softcap):
-    """Scores of `count` keys, of which the first query sees `visible`: they are bounded by the cap, and keys that a row does
-    not see get -inf."""
-    hidden = splat(numba.float32(-math.inf))
+@subroutine
+def _softcap_and_mask(products, rows, heads, count, visible, window, softcap):
+    """Bound the scores of `count` keys, of which the first query sees `visible`, by the cap, and set those of keys that a row
+    does not see to -inf."""
+    minus_infinity = splat(numba.float32(-math.inf))
     for row in range(rows):
-        found = load(products, row * STRIDE)
+        scores = load(products, row * STRIDE)
         if softcap > 0:
-            found = tanh(found * splat(numba.float32(1.0) / softcap)) * splat(softcap)
-        seen = visible + row // heads
-        found = first_lanes(found, min(count, seen), hidden)
-        if window > 0 and seen > window:
-            found = first_lanes(hidden, seen - window, found)
-        store(products, row * STRIDE, found)
+            scores = tanh(scores * splat(numba.float32(1.0) / softcap)) * splat(softcap)
+        row_visible = visible + row // heads
+        scores = first_lanes(scores, min(count, row_visible), minus_infinity)
+        if window > 0 and row_visible > window:
+            scores = first_lanes(minus_infinity, row_visible - window, scores)
+        store(products, row * STRIDE, scores)
 
 
-@part
-def _touch(keys, slot, count, size):
-    """Read `size` numbers of the keys, and as many of the values, of `count` slots once, at STREAMS places in turn."""
-    behind = -(-count // STREAMS)
-    for key in range(behind):
-        for part_of in range(0, slot * BYTES, slot // 2 * BYTES):
-            for line in range(part_of, part_of + size * BYTES, CACHE_LINE):
+@subroutine
+def _prefetch_slots(keys, slot_stride, count, size):
+    """Read `size` elements of the keys, and as many of the values, of `count` slots once, in STREAMS streams alternately."""
+    keys_per_stream = -(-count // STREAMS)
+    for key in range(keys_per_stream):
+        for kv_offset in range(0, slot_stride * BYTES, slot_stride // 2 * BYTES):
+            for line in range(kv_offset, kv_offset + size * BYTES, CACHE_LINE):
                 for stream in range(STREAMS):
-                    touch(keys + min(stream * behind + key, count - 1) * slot * BYTES + line)
+                    load_and_discard(keys + min(stream * keys_per_stream + key, count - 1) * slot_stride * BYTES + line)
 
 
-@part
+@subroutine
 def _score_chunk(
     scores,
     kv_heads,
     rows,
     heads,
     queries,
-    turned,
-    size,
+    transposed,
+    head_dim,
     cache,
     table,
-    block,
-    slot,
+    block_size,
+    slot_stride,
     first,
     end,
-    own,
+    query_position,
     window,
     softcap,
     is_cold,
@@ -135,139 +141,147 @@ def _score_chunk(
     """Scores of the keys `first` to `end` - 1 for each row, at their places in the chunk; -inf for keys that a row does not
     see.
 
-    `own`: the position of the first query. `cache`: key 0 of slot 0.
+    `query_position`: the position of the first query. `cache`: key 0 of slot 0.
     """
-    hidden = splat(numba.float32(-math.inf))
+    minus_infinity = splat(numba.float32(-math.inf))
     base = first // CHUNK * CHUNK
     for row in range(kv_heads * rows):
-        store(scores, row * STRIDE + (first - base) // LANES * LANES, hidden)
-        store(scores, row * STRIDE + (end - 1 - base) // LANES * LANES, hidden)
+        store(scores, row * STRIDE + (first - base) // LANES * LANES, minus_infinity)
+        store(scores, row * STRIDE + (end - 1 - base) // LANES * LANES, minus_infinity)
     position = first
     while position < end:
-        count = min(LANES, end - position, block - position % block)
-        keys = cache + (get_int32(table, position // block) * block + position % block) * slot * BYTES
+        count = min(LANES, end - position, block_size - position % block_size)
+        keys = cache + (load_int32(table, position // block_size) * block_size + position % block_size) * slot_stride * BYTES
         if is_cold:
-            _touch(keys, slot, count, kv_heads * size)
+            _prefetch_slots(keys, slot_stride, count, kv_heads * head_dim)
         for kv_head in range(kv_heads):
             products = scores + (kv_head * rows * STRIDE + position - base) * BYTES
             _multiply_keys(
                 rows,
-                queries + kv_head * rows * size * BYTES,
-                keys + kv_head * size * BYTES,
-                slot,
+                queries + kv_head * rows * head_dim * BYTES,
+                keys + kv_head * head_dim * BYTES,
+                slot_stride,
                 count,
-                size,
-                turned,
+                head_dim,
+                transposed,
                 products,
             )
-            visible = own + 1 - position
+            visible = query_position + 1 - position
             if count < LANES or visible < LANES or window > 0 or softcap > 0:
-                _bound_and_hide(products, rows, heads, count, visible, window, softcap)
+                _softcap_and_mask(products, rows, heads, count, visible, window, softcap)
         position += count
 
 
-@part
-def _weigh_chunk(scores, rows, size, first, end, sums, largest_scores, totals, room):
-    """Turn scores into weights relative to the largest so far, and rescale the sums so far to it."""
+@subroutine
+def _softmax_chunk(scores, rows, head_dim, first, end, sums, row_max, row_sum, scratch):
+    """Turn scores into softmax weights relative to the largest score so far, and rescale the sums so far to it."""
     base = first // CHUNK * CHUNK
     low, high = (first - base) // LANES * LANES, end - base
     for row in range(rows):
-        line = row * STRIDE
-        found = load(scores, line + low)
-        for place in range(low + LANES, high, LANES):
-            found = maximum(found, load(scores, line + place))
-        before = get(largest_scores, row)
-        now = max(before, largest(found))
-        shift = numba.float32(0.0) if now == -math.inf else now
+        row_index = row * STRIDE
+        maximum_scores = load(scores, row_index + low)
+        for index in range(low + LANES, high, LANES):
+            maximum_scores = maximum(maximum_scores, load(scores, row_index + index))
+        old_max = load_float32(row_max, row)
+        new_max = max(old_max, reduce_max(maximum_scores))
+        shift = numba.float32(0.0) if new_max == -math.inf else new_max
         weights = splat(numba.float32(0.0))
-        for place in range(low, high, LANES):
-            weight = exp(load(scores, line + place) - splat(shift))
-            store(scores, line + place, weight)
+        for index in range(low, high, LANES):
+            weight = exp(load(scores, row_index + index) - splat(shift))
+            store(scores, row_index + index, weight)
             weights = weights + weight
         factor = numba.float32(1.0)
-        if before != now:
-            factor = _scalar_exp(before - shift, room)
-            for place in range(0, size, LANES):
-                store(sums, row * size + place, load(sums, row * size + place) * splat(factor))
-        put(totals, row, get(totals, row) * factor + total(weights))
-        put(largest_scores, row, now)
+        if old_max != new_max:
+            factor = _scalar_exp(old_max - shift, scratch)
+            for index in range(0, head_dim, LANES):
+                store(sums, row * head_dim + index, load(sums, row * head_dim + index) * splat(factor))
+        store_float32(row_sum, row, load_float32(row_sum, row) * factor + reduce_sum(weights))
+        store_float32(row_max, row, new_max)
 
 
-@part
-def _multiply_values(rows, weights, values, slot, count, sums, size):
+@subroutine
+def _multiply_values(rows, weights, values, slot_stride, count, sums, head_dim):
     for row in range(0, rows, ROWS):
-        some, factors, line = min(ROWS, rows - row), weights + row * STRIDE * BYTES, sums + row * size * BYTES
-        if size % (WIDE * LANES) == 0:
-            for offset in range(0, size * BYTES, WIDE * LANES * BYTES):
-                target = line + offset
-                multiply(some, factors, STRIDE, values + offset, slot, count, target, size, target, size, 0)
+        num_rows, factors, row_sums = min(ROWS, rows - row), weights + row * STRIDE * BYTES, sums + row * head_dim * BYTES
+        if head_dim % (TILE_VECTORS * LANES) == 0:
+            for offset in range(0, head_dim * BYTES, TILE_VECTORS * LANES * BYTES):
+                target = row_sums + offset
+                multiply(num_rows, factors, STRIDE, values + offset, slot_stride, count, target, head_dim, target, head_dim, 0)
         else:
-            for offset in range(0, size * BYTES, LANES * BYTES):
-                target = line + offset
-                multiply_narrow(some, factors, STRIDE, values + offset, slot, count, target, size, target, size, 0)
+            for offset in range(0, head_dim * BYTES, LANES * BYTES):
+                target = row_sums + offset
+                multiply_narrow(
+                    num_rows, factors, STRIDE, values + offset, slot_stride, count, target, head_dim, target, head_dim, 0
+                )
 
 
-@part
-def _add_values(scores, kv_heads, rows, size, values, table, block, slot, first, end, sums):
+@subroutine
+def _add_values(scores, kv_heads, rows, head_dim, values, table, block_size, slot_stride, first, end, sums):
     """Add weights times values of the keys `first` to `end` - 1."""
     base = first // CHUNK * CHUNK
     position = first
     while position < end:
-        count = min(end - position, block - position % block)
-        found = values + (get_int32(table, position // block) * block + position % block) * slot * BYTES
+        count = min(end - position, block_size - position % block_size)
+        block_values = (
+            values + (load_int32(table, position // block_size) * block_size + position % block_size) * slot_stride * BYTES
+        )
         weights = scores + (position - base) * BYTES
         for kv_head in range(kv_heads):
-            line = kv_head * rows
+            first_row = kv_head * rows
             _multiply_values(
                 rows,
-                weights + line * STRIDE * BYTES,
-                found + kv_head * size * BYTES,
-                slot,
+                weights + first_row * STRIDE * BYTES,
+                block_values + kv_head * head_dim * BYTES,
+                slot_stride,
                 count,
-                sums + line * size * BYTES,
-                size,
+                sums + first_row * head_dim * BYTES,
+                head_dim,
             )
         position += count
 
 
-@part
+@subroutine
 def attend_tile(
-    kv_heads, rows, heads, queries, query_stride, size, cache, slot, table, block, own, window, scale, softcap, out, out_stride,
-    is_cold,
+    kv_heads, rows, heads, queries, query_stride, head_dim, cache, slot_stride, table, block_size, query_position, window,
+    scale, softcap, out, out_stride, is_cold,
 ):  # fmt: skip
-    """A tile: for each of `kv_heads` neighbouring key heads `rows` rows: `heads` heads of consecutive queries, the first of
-    which is at position `own`.
+    """Attention of a tile: `rows` rows for each of `kv_heads` neighbouring key heads, namely `heads` heads of consecutive
+    queries, the first of which is at position `query_position`.
 
-    If the tile `is_cold`, its slots are not in the cache: it reads its part of each block once before it works on the keys.
+    If the tile `is_cold`, its slots are not in the cache: it reads its part of each block once before it computes scores.
     This takes half the time, because values are between the keys and are needed later. Later tiles of a row find them cached.
     """
-    scores, sums, room = _scores(), _sums(), _lane()
-    kept, turned = _queries(), _turned()
-    largest_scores, totals = _largest_scores(), _totals()
-    all_rows = kv_heads * rows
-    for place in range(0, all_rows * size, LANES):
-        store(sums, place, splat(numba.float32(0.0)))
-    for row in range(all_rows):
+    scores, sums, scratch = _scores(), _sums(), _lane_buffer()
+    scaled_queries, transposed = _queries(), _transposed_keys()
+    row_max, row_sum = _row_max(), _row_sum()
+    num_rows = kv_heads * rows
+    for index in range(0, num_rows * head_dim, LANES):
+        store(sums, index, splat(numba.float32(0.0)))
+    for row in range(num_rows):
         head, query = row // rows * heads + row % heads, row % rows // heads
-        for place in range(0, size, LANES):
-            store(kept, row * size + place, load(queries + (query * query_stride + head * size) * BYTES, place) * splat(scale))
-        put(largest_scores, row, numba.float32(-math.inf))
-        put(totals, row, numba.float32(0.0))
-    values = cache + slot // 2 * BYTES
-    first = max(0, own + 1 - window) if window > 0 else 0
-    last = own + rows // heads
-    while first < last:
-        end = min(last, (first // CHUNK + 1) * CHUNK)
+        for index in range(0, head_dim, LANES):
+            store(
+                scaled_queries,
+                row * head_dim + index,
+                load(queries + (query * query_stride + head * head_dim) * BYTES, index) * splat(scale),
+            )
+        store_float32(row_max, row, numba.float32(-math.inf))
+        store_float32(row_sum, row, numba.float32(0.0))
+    values = cache + slot_stride // 2 * BYTES
+    first = max(0, query_position + 1 - window) if window > 0 else 0
+    keys_end = query_position + rows // heads
+    while first < keys_end:
+        end = min(keys_end, (first // CHUNK + 1) * CHUNK)
         _score_chunk(
-            scores, kv_heads, rows, heads, kept, turned, size, cache, table, block, slot,
-            first, end, own, window, softcap, is_cold,
+            scores, kv_heads, rows, heads, scaled_queries, transposed, head_dim, cache, table, block_size, slot_stride,
+            first, end, query_position, window, softcap, is_cold,
         )  # fmt: skip
-        _weigh_chunk(scores, all_rows, size, first, end, sums, largest_scores, totals, room)
-        _add_values(scores, kv_heads, rows, size, values, table, block, slot, first, end, sums)
+        _softmax_chunk(scores, num_rows, head_dim, first, end, sums, row_max, row_sum, scratch)
+        _add_values(scores, kv_heads, rows, head_dim, values, table, block_size, slot_stride, first, end, sums)
         first = end
-    for row in range(all_rows):
+    for row in range(num_rows):
         head, query = row // rows * heads + row % heads, row % rows // heads
-        target = out + (query * out_stride + head * size) * BYTES
-        share = numba.float32(1.0) / get(totals, row)
-        for place in range(0, size, LANES):
-            store(target, place, load(sums, row * size + place) * splat(share))
+        target = out + (query * out_stride + head * head_dim) * BYTES
+        inverse_sum = numba.float32(1.0) / load_float32(row_sum, row)
+        for index in range(0, head_dim, LANES):
+            store(target, index, load(sums, row * head_dim + index) * splat(inverse_sum))

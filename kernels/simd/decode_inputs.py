@@ -1,6 +1,6 @@
 """Inputs of a decode step from the state of its slots, and their state after the step; see `kernels.cpu.decode_inputs`.
 
-Copies a few numbers per row and the blocks that its context reaches.
+Copies a few integers per row and the blocks that its context reaches.
 """
 
 from __future__ import annotations
@@ -10,58 +10,58 @@ import torch
 from kernels.host_tokens import HostTokens
 from kernels.simd.compiling import entry, task
 from kernels.simd.launching import Launch
-from kernels.simd.threads import argument, run, share
-from kernels.simd.vectors import get_int32, get_int64, put_int32, put_int64
+from kernels.simd.threads import argument, run, thread_range
+from kernels.simd.vectors import load_int32, load_int64, store_int32, store_int64
 
 
 @task
-def _rows(a):
-    slots, last_tokens, num_tokens, tables, width, block = (
+def _prepare_rows(a):
+    slots, last_tokens, num_tokens, tables, width, block_size = (
         argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4), argument(a, 5),
     )  # fmt: skip
     token_ids, positions, slot_mapping, context_lens, block_tables, out_width = (
         argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9), argument(a, 10), argument(a, 11),
     )  # fmt: skip
-    first, end = share(a, argument(a, 12))
+    first, end = thread_range(a, argument(a, 12))
     for row in range(first, end):
-        slot = get_int32(slots, row)
-        context = get_int32(num_tokens, slot) if slot >= 0 else 0
+        slot = load_int32(slots, row)
+        context = load_int32(num_tokens, slot) if slot >= 0 else 0
         last = max(context - 1, 0)
-        place, column = -1, last // block
+        cache_slot, column = -1, last // block_size
         if context > 0 and column < width:
-            place = get_int32(tables, slot * width + column) * block + last % block
-        put_int64(token_ids, row, get_int64(last_tokens, slot) if slot >= 0 else 0)
-        put_int64(positions, row, last)
-        put_int64(slot_mapping, row, place)
-        put_int32(context_lens, row, context)
-        for index in range(min(width, (context + block - 1) // block)):
-            put_int32(block_tables, row * out_width + index, get_int32(tables, slot * width + index))
+            cache_slot = load_int32(tables, slot * width + column) * block_size + last % block_size
+        store_int64(token_ids, row, load_int64(last_tokens, slot) if slot >= 0 else 0)
+        store_int64(positions, row, last)
+        store_int64(slot_mapping, row, cache_slot)
+        store_int32(context_lens, row, context)
+        for index in range(min(width, (context + block_size - 1) // block_size)):
+            store_int32(block_tables, row * out_width + index, load_int32(tables, slot * width + index))
 
 
 @entry(16)
 def _run_rows(
-    pool, threads, task, slots, last_tokens, num_tokens, tables, width, block,
+    pool, threads, task, slots, last_tokens, num_tokens, tables, width, block_size,
     token_ids, positions, slot_mapping, context_lens, block_tables, out_width, num_rows,
 ):  # fmt: skip
     run(
         pool, threads, task,
-        (slots, last_tokens, num_tokens, tables, width, block,
+        (slots, last_tokens, num_tokens, tables, width, block_size,
          token_ids, positions, slot_mapping, context_lens, block_tables, out_width, num_rows),
     )  # fmt: skip
 
 
 @task
-def _advance(a):
+def _advance_rows(a):
     slots, sampled, last_tokens = argument(a, 0), argument(a, 1), argument(a, 2)
     num_tokens, out = argument(a, 3), argument(a, 4)
-    first, end = share(a, argument(a, 5))
+    first, end = thread_range(a, argument(a, 5))
     for row in range(first, end):
-        slot, token = get_int32(slots, row), get_int64(sampled, row)
+        slot, token = load_int32(slots, row), load_int64(sampled, row)
         if slot >= 0:
-            put_int64(last_tokens, slot, max(token, 0))
-            put_int32(num_tokens, slot, get_int32(num_tokens, slot) + 1)
+            store_int64(last_tokens, slot, max(token, 0))
+            store_int32(num_tokens, slot, load_int32(num_tokens, slot) + 1)
         if out:
-            put_int64(out, row, token)
+            store_int64(out, row, token)
 
 
 @entry(9)
@@ -69,8 +69,8 @@ def _run_advance(pool, threads, task, slots, sampled, last_tokens, num_tokens, o
     run(pool, threads, task, (slots, sampled, last_tokens, num_tokens, out, num_rows))
 
 
-_prepare = Launch(_run_rows, _rows, rows_at=12)
-_go_on = Launch(_run_advance, _advance, rows_at=5)
+_prepare = Launch(_run_rows, _prepare_rows, num_rows_at=12)
+_advance = Launch(_run_advance, _advance_rows, num_rows_at=5)
 
 
 def prepare_decode(
@@ -121,7 +121,7 @@ def advance_slots(
     assert host is None, "this device is the host"
     assert slots.dtype is num_tokens.dtype is torch.int32
     assert sampled.dtype is last_tokens.dtype is torch.int64
-    _go_on(
+    _advance(
         slots.numel(),
         slots.data_ptr(),
         sampled.data_ptr(),

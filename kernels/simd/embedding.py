@@ -1,4 +1,4 @@
-"""Rows of the embedding by token, of cosines and sines by position, copied."""
+"""Look-up of rows: of the embedding by token, of cosines and sines by position."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ import numba
 import torch
 
 from kernels.simd.compiling import entry, task
-from kernels.simd.launching import Launch, new
-from kernels.simd.threads import argument, bits, number, run, share
-from kernels.simd.vectors import BYTES, LANES, get_int64, load_part, splat, store_part
+from kernels.simd.launching import Launch, empty
+from kernels.simd.threads import argument, decode_float, encode_float, run, thread_range
+from kernels.simd.vectors import BYTES, LANES, load_int64, masked_load, masked_store, splat
 
 
 @task
-def _copies(a):
-    table, index, out, size, factor = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 4), number(argument(a, 5))
-    first, end = share(a, argument(a, 3))
+def _copy_rows(a):
+    table, index, out, size, factor = (
+        argument(a, 0),
+        argument(a, 1),
+        argument(a, 2),
+        argument(a, 4),
+        decode_float(argument(a, 5)),
+    )
+    first, end = thread_range(a, argument(a, 3))
     for row in range(first, end):
-        source, target = table + get_int64(index, row) * size * BYTES, out + row * size * BYTES
+        source, target = table + load_int64(index, row) * size * BYTES, out + row * size * BYTES
         for i in range(0, size, LANES):
-            store_part(target, i, size, load_part(source, i, size) * splat(numba.float32(factor)))
+            masked_store(target, i, size, masked_load(source, i, size) * splat(numba.float32(factor)))
 
 
 @entry(8, 1)
 def _run(pool, threads, task, table, index, out, num_rows, size, factor):
-    run(pool, threads, task, (table, index, out, num_rows, size, bits(factor)))
+    run(pool, threads, task, (table, index, out, num_rows, size, encode_float(factor)))
 
 
-_look_up = Launch(_run, _copies, rows_at=3, num_floats=1)
+_look_up = Launch(_run, _copy_rows, num_rows_at=3, num_floats=1)
 
 
 def _rows_of(table: torch.Tensor, index: torch.Tensor, factor: float) -> torch.Tensor:
-    """table: [N, …] float32 → [T, …]; every number in `index` must be within the table."""
+    """table: [N, …] float32 → [T, …]; every index must be within the table."""
     index = index.contiguous() if index.dtype is torch.int64 else index.long()
-    out = new(index.shape[0], *table.shape[1:])
+    out = empty(index.shape[0], *table.shape[1:])
     size = table[0].numel()
     _look_up(out.numel(), table.data_ptr(), index.data_ptr(), out.data_ptr(), index.shape[0], size, factor)
     return out

@@ -14,9 +14,9 @@ import torch
 
 from kernels.cpu.fp8_decode import decode_fp8
 from kernels.quantised_weights import Fp8Weight
-from kernels.simd.coded_panels import bind, in_panels, panels_of
-from kernels.simd.coded_tiles import PANEL, Format, as_bits, constants, emit_codes, widened
 from kernels.simd.compiling import task
+from kernels.simd.quantised_panels import bind_panels, make_task_body, split_into_panels
+from kernels.simd.quantised_tiles import PANEL, Format, emit_bits_as_float, emit_load_codes, emit_widen, integer_constant
 from kernels.simd.vectors import LANES
 
 _SHIFT = 20
@@ -28,28 +28,30 @@ _SCALE_FACTOR = 2.0**60
 class _Fp8(Format):
     column_bytes = PANEL
 
-    def decode(self, builder, codes, width, group):
+    def emit_decode(self, builder, codes, width, group):
         values = []
         for i in range(width):
-            bits = builder.shl(widened(builder, emit_codes(builder, codes, LANES * i), signed=True), constants(_SHIFT))
-            values.append(as_bits(builder, builder.and_(bits, constants(_SIGN_AND_SEVEN_BITS))))
+            bits = builder.shl(
+                emit_widen(builder, emit_load_codes(builder, codes, LANES * i), signed=True), integer_constant(_SHIFT)
+            )
+            values.append(emit_bits_as_float(builder, builder.and_(bits, integer_constant(_SIGN_AND_SEVEN_BITS))))
         return values
 
 
-_body = panels_of(_Fp8())
+_multiply_panels_body = make_task_body(_Fp8())
 
 
 @task
-def _panels(a):
-    _body(a)
+def _multiply_panels(a):
+    _multiply_panels_body(a)
 
 
 def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
     """The product with an e4m3 weight, as `kernels.quantised_linear.bind_fp8`; it keeps no reference to `weight`."""
     num_outputs, num_columns = weight.values.shape
-    codes = in_panels(weight.values.view(torch.int8)).transpose(1, 2).contiguous()
+    codes = split_into_panels(weight.values.view(torch.int8)).transpose(1, 2).contiguous()
     scales = weight.scales.expand(num_outputs) * _SCALE_FACTOR
-    multiply = bind(_panels, codes, scales, bias, num_columns)
+    multiply = bind_panels(_multiply_panels, codes, scales, bias, num_columns)
 
     def linear(x: torch.Tensor, *, x_scales: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         rows = decode_fp8(x, torch.float32) if x.dtype.itemsize == 1 else x.float()

@@ -1,5 +1,5 @@
-"""Products with weights of 4 bits in groups of columns: (code - zero) · scale, exact in float32, is the weight that is
-multiplied.
+"""Products with weights of 4 bits in groups of columns: the weight that is multiplied is (code - zero) · scale, exact
+in float32.
 
 A byte holds the codes of two outputs that are one vector apart. A group's entry is its scale as float32, with the zero point in
 the lowest bits of the fraction, which are unused by a 16-bit scale.
@@ -12,61 +12,63 @@ from collections.abc import Callable
 import torch
 
 from kernels.quantised_weights import CHUNK_RUNS, Int4Weight
-from kernels.simd.coded_panels import bind, in_panels, panels_of
-from kernels.simd.coded_tiles import (
+from kernels.simd.compiling import task
+from kernels.simd.quantised_panels import bind_panels, make_task_body, split_into_panels
+from kernels.simd.quantised_tiles import (
     PANEL,
     PANEL_VECTORS,
     Format,
-    as_bits,
-    constants,
-    emit_codes,
-    load_integers,
-    widened,
+    emit_bits_as_float,
+    emit_load_codes,
+    emit_load_integers,
+    emit_widen,
+    integer_constant,
 )
-from kernels.simd.compiling import task
 from kernels.simd.tiles import ROWS
 from kernels.simd.vectors import LANES
 
-_CODE, _CODE_BITS = 15, 4
-_ZERO_POINT = 31
+_CODE_MASK, _CODE_BITS = 15, 4
+_ZERO_POINT_MASK = 31
 _BASES = 0x4B000000, 0x49000000
-"""2²³ and 2¹⁹ as float32. A code in the lowest bits of the first, or four bits higher in the second, is added to the number.
-This converts it to float without a shift, which would take the time of a multiplication."""
+"""2²³ and 2¹⁹ as float32. A code in the lowest bits of the first, or four bits higher in the second, adds its value to the
+number. This converts it to float without a shift, which would take the time of a multiplication."""
 
 
 class _Int4(Format):
     column_bytes = PANEL // 2
-    many_rows = 2 * ROWS
+    shared_decode_rows_min = 2 * ROWS
 
-    def group(self, builder, entry, width):
-        entries = [load_integers(builder, entry, LANES * i) for i in range(width)]
-        zeros = [builder.and_(each, constants(_ZERO_POINT)) for each in entries]
-        scales = [as_bits(builder, builder.and_(each, constants(~_ZERO_POINT))) for each in entries]
-        return [(_added(builder, zero, i % 2), scale) for i, (zero, scale) in enumerate(zip(zeros, scales, strict=True))]
+    def emit_group(self, builder, entry, width):
+        entries = [emit_load_integers(builder, entry, LANES * i) for i in range(width)]
+        zeros = [builder.and_(each, integer_constant(_ZERO_POINT_MASK)) for each in entries]
+        scales = [emit_bits_as_float(builder, builder.and_(each, integer_constant(~_ZERO_POINT_MASK))) for each in entries]
+        return [
+            (_emit_add_to_base(builder, zero, i % 2), scale) for i, (zero, scale) in enumerate(zip(zeros, scales, strict=True))
+        ]
 
-    def decode(self, builder, codes, width, group):
+    def emit_decode(self, builder, codes, width, group):
         values = []
         for i, (zero, scale) in enumerate(group):
             if i % 2 == 0:
-                both = widened(builder, emit_codes(builder, codes, LANES * i // 2), signed=False)
-            bits = builder.and_(both, constants(_CODE << _CODE_BITS * (i % 2)))
-            number = as_bits(builder, builder.or_(bits, constants(_BASES[i % 2])))
+                code_pairs = emit_widen(builder, emit_load_codes(builder, codes, LANES * i // 2), signed=False)
+            bits = builder.and_(code_pairs, integer_constant(_CODE_MASK << _CODE_BITS * (i % 2)))
+            number = emit_bits_as_float(builder, builder.or_(bits, integer_constant(_BASES[i % 2])))
             values.append(builder.fmul(builder.fsub(number, zero), scale))
         return values
 
 
-def _added(builder, zeros, upper):
-    """Zero points added to the base of the lower codes of a byte, or to that of the upper ones."""
-    bits = builder.shl(zeros, constants(_CODE_BITS)) if upper else zeros
-    return as_bits(builder, builder.or_(bits, constants(_BASES[upper])))
+def _emit_add_to_base(builder, zeros, upper):
+    """Add zero points to the base of the lower codes of a byte, or to that of the upper ones."""
+    bits = builder.shl(zeros, integer_constant(_CODE_BITS)) if upper else zeros
+    return emit_bits_as_float(builder, builder.or_(bits, integer_constant(_BASES[upper])))
 
 
-_body = panels_of(_Int4())
+_multiply_panels_body = make_task_body(_Int4())
 
 
 @task
-def _panels(a):
-    _body(a)
+def _multiply_panels(a):
+    _multiply_panels_body(a)
 
 
 def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -74,22 +76,24 @@ def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Callable[[torch.
 
     Returns a function [T, K] → [T, N], like its input: x Wᵀ + bias. It keeps no reference to `weight` except its permutation.
     """
-    permutation, codes = weight.permutation, _paired(in_panels(_codes(weight)))
+    permutation, codes = weight.permutation, _pack_pairs(split_into_panels(_unpack_codes(weight)))
     factors = torch.ones(weight.num_rows)
-    multiply = bind(_panels, codes, factors, bias, weight.num_columns, groups=_entries(weight), group_size=weight.group_size)
+    multiply = bind_panels(
+        _multiply_panels, codes, factors, bias, weight.num_columns, groups=_group_entries(weight), group_size=weight.group_size
+    )
     return multiply if permutation is None else lambda x: multiply(x.index_select(1, permutation))
 
 
-def _codes(weight: Int4Weight) -> torch.Tensor:
+def _unpack_codes(weight: Int4Weight) -> torch.Tensor:
     """→ [N, K] uint8, columns sorted by group, see `Int4Weight`"""
     num_chunks, num_outputs, num_words = weight.words.shape
     codes = torch.empty(num_outputs, num_chunks, CHUNK_RUNS, num_words, dtype=torch.uint8)
     for run in range(CHUNK_RUNS):
-        codes[:, :, run] = weight.words.bitwise_right_shift(_CODE_BITS * run).bitwise_and_(_CODE).transpose(0, 1)
+        codes[:, :, run] = weight.words.bitwise_right_shift(_CODE_BITS * run).bitwise_and_(_CODE_MASK).transpose(0, 1)
     return codes.view(num_outputs, -1)[:, : weight.num_columns]
 
 
-def _paired(panels: torch.Tensor) -> torch.Tensor:
+def _pack_pairs(panels: torch.Tensor) -> torch.Tensor:
     """[panels, PANEL, K] → [panels, K, PANEL / 2]: the codes of two neighbouring vectors in a byte, the first in the lower
     bits"""
     vectors = panels.view(len(panels), PANEL_VECTORS // 2, 2, LANES, -1)
@@ -97,7 +101,7 @@ def _paired(panels: torch.Tensor) -> torch.Tensor:
     return pairs.flatten(1, 2).transpose(1, 2).contiguous()
 
 
-def _entries(weight: Int4Weight) -> torch.Tensor:
+def _group_entries(weight: Int4Weight) -> torch.Tensor:
     """→ [N, groups] int32"""
     num_groups = -(-weight.num_columns // weight.group_size)
     stored = weight.scales_zeros[:num_groups].T

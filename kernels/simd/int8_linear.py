@@ -1,5 +1,5 @@
-"""Products with weights of 8-bit integers: codes are widened and converted, and sums are multiplied by their outputs'
-scales."""
+"""Products with weights of 8-bit integers: codes are widened and converted, and the sums are multiplied by the
+scales of their outputs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from collections.abc import Callable
 import torch
 
 from kernels.quantised_weights import Int8Weight
-from kernels.simd.coded_panels import bind, in_panels, panels_of
-from kernels.simd.coded_tiles import PANEL, Format, as_floats, emit_codes, widened
 from kernels.simd.compiling import task
+from kernels.simd.quantised_panels import bind_panels, make_task_body, split_into_panels
+from kernels.simd.quantised_tiles import PANEL, Format, emit_load_codes, emit_to_float, emit_widen
 from kernels.simd.vectors import LANES
 
 
 class _Int8(Format):
     column_bytes = PANEL
 
-    def decode(self, builder, codes, width, group):
-        return [as_floats(builder, widened(builder, emit_codes(builder, codes, LANES * i), signed=True)) for i in range(width)]
+    def emit_decode(self, builder, codes, width, group):
+        return [
+            emit_to_float(builder, emit_widen(builder, emit_load_codes(builder, codes, LANES * i), signed=True))
+            for i in range(width)
+        ]
 
 
-_body = panels_of(_Int8())
+_multiply_panels_body = make_task_body(_Int8())
 
 
 @task
-def _panels(a):
-    _body(a)
+def _multiply_panels(a):
+    _multiply_panels_body(a)
 
 
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """The product with an int8 weight, [T, K] → [T, N], like its input: x Wᵀ + bias; it keeps no reference to `weight`."""
-    codes = in_panels(weight.values).transpose(1, 2).contiguous()
-    return bind(_panels, codes, weight.scales, bias, weight.values.shape[1])
+    codes = split_into_panels(weight.values).transpose(1, 2).contiguous()
+    return bind_panels(_multiply_panels, codes, weight.scales, bias, weight.values.shape[1])

@@ -20,32 +20,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.recorded_operations import NotRecordable
 from kernels.simd.compiling import entry, task
-from kernels.simd.threads import argument, call_task, member, pool, run, wait
-from kernels.simd.vectors import get_int64
+from kernels.simd.threads import argument, barrier_wait, call_task, pool, run, thread_and_count
+from kernels.simd.vectors import load_int64
 
-LINE = 24
-"""Numbers of eight bytes in a line of a sequence: a task's address, two numbers for `member`, and its arguments."""
+DESCRIPTOR_WORDS = 24
+"""Words of eight bytes in the descriptor of an operation: the address of its task, two words for `thread_and_count`, and its
+arguments."""
 
-_TASK, _FUNCTION, _THREADS, _ARGUMENTS = range(4)
+_TASK, _THREAD_NUM, _THREADS, _ARGUMENTS = range(4)
 
 
 class Launch:
-    """An operation: its task, and the compiled function that runs it from Python. `rows_at`: index of the argument with the
-    number of rows; `num_floats`: how many of the last arguments are float32."""
+    """An operation: its task, and the compiled function that runs it from Python. `num_rows_at`: index of the argument with
+    the number of rows; `num_floats`: how many of the last arguments are float32."""
 
-    def __init__(self, compiled: Callable[..., None], a_task: Any, *, rows_at: int, num_floats: int = 0) -> None:
-        self._compiled, self._task, self._team = compiled, a_task.address, pool()
-        self._rows_at, self._num_floats = rows_at, num_floats
+    def __init__(self, entry_point: Callable[..., None], task_function: Any, *, num_rows_at: int, num_floats: int = 0) -> None:
+        self._entry_point, self._task, self._pool = entry_point, task_function.address, pool()
+        self._num_rows_at, self._num_floats = num_rows_at, num_floats
 
     def __call__(self, work: int, *arguments: float) -> None:
         """Run it on as many threads as `work` justifies, or add it to the sequence that is being recorded."""
         sequence = _recording.sequence
         if sequence is not None:
-            first = len(arguments) - self._num_floats
-            floats = np.array(arguments[first:], dtype=np.float32).view(np.int32)
-            sequence.add(self._task, self._rows_at, [*arguments[:first], *floats.tolist()])
+            num_integers = len(arguments) - self._num_floats
+            floats = np.array(arguments[num_integers:], dtype=np.float32).view(np.int32)
+            sequence.add(self._task, self._num_rows_at, [*arguments[:num_integers], *floats.tolist()])
         else:
-            self._compiled(self._team.address, self._team.threads(work), self._task, *arguments)
+            self._entry_point(self._pool.address, self._pool.num_threads(work), self._task, *arguments)
 
 
 class _Recording(local):
@@ -57,22 +58,23 @@ class _Recording(local):
 _recording = _Recording()
 
 
-def new(*shape: int) -> torch.Tensor:
+def empty(*shape: int) -> torch.Tensor:
     """An uninitialised tensor of float32. If a sequence is being recorded, the sequence keeps it."""
     sequence = _recording.sequence
-    return torch.empty(shape) if sequence is None else sequence.new(shape)
+    return torch.empty(shape) if sequence is None else sequence.empty(shape)
 
 
-_BEFORE = 2
+_PROLOGUE = 2
+"""The index of the buffers for tensors that are made before the first layer."""
 
 
 class ScratchBuffers:
-    """Memory for the tensors of sequences, only one of which runs at a time: by layer and in order, and tensors made by
-    torch."""
+    """Memory for the tensors of sequences, only one of which runs at a time: buffers by layer, in the order of their use, and
+    the tensors that torch allocates."""
 
     def __init__(self) -> None:
-        self.layers: tuple[list[torch.Tensor], ...] = [], [], []  # two in alternation, and one for before the first layer
-        self.kept: list[torch.Tensor] = []
+        self.layers: tuple[list[torch.Tensor], ...] = [], [], []  # two that alternate, and `_PROLOGUE`
+        self.tensors: list[torch.Tensor] = []
 
 
 class OperationSequence:
@@ -81,13 +83,13 @@ class OperationSequence:
     def __init__(self, max_rows: int, buffers: ScratchBuffers | None = None) -> None:
         self.max_rows = max_rows
         self._buffers = buffers or ScratchBuffers()
-        self._lines: list[list[int]] = []
-        self._row_cells: list[int] = []
-        self._cells = np.zeros(0, dtype=np.int64)
-        self._table = np.zeros((0, LINE), dtype=np.int64)
+        self._descriptors: list[list[int]] = []
+        self._num_rows_offsets: list[int] = []
+        self._num_rows_index = np.zeros(0, dtype=np.int64)
+        self._table = np.zeros((0, DESCRIPTOR_WORDS), dtype=np.int64)
         self._address = 0
-        self._layer, self._next = _BEFORE, 0
-        self._team, self._threads, self._num_rows = pool(), 0, 0
+        self._layer, self._next_buffer = _PROLOGUE, 0
+        self._pool, self._threads, self._num_rows = pool(), 0, 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -95,12 +97,12 @@ class OperationSequence:
         `NotRecordable`."""
         _recording.sequence = self
         try:
-            with _NothingComputed(self._buffers.kept):
+            with _RefuseComputation(self._buffers.tensors):
                 yield
         finally:
             _recording.sequence = None
-        self._table = np.array(self._lines, dtype=np.int64).reshape(-1, LINE)
-        self._cells = np.array(self._row_cells, dtype=np.int64)
+        self._table = np.array(self._descriptors, dtype=np.int64).reshape(-1, DESCRIPTOR_WORDS)
+        self._num_rows_index = np.array(self._num_rows_offsets, dtype=np.int64)
         self._address = self._table.ctypes.data
 
     def sharing_buffers(self, max_rows: int) -> OperationSequence:
@@ -109,70 +111,70 @@ class OperationSequence:
 
     def next_layer(self) -> None:
         """Begin a layer. Its tensors overwrite those of the layer before the last one; tensors made before any layer stay."""
-        self._layer, self._next = 0 if self._layer == _BEFORE else 1 - self._layer, 0
+        self._layer, self._next_buffer = 0 if self._layer == _PROLOGUE else 1 - self._layer, 0
 
-    def new(self, shape: Sequence[int]) -> torch.Tensor:
+    def empty(self, shape: Sequence[int]) -> torch.Tensor:
         """An uninitialised tensor of this layer, in its next buffer if that is large enough."""
         buffers, size = self._buffers.layers[self._layer], math.prod(shape)
-        if self._next == len(buffers):
+        if self._next_buffer == len(buffers):
             buffers.append(torch.empty(size))
-        elif buffers[self._next].numel() < size:
-            buffers[self._next] = torch.empty(size)
-        self._next += 1
-        return buffers[self._next - 1][:size].view(shape)
+        elif buffers[self._next_buffer].numel() < size:
+            buffers[self._next_buffer] = torch.empty(size)
+        self._next_buffer += 1
+        return buffers[self._next_buffer - 1][:size].view(shape)
 
-    def add(self, address: int, rows_at: int, numbers: list[Any]) -> None:
-        """Record an operation with its arguments; floats as encoded by `threads.bits`."""
-        assert _ARGUMENTS + len(numbers) <= LINE, "an operation with more arguments than a line has"
-        self._row_cells.append(len(self._lines) * LINE + _ARGUMENTS + rows_at)
-        self._lines.append([address, 0, 1, *numbers, *[0] * (LINE - _ARGUMENTS - len(numbers))])
+    def add(self, address: int, num_rows_at: int, arguments: list[Any]) -> None:
+        """Record an operation with its arguments; floats are encoded by `threads.encode_float`."""
+        assert _ARGUMENTS + len(arguments) <= DESCRIPTOR_WORDS, "an operation with more arguments than a descriptor holds"
+        self._num_rows_offsets.append(len(self._descriptors) * DESCRIPTOR_WORDS + _ARGUMENTS + num_rows_at)
+        self._descriptors.append([address, 0, 1, *arguments, *[0] * (DESCRIPTOR_WORDS - _ARGUMENTS - len(arguments))])
 
     def run(self, num_rows: int) -> None:
         """Run all operations, over the first `num_rows` rows."""
         assert num_rows <= self.max_rows
-        table, team = self._table, self._team
-        threads = torch.get_num_threads() if team.address else 1
+        table, workers = self._table, self._pool
+        threads = torch.get_num_threads() if workers.address else 1
         if threads != self._threads:
             self._threads = threads
-            table[:, _FUNCTION] = team.member if threads > 1 else 0
+            table[:, _THREAD_NUM] = workers.thread_num if threads > 1 else 0
             table[:, _THREADS] = threads
         if num_rows != self._num_rows:
             self._num_rows = num_rows
-            table.reshape(-1)[self._cells] = num_rows
-        _run(team.address, threads, _IN_ORDER, self._address, len(self._lines), team.barrier)
+            table.reshape(-1)[self._num_rows_index] = num_rows
+        _run(workers.address, threads, _RUN_DESCRIPTORS, self._address, len(self._descriptors), workers.barrier)
 
 
-class _NothingComputed(TorchDispatchMode):
-    """Allows torch to make views, and tensors, which it keeps; refuses computations by torch."""
+class _RefuseComputation(TorchDispatchMode):
+    """Lets torch make views and allocate tensors, which are kept; refuses to let it compute."""
 
-    def __init__(self, kept: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._kept = kept
+        self._tensors = tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_made = func is torch.ops.aten.empty.memory_format
-        if not (func.is_view or is_made):
+        is_allocation = func is torch.ops.aten.empty.memory_format
+        if not (func.is_view or is_allocation):
             raise NotRecordable(str(func))
         result = func(*args, **(kwargs or {}))
-        if is_made:
-            self._kept.append(result)
+        if is_allocation:
+            self._tensors.append(result)
         return result
 
 
 @task
-def _in_order(a):
-    lines, count, barrier = argument(a, 0), argument(a, 1), argument(a, 2)
-    _, threads = member(a)
+def _run_descriptors(a):
+    descriptors, count, barrier = argument(a, 0), argument(a, 1), argument(a, 2)
+    _, threads = thread_and_count(a)
     for index in range(count):
-        line = lines + index * LINE * 8
-        call_task(get_int64(line, _TASK), line + _FUNCTION * 8)
+        descriptor = descriptors + index * DESCRIPTOR_WORDS * 8
+        call_task(load_int64(descriptor, _TASK), descriptor + _THREAD_NUM * 8)
         if threads > 1:
-            wait(barrier)
+            barrier_wait(barrier)
 
 
-_IN_ORDER = _in_order.address
+_RUN_DESCRIPTORS = _run_descriptors.address
 
 
 @entry(6)
-def _run(pool, threads, task, lines, count, barrier):
-    run(pool, threads, task, (lines, count, barrier))
+def _run(pool, threads, task, descriptors, count, barrier):
+    run(pool, threads, task, (descriptors, count, barrier))

@@ -1,4 +1,4 @@
-"""The divisor and the soft-cap of logits that some models have. Reads and writes each number once."""
+"""The divisor and the soft-cap of logits that some models have. Reads and writes each element once."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import torch
 
 from kernels.simd.compiling import entry, task
 from kernels.simd.launching import Launch
-from kernels.simd.threads import argument, bits, number, run, share
-from kernels.simd.vectors import BYTES, LANES, load_part, splat, store_part, tanh
+from kernels.simd.threads import argument, decode_float, encode_float, run, thread_range
+from kernels.simd.vectors import BYTES, LANES, masked_load, masked_store, splat, tanh
 
 
 @task
-def _caps(a):
-    logits, size, divisor, softcap = argument(a, 0), argument(a, 2), number(argument(a, 3)), number(argument(a, 4))
-    first, end = share(a, argument(a, 1))
+def _cap_rows(a):
+    logits, size, divisor, softcap = argument(a, 0), argument(a, 2), decode_float(argument(a, 3)), decode_float(argument(a, 4))
+    first, end = thread_range(a, argument(a, 1))
     for row in range(first, end):
-        line = logits + row * size * BYTES
+        values = logits + row * size * BYTES
         for i in range(0, size, LANES):
-            value = load_part(line, i, size) / splat(divisor)
+            value = masked_load(values, i, size) / splat(divisor)
             if softcap > 0:
                 value = tanh(value / splat(softcap)) * splat(softcap)
-            store_part(line, i, size, value)
+            masked_store(values, i, size, value)
 
 
 @entry(6, 2)
 def _run(pool, threads, task, logits, num_rows, size, divisor, softcap):
-    run(pool, threads, task, (logits, num_rows, size, bits(divisor), bits(softcap)))
+    run(pool, threads, task, (logits, num_rows, size, encode_float(divisor), encode_float(softcap)))
 
 
-_cap = Launch(_run, _caps, rows_at=1, num_floats=2)
+_cap = Launch(_run, _cap_rows, num_rows_at=1, num_floats=2)
 
-_OPERATIONS = 8
-"""Approximate work per number, in multiplications."""
+_OPERATIONS_PER_LOGIT = 8
+"""Approximate work per logit, in multiplications."""
 
 
 def cap_logits(logits: torch.Tensor, *, divisor: float = 1.0, softcap: float | None = None) -> torch.Tensor:
@@ -39,6 +39,6 @@ def cap_logits(logits: torch.Tensor, *, divisor: float = 1.0, softcap: float | N
     assert logits.dtype is torch.float32
     assert logits.is_contiguous(), "rows are changed in place"
     num_rows, size = logits.shape
-    work = logits.numel() * _OPERATIONS if num_rows > 1 else 0
+    work = logits.numel() * _OPERATIONS_PER_LOGIT if num_rows > 1 else 0
     _cap(work, logits.data_ptr(), num_rows, size, divisor, softcap or 0.0)
     return logits

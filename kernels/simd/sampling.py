@@ -1,12 +1,12 @@
 """The sampler of each row's next token, with parameters in `SamplingColumns`: the same tokens as `kernels.cpu.sampling`.
 
-    logits ─► the request's changes (in a copy of the row, if there are any) ─► the first of the largest
-        ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough
-        ─► of what min-p leaves too, the same by distances from their mean: typical sampling ─► Gumbel-max
+    logits ─► penalties, bias and masks (in a copy of the row, if there are any) ─► the first of the largest logits
+        ─► distances below it ─► the limits of top-k and top-p: each is the smallest distance that keeps enough tokens
+        ─► typical sampling: the same for distances from the mean, of the tokens that min-p keeps too ─► Gumbel-max
 
-Such a limit is found in three passes over the row. Distances are not negative, so their bits are in their order, and the sums
-of the weights in each of 2048 ranges of bits tell which range contains the limit (a radix select). Reads a row once or, with
-filters, up to fifteen times from the cache.
+A limit is found by radix select, in three passes over the row: distances are not negative, so their bit patterns are in the
+order of the distances, and the sum of the weights in each of 2048 bins of bit patterns shows which bin contains the limit.
+Reads a row once or, with filters, up to fifteen times from the cache.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 
 from kernels.gumbel import FARTHEST, NO_TOKEN
 from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
-from kernels.simd.compiling import entry, part, task
-from kernels.simd.gumbel import gumbel_noise, key_of, times, weights
+from kernels.simd.compiling import entry, subroutine, task
+from kernels.simd.gumbel import gumbel_noise, multiply_unfused, noise_key, weights
 from kernels.simd.launching import Launch
-from kernels.simd.threads import argument, member, run
+from kernels.simd.threads import argument, run, thread_and_count
 from kernels.simd.vectors import (
     BYTES,
     LANES,
     first_lanes,
-    get,
-    get_int32,
-    get_int64,
-    load_part,
-    put,
-    put_int64,
+    load_float32,
+    load_int32,
+    load_int64,
+    masked_load,
+    masked_store,
+    reduce_sum,
     splat,
-    stack,
+    stack_buffer,
     store,
-    store_part,
-    total,
+    store_float32,
+    store_int64,
     where_less,
 )
 
@@ -46,249 +46,257 @@ _TOP_K, _RULE = range(2)
 _STREAM, _MIN_TOKENS_UNTIL = range(2)
 
 _INFINITE = math.inf
-_RANGES = 2048
-_lanes = stack(2 * LANES)
-_sums = stack(2 * _RANGES)
-_one = stack(2)
+_BINS = 2048
+_lane_buffer = stack_buffer(2 * LANES)
+_bin_buffer = stack_buffer(2 * _BINS)
+_scalar_buffer = stack_buffer(2)
 
 
-@part
+@subroutine
 def _splat(number):
     return splat(numba.float32(number))
 
 
-@part
-def _end_of(x, i, size, other):
-    """LANES numbers from element i on, with `other` beyond the end of the row."""
-    value = load_part(x, i, size)
-    return value if size - i >= LANES else first_lanes(value, size - i, other)
+@subroutine
+def _load_padded(x, i, size, padding):
+    """LANES elements from element i on, with `padding` beyond the end of the row."""
+    value = masked_load(x, i, size)
+    return value if size - i >= LANES else first_lanes(value, size - i, padding)
 
 
-@part
-def _winner(best, places):
-    """The token with the largest score, the lowest on ties: `places` are those of the first lanes, -1 is none."""
-    room, chosen, most = _lanes(), NO_TOKEN, numba.float32(-_INFINITE)
-    store(room, 0, best)
-    store(room, LANES, places)
+@subroutine
+def _best_token(best, first_ids):
+    """The token with the largest score, the lowest on ties: `first_ids` are those of the first lanes, -1 is none."""
+    buffer, best_token, best_score = _lane_buffer(), NO_TOKEN, numba.float32(-_INFINITE)
+    store(buffer, 0, best)
+    store(buffer, LANES, first_ids)
     for lane in range(LANES):
-        score, place = get(room, lane), get(room, LANES + lane)
-        token = numba.int64(place) + lane
-        if place >= 0 and (score > most or (score == most and token < chosen)):
-            chosen, most = token, score
-    return chosen
+        score, first_id = load_float32(buffer, lane), load_float32(buffer, LANES + lane)
+        token = numba.int64(first_id) + lane
+        if first_id >= 0 and (score > best_score or (score == best_score and token < best_token)):
+            best_token, best_score = token, score
+    return best_token
 
 
-@part
-def _first_largest(x, size):
-    """The first of the largest numbers of a row; NO_TOKEN if one is NaN or infinite, or none is above -inf."""
+@subroutine
+def _argmax(x, size):
+    """The index of the first of the largest elements of a row; NO_TOKEN if one is NaN or infinite, or none is above -inf."""
     lowest, zero, highest = _splat(-_INFINITE), _splat(0.0), _splat(_INFINITE)
-    best, places, poison = lowest, _splat(-1.0), zero
+    best, first_ids, poison = lowest, _splat(-1.0), zero
     for i in range(0, size, LANES):
-        value = _end_of(x, i, size, lowest)
+        value = _load_padded(x, i, size, lowest)
         poison = where_less(value, highest, poison, value)
-        places = where_less(best, value, _splat(i), places)
+        first_ids = where_less(best, value, _splat(i), first_ids)
         best = where_less(best, value, value, best)
-    return _winner(best, places) if math.isfinite(total(poison)) else NO_TOKEN
+    return _best_token(best, first_ids) if math.isfinite(reduce_sum(poison)) else NO_TOKEN
 
 
-@part
-def _measure(x, out, weighed, size, most, scale):
-    """out = most - x; and the weight of each into `weighed`, if that has memory."""
+@subroutine
+def _store_distances(x, out, token_weights, size, row_max, scale):
+    """out = row_max - x; and the weight of each token into `token_weights`, unless that is 0."""
     for i in range(0, size, LANES):
-        distance = _splat(most) - load_part(x, i, size)
-        store_part(out, i, size, distance)
-        if weighed:
-            store_part(weighed, i, size, weights(times(distance, scale)))
+        distance = _splat(row_max) - masked_load(x, i, size)
+        masked_store(out, i, size, distance)
+        if token_weights:
+            masked_store(token_weights, i, size, weights(multiply_unfused(distance, scale)))
 
 
-@part
-def _total_weight(distances, weighed, size, limit):
+@subroutine
+def _total_weight(distances, token_weights, size, limit):
     """The weight of all tokens no farther than `limit`."""
-    found = 0
+    total_weight = 0
     for i in range(size):
-        if get(distances, i) <= limit:
-            found += get_int32(weighed, i)
-    return found
+        if load_float32(distances, i) <= limit:
+            total_weight += load_int32(token_weights, i)
+    return total_weight
 
 
-@part
-def _limit(distances, weighed, size, target):
-    """The smallest distance up to which the weights (all 1 without `weighed`) sum up to `target`; the largest if none does."""
-    sums, found, left = _sums(), 0, target
+@subroutine
+def _select_distance(distances, token_weights, size, target):
+    """The smallest distance up to which the weights (all 1 without `token_weights`) sum up to `target`; the largest distance if
+    they never do."""
+    bins, prefix, remaining = _bin_buffer(), 0, target
     for level in range(3):
-        shift, ranges = 20 - 10 * level, _RANGES if level == 0 else _RANGES // 2
+        shift, num_bins = 20 - 10 * level, _BINS if level == 0 else _BINS // 2
         width = 11 if level == 0 else 10
-        for index in range(ranges):
-            put_int64(sums, index, 0)
+        for index in range(num_bins):
+            store_int64(bins, index, 0)
         for i in range(size):
-            bits = get_int32(distances, i)
-            if bits >> (shift + width) == found:
-                index = (bits >> shift) & (ranges - 1)
-                put_int64(sums, index, get_int64(sums, index) + (get_int32(weighed, i) if weighed else 1))
+            bits = load_int32(distances, i)
+            if bits >> (shift + width) == prefix:
+                index = (bits >> shift) & (num_bins - 1)
+                store_int64(bins, index, load_int64(bins, index) + (load_int32(token_weights, i) if token_weights else 1))
         index = 0
-        while get_int64(sums, index) < left and index < ranges - 1:
-            left -= get_int64(sums, index)
+        while load_int64(bins, index) < remaining and index < num_bins - 1:
+            remaining -= load_int64(bins, index)
             index += 1
-        found = (found << width) | index
-    room = _one()
-    put_int64(room, 0, found)
-    return get(room, 0)
+        prefix = (prefix << width) | index
+    buffer = _scalar_buffer()
+    store_int64(buffer, 0, prefix)
+    return load_float32(buffer, 0)
 
 
-@part
-def _gumbel_max(x, size, scale, key, most, limit, neg_log2_min_p):
+@subroutine
+def _gumbel_max(x, size, scale, key, row_max, limit, neg_log2_min_p):
     """The token drawn among those whose distance below the largest logit is within the limits."""
     lowest = _splat(-_INFINITE)
-    best, places = lowest, _splat(-1.0)
+    best, first_ids = lowest, _splat(-1.0)
     for i in range(0, size, LANES):
-        value = _end_of(x, i, size, lowest)
-        score = times(value, scale) + gumbel_noise(i, key)
-        distance = _splat(most) - value
+        value = _load_padded(x, i, size, lowest)
+        score = multiply_unfused(value, scale) + gumbel_noise(i, key)
+        distance = _splat(row_max) - value
         score = where_less(_splat(limit), distance, lowest, score)
-        score = where_less(_splat(neg_log2_min_p), times(distance, scale), lowest, score)
-        places = where_less(best, score, _splat(i), places)
+        score = where_less(_splat(neg_log2_min_p), multiply_unfused(distance, scale), lowest, score)
+        first_ids = where_less(best, score, _splat(i), first_ids)
         best = where_less(best, score, score, best)
-    return _winner(best, places)
+    return _best_token(best, first_ids)
 
 
-@part
-def _share(part_of_it, whole):
-    """The least weight that counts as this part of the whole."""
-    return max(1, numba.int64(math.ceil(numba.float64(part_of_it) * numba.float64(whole))))
+@subroutine
+def _target_weight(fraction, total_weight):
+    """The least weight that is at least this fraction of the total."""
+    return max(1, numba.int64(math.ceil(numba.float64(fraction) * numba.float64(total_weight))))
 
 
-@part
-def _leave_typical(x, distances, weighed, size, scale, typical_p, limit, neg_log2_min_p):
-    """Of the tokens within the limits keep those nearest to their mean: `weighed` gets the row's logits without the others."""
-    whole, moments = 0, 0
+@subroutine
+def _filter_typical(x, distances, token_weights, size, scale, typical_p, limit, neg_log2_min_p):
+    """Of the tokens within the limits, keep those nearest to their mean: `token_weights` becomes the row's logits, -inf for all
+    others."""
+    total_weight, moments = 0, 0
     for i in range(size):
-        distance = get(distances, i)
+        distance = load_float32(distances, i)
         if distance <= limit and distance * scale <= neg_log2_min_p:
-            weight = get_int32(weighed, i)
-            whole += weight
+            weight = load_int32(token_weights, i)
+            total_weight += weight
             moments += numba.int64(numba.float32(weight) * min(distance * scale, numba.float32(FARTHEST)))
         else:
-            put(weighed, i, numba.float32(0.0))
-    centre = numba.float32(numba.float64(moments) / numba.float64(whole) / numba.float64(scale))
+            store_float32(token_weights, i, numba.float32(0.0))
+    centre = numba.float32(numba.float64(moments) / numba.float64(total_weight) / numba.float64(scale))
     for i in range(size):
-        put(distances, i, abs(get(distances, i) - centre))
-    nearest = _limit(distances, weighed, size, _share(typical_p, whole))
+        store_float32(distances, i, abs(load_float32(distances, i) - centre))
+    typical_limit = _select_distance(distances, token_weights, size, _target_weight(typical_p, total_weight))
     for i in range(size):
-        put(weighed, i, get(x, i) if get(distances, i) <= nearest else numba.float32(-_INFINITE))
+        store_float32(
+            token_weights, i, load_float32(x, i) if load_float32(distances, i) <= typical_limit else numba.float32(-_INFINITE)
+        )
 
 
-@part
-def _drawn(x, size, most, scale, top_k, top_p, neg_log2_min_p, typical_p, key, room):
-    """Draw a row's token. `room` has space for two rows."""
+@subroutine
+def _draw(x, size, row_max, scale, top_k, top_p, neg_log2_min_p, typical_p, key, scratch):
+    """Draw a row's token. `scratch` has space for two rows."""
     limit = numba.float32(_INFINITE)
     if (0 < top_k < size) or top_p < 1 or typical_p < 1:
-        weighed = room + size * BYTES if top_p < 1 or typical_p < 1 else 0
-        _measure(x, room, weighed, size, most, scale)
+        token_weights = scratch + size * BYTES if top_p < 1 or typical_p < 1 else 0
+        _store_distances(x, scratch, token_weights, size, row_max, scale)
         if 0 < top_k < size:
-            limit = _limit(room, 0, size, top_k)
+            limit = _select_distance(scratch, 0, size, top_k)
         if top_p < 1:
-            target = _share(top_p, _total_weight(room, weighed, size, limit))
-            limit = min(limit, _limit(room, weighed, size, target))
+            target = _target_weight(top_p, _total_weight(scratch, token_weights, size, limit))
+            limit = min(limit, _select_distance(scratch, token_weights, size, target))
         if typical_p < 1:
-            _leave_typical(x, room, weighed, size, scale, typical_p, limit, neg_log2_min_p)
-            x = weighed
-    return _gumbel_max(x, size, scale, key, most, limit, neg_log2_min_p)
+            _filter_typical(x, scratch, token_weights, size, scale, typical_p, limit, neg_log2_min_p)
+            x = token_weights
+    return _gumbel_max(x, size, scale, key, row_max, limit, neg_log2_min_p)
 
 
-@part
-def _change(x, out, size, repetition, frequency, presence, counts, bias):
-    """Apply penalties and bias of a request; 0 stands for no counts, or no bias."""
+@subroutine
+def _apply_penalties_and_bias(x, out, size, repetition, frequency, presence, counts, bias):
+    """Apply the penalties and the bias of a request; `counts` and `bias` are 0 if it has none."""
     for i in range(size):
-        value = get(x, i)
+        value = load_float32(x, i)
         if counts:
-            count = get_int32(counts, i)
-            times_out = numba.float32(count >> 1)
+            count = load_int32(counts, i)
+            output_count = numba.float32(count >> 1)
             if count & 1:
                 value = value / repetition if value > 0 else value * repetition
-            value = value - frequency * times_out
+            value = value - frequency * output_count
             value = value - (presence if count >> 1 > 0 else numba.float32(0.0))
         if bias:
-            value = value + get(bias, i)
-        put(out, i, value if get(x, i) < _INFINITE else numba.float32(_INFINITE))
+            value = value + load_float32(bias, i)
+        store_float32(out, i, value if load_float32(x, i) < _INFINITE else numba.float32(_INFINITE))
 
 
-@part
-def _forbid(out, token):
-    """Forbid a token. NaN and infinities stay: forbidding a token must not hide that the model failed."""
-    if get(out, token) < _INFINITE:
-        put(out, token, numba.float32(-_INFINITE))
+@subroutine
+def _mask_token(out, token):
+    """Set a token's logit to -inf. NaN and infinities stay: forbidding a token must not hide that the model failed."""
+    if load_float32(out, token) < _INFINITE:
+        store_float32(out, token, numba.float32(-_INFINITE))
 
 
-@part
-def _forbid_by_mask(out, size, mask):
+@subroutine
+def _apply_bitmask(out, size, mask):
     for i in range(size):
-        if not (get_int32(mask, i >> 5) >> (i & 31)) & 1:
-            _forbid(out, i)
+        if not (load_int32(mask, i >> 5) >> (i & 31)) & 1:
+            _mask_token(out, i)
 
 
 @task
-def _rows(a):
+def _sample_rows(a):
     logits, stride, size, slots = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3)
     positions, position_bytes = argument(a, 4), argument(a, 5)
     floats, ints, longs, columns = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
     suppressed_ids, counts, bias = argument(a, 10), argument(a, 11), argument(a, 12)
-    masks, mask_stride, rooms, num_rooms = argument(a, 13), argument(a, 14), argument(a, 15), argument(a, 16)
+    masks, mask_stride, workspaces, num_workspaces = argument(a, 13), argument(a, 14), argument(a, 15), argument(a, 16)
     out, num_rows = argument(a, 17), argument(a, 18)
-    thread, threads = member(a)
-    threads = min(threads, num_rooms)  # more threads would have no memory to work in
-    room = rooms + thread * 3 * size * BYTES
+    thread, threads = thread_and_count(a)
+    threads = min(threads, num_workspaces)  # more threads would have no memory to work in
+    workspace = workspaces + thread * 3 * size * BYTES
     for row in range(num_rows * min(thread, threads) // threads, num_rows * min(thread + 1, threads) // threads):
-        slot = get_int32(slots, row)
+        slot = load_int32(slots, row)
         if slot < 0:
-            put_int64(out, row, NO_TOKEN)
+            store_int64(out, row, NO_TOKEN)
             continue
         x = logits + row * stride * BYTES
-        position = get_int64(positions, row) if position_bytes == 8 else get_int32(positions, row)
-        repetition, frequency = get(floats, _REPETITION * columns + slot), get(floats, _FREQUENCY * columns + slot)
-        presence, rule = get(floats, _PRESENCE * columns + slot), get_int32(ints, _RULE * columns + slot)
+        position = load_int64(positions, row) if position_bytes == 8 else load_int32(positions, row)
+        repetition, frequency = (
+            load_float32(floats, _REPETITION * columns + slot),
+            load_float32(floats, _FREQUENCY * columns + slot),
+        )
+        presence, rule = load_float32(floats, _PRESENCE * columns + slot), load_int32(ints, _RULE * columns + slot)
         is_penalised = repetition != 1 or frequency != 0 or presence != 0
-        is_suppressed = position < get_int64(longs, _MIN_TOKENS_UNTIL * columns + slot)
+        is_suppressed = position < load_int64(longs, _MIN_TOKENS_UNTIL * columns + slot)
         if is_penalised or rule >= 0 or is_suppressed or masks:
-            _change(
-                x, room, size, repetition, frequency, presence,
+            _apply_penalties_and_bias(
+                x, workspace, size, repetition, frequency, presence,
                 counts + slot * size * BYTES if is_penalised else 0, bias + rule * size * BYTES if rule >= 0 else 0,
             )  # fmt: skip
-            x = room
+            x = workspace
             if is_suppressed:
                 for index in range(slot * SUPPRESSED_IDS_MAX, (slot + 1) * SUPPRESSED_IDS_MAX):
-                    if get_int32(suppressed_ids, index) >= 0:
-                        _forbid(x, get_int32(suppressed_ids, index))
+                    if load_int32(suppressed_ids, index) >= 0:
+                        _mask_token(x, load_int32(suppressed_ids, index))
             if masks:
-                _forbid_by_mask(x, size, masks + row * mask_stride * BYTES)
-        token = _first_largest(x, size)
-        scale = get(floats, _SCALE * columns + slot)
+                _apply_bitmask(x, size, masks + row * mask_stride * BYTES)
+        token = _argmax(x, size)
+        scale = load_float32(floats, _SCALE * columns + slot)
         if token != NO_TOKEN and scale > 0:
-            key = key_of(get_int64(longs, _STREAM * columns + slot), position)
-            most = get(x, token) + numba.float32(0.0)  # not -0.0: 0.0 would be -0.0 below it, whose bits are out of order
-            token = _drawn(
-                x, size, most, scale, get_int32(ints, _TOP_K * columns + slot), get(floats, _TOP_P * columns + slot),
-                get(floats, _NEG_LOG2_MIN_P * columns + slot), get(floats, _TYPICAL_P * columns + slot), key,
-                room + size * BYTES,
+            key = noise_key(load_int64(longs, _STREAM * columns + slot), position)
+            # not -0.0: 0.0 would be -0.0 below it, whose bits are out of order
+            row_max = load_float32(x, token) + numba.float32(0.0)
+            token = _draw(
+                x, size, row_max, scale, load_int32(ints, _TOP_K * columns + slot),
+                load_float32(floats, _TOP_P * columns + slot), load_float32(floats, _NEG_LOG2_MIN_P * columns + slot),
+                load_float32(floats, _TYPICAL_P * columns + slot), key, workspace + size * BYTES,
             )  # fmt: skip
-        put_int64(out, row, token)
+        store_int64(out, row, token)
 
 
 @entry(22)
 def _run(
     pool, threads, task, logits, stride, size, slots, positions, position_bytes, floats, ints, longs, columns,
-    suppressed_ids, counts, bias, masks, mask_stride, rooms, num_rooms, out, num_rows,
+    suppressed_ids, counts, bias, masks, mask_stride, workspaces, num_workspaces, out, num_rows,
 ):  # fmt: skip
     run(
         pool, threads, task,
         (logits, stride, size, slots, positions, position_bytes, floats, ints, longs, columns,
-         suppressed_ids, counts, bias, masks, mask_stride, rooms, num_rooms, out, num_rows),
+         suppressed_ids, counts, bias, masks, mask_stride, workspaces, num_workspaces, out, num_rows),
     )  # fmt: skip
 
 
-_choose = Launch(_run, _rows, rows_at=18)
+_sample = Launch(_run, _sample_rows, num_rows_at=18)
 
-_PASSES = 16
-"""Approximate work of a row, in operations per number."""
+_OPERATIONS_PER_LOGIT = 16
+"""Approximate work of a row, in operations per logit."""
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
@@ -313,12 +321,12 @@ def sample(
     token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
     """
     num_rows, vocab_size = logits.shape
-    room = sampling_workspace(num_rows, vocab_size, logits.device) if workspace is None else workspace
-    chosen = torch.empty(num_rows, dtype=torch.int64) if out is None else out
+    scratch = sampling_workspace(num_rows, vocab_size, logits.device) if workspace is None else workspace
+    tokens = torch.empty(num_rows, dtype=torch.int64) if out is None else out
     assert logits.dtype is torch.float32
     assert slots.dtype is torch.int32
-    _choose(
-        logits.numel() * _PASSES if num_rows > 1 else 0,
+    _sample(
+        logits.numel() * _OPERATIONS_PER_LOGIT if num_rows > 1 else 0,
         logits.data_ptr(),
         logits.stride(0),
         vocab_size,
@@ -334,9 +342,9 @@ def sample(
         columns.bias.data_ptr(),
         0 if masks is None else masks.data_ptr(),
         0 if masks is None else masks.stride(0),
-        room.data_ptr(),
-        room.shape[0],
-        chosen.data_ptr(),
+        scratch.data_ptr(),
+        scratch.shape[0],
+        tokens.data_ptr(),
         num_rows,
     )
-    return chosen
+    return tokens

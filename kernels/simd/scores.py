@@ -2,9 +2,9 @@
 
     row: rank of the token │ the token, the likeliest ones │ their log-probabilities, the bits of float64 as integers
 
-log p(token) = logit − log Σ exp(logits), with sums of SPAN numbers in float32 and the sum of these in float64. The rank is one
-more than the number of larger logits. The likeliest are kept in order while the row is read, on ties the first. Reads a row
-three times, twice from the cache.
+log p(token) = logit − log Σ exp(logits), with sums of SPAN elements in float32, and their total in float64. The rank is one
+more than the number of larger logits. The likeliest tokens are kept in order while the row is read, the first one on ties.
+Reads a row three times, twice from the cache.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.simd.compiling import entry, part, task
+from kernels.simd.compiling import entry, subroutine, task
 from kernels.simd.launching import Launch
-from kernels.simd.threads import argument, run, share
+from kernels.simd.threads import argument, run, thread_range
 from kernels.simd.vectors import (
     BYTES,
     INT64,
     LANES,
+    element_pointer,
     exp,
     first_lanes,
-    get,
-    get_int64,
-    largest,
-    load_part,
+    load_float32,
+    load_int64,
+    masked_load,
     maximum,
-    place,
-    put_int64,
+    reduce_max,
+    reduce_sum,
     splat,
-    total,
+    store_int64,
     where_less,
 )
 
@@ -41,93 +41,97 @@ SPAN = 4096
 
 
 @intrinsic
-def _put_float64(typing, address, index, value):
-    """Write one number of eight bytes; `index` counts these."""
+def _store_float64(typing, address, index, value):
+    """Store one float64; `index` counts elements of eight bytes."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
-        builder.store(builder.bitcast(value, INT64), place(builder, address, index, INT64), align=8)
+        builder.store(builder.bitcast(value, INT64), element_pointer(builder, address, index, INT64), align=8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float64), emit
 
 
-@part
-def _end_of(x, i, size, other):
-    """LANES numbers from element i on, with `other` beyond the end of the row."""
-    return first_lanes(load_part(x, i, size), size - i, other)
+@subroutine
+def _load_padded(x, i, size, padding):
+    """LANES elements from element i on, with `padding` beyond the end of the row."""
+    return first_lanes(masked_load(x, i, size), size - i, padding)
 
 
-@part
-def _largest_of(x, size):
+@subroutine
+def _find_row_max(x, size):
     lowest = splat(numba.float32(-math.inf))
-    found = lowest
+    row_max = lowest
     for i in range(0, size, LANES):
-        found = maximum(found, _end_of(x, i, size, lowest))
-    return largest(found)
+        row_max = maximum(row_max, _load_padded(x, i, size, lowest))
+    return reduce_max(row_max)
 
 
-@part
-def _log_sum(x, size, most):
-    """log Σ exp(x), `most` being the largest."""
+@subroutine
+def _log_sum(x, size, row_max):
+    """log Σ exp(x), `row_max` being the largest."""
     lowest = splat(numba.float32(-math.inf))
-    found = 0.0
+    exp_sum = 0.0
     for first in range(0, size, SPAN):
         sums = splat(numba.float32(0.0))
         for i in range(first, min(size, first + SPAN), LANES):
-            sums = sums + exp(_end_of(x, i, size, lowest) - splat(most))
-        found += numba.float64(total(sums))
-    return numba.float64(most) + math.log(found)
+            sums = sums + exp(_load_padded(x, i, size, lowest) - splat(row_max))
+        exp_sum += numba.float64(reduce_sum(sums))
+    return numba.float64(row_max) + math.log(exp_sum)
 
 
-@part
-def _num_larger(x, size, own):
-    """How many numbers are larger than `own`; counts in float32 are exact up to 2²⁴."""
+@subroutine
+def _num_larger(x, size, threshold):
+    """The number of elements larger than `threshold`; counts in float32 are exact up to 2²⁴."""
     one, zero, lowest = splat(numba.float32(1.0)), splat(numba.float32(0.0)), splat(numba.float32(-math.inf))
-    found = zero
+    counts = zero
     for i in range(0, size, LANES):
-        found = found + where_less(splat(own), _end_of(x, i, size, lowest), one, zero)
-    return numba.int64(total(found))
+        counts = counts + where_less(splat(threshold), _load_padded(x, i, size, lowest), one, zero)
+    return numba.int64(reduce_sum(counts))
 
 
-@part
-def _insert(x, token, ids, kept):
-    """Insert a token after the last of `kept` ordered ones whose logit is not smaller."""
-    at = kept
-    while at > 0 and get(x, get_int64(ids, at - 1)) < get(x, token):
-        put_int64(ids, at, get_int64(ids, at - 1))
-        at -= 1
-    put_int64(ids, at, token)
+@subroutine
+def _insert(x, token, ids, count):
+    """Insert a token into `count` ids that are sorted by logit, after the last one whose logit is not smaller."""
+    index = count
+    while index > 0 and load_float32(x, load_int64(ids, index - 1)) < load_float32(x, token):
+        store_int64(ids, index, load_int64(ids, index - 1))
+        index -= 1
+    store_int64(ids, index, token)
 
 
-@part
+@subroutine
 def _find_likeliest(x, size, ids, count):
-    """Ids of the `count` largest numbers, in order; there is room for one more."""
+    """Write the ids of the `count` largest elements, in order; `ids` has room for one more."""
     for token in range(count):
         _insert(x, token, ids, token)
     lowest = splat(numba.float32(-math.inf))
     for i in range(count // LANES * LANES, size, LANES):
-        least = get(x, get_int64(ids, count - 1))
-        if largest(_end_of(x, i, size, lowest)) > least:
+        threshold = load_float32(x, load_int64(ids, count - 1))
+        if reduce_max(_load_padded(x, i, size, lowest)) > threshold:
             for token in range(max(i, count), min(size, i + LANES)):
-                if get(x, token) > get(x, get_int64(ids, count - 1)):
+                if load_float32(x, token) > load_float32(x, load_int64(ids, count - 1)):
                     _insert(x, token, ids, count - 1)
 
 
 @task
-def _tables(a):
+def _score_rows(a):
     logits, stride, size, tokens, num_top = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     out, out_stride = argument(a, 5), argument(a, 6)
-    first, end = share(a, argument(a, 7))
+    first, end = thread_range(a, argument(a, 7))
     for row in range(first, end):
-        x, table, token = logits + row * stride * BYTES, out + row * out_stride * 8, get_int64(tokens, row)
-        totals = _log_sum(x, size, _largest_of(x, size))
-        put_int64(table, 0, 1 + (_num_larger(x, size, get(x, token)) if token >= 0 else 0))
-        put_int64(table, 1, token)
+        x, table, token = logits + row * stride * BYTES, out + row * out_stride * 8, load_int64(tokens, row)
+        log_sum = _log_sum(x, size, _find_row_max(x, size))
+        store_int64(table, 0, 1 + (_num_larger(x, size, load_float32(x, token)) if token >= 0 else 0))
+        store_int64(table, 1, token)
         _find_likeliest(x, size, table + 16, num_top)
         for index in range(1 + num_top):
-            each = get_int64(table, 1 + index)
-            _put_float64(table, 2 + num_top + index, numba.float64(get(x, each)) - totals if each >= 0 else math.nan)
+            table_token = load_int64(table, 1 + index)
+            _store_float64(
+                table,
+                2 + num_top + index,
+                numba.float64(load_float32(x, table_token)) - log_sum if table_token >= 0 else math.nan,
+            )
 
 
 @entry(11)
@@ -135,10 +139,10 @@ def _run(pool, threads, task, logits, stride, size, tokens, num_top, out, out_st
     run(pool, threads, task, (logits, stride, size, tokens, num_top, out, out_stride, num_rows))
 
 
-_score = Launch(_run, _tables, rows_at=7)
+_score = Launch(_run, _score_rows, num_rows_at=7)
 
-_PASSES = 8
-"""Approximate work of a row, in operations per number."""
+_OPERATIONS_PER_LOGIT = 8
+"""Approximate work of a row, in operations per logit."""
 
 
 def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, out: torch.Tensor) -> None:
@@ -151,7 +155,7 @@ def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, ou
     assert tokens.dtype is out.dtype is torch.int64
     num_rows, vocab_size = logits.shape
     _score(
-        logits.numel() * _PASSES if num_rows > 1 else 0,
+        logits.numel() * _OPERATIONS_PER_LOGIT if num_rows > 1 else 0,
         logits.data_ptr(),
         logits.stride(0),
         vocab_size,

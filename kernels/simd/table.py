@@ -35,7 +35,7 @@ def _rope_and_cache(
         plain.OPERATIONS.rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, kv_scales=kv_scales, **others)
 
 
-def _suits(shape: AttentionShape, kv_dtype: torch.dtype) -> bool:
+def _supports_paged(shape: AttentionShape, kv_dtype: torch.dtype) -> bool:
     return kv_dtype is torch.float32 and can_attend(shape)
 
 
@@ -44,7 +44,7 @@ def _paged_decode(
     **others: Any,
 ) -> torch.Tensor:  # fmt: skip
     """As `kernels.cpu.paged_attention`, which handles caches in other formats and unusual heads."""
-    attend = paged_decode if _suits(shape, kv_cache.dtype) else plain.OPERATIONS.paged_decode
+    attend = paged_decode if _supports_paged(shape, kv_cache.dtype) else plain.OPERATIONS.paged_decode
     return attend(q, kv_cache, block_tables, context_lens, shape, **others)
 
 
@@ -52,7 +52,7 @@ def _paged_prefill(
     q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, query_starts: torch.Tensor,
     context_lens: torch.Tensor, shape: AttentionShape, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
-    attend = paged_prefill if _suits(shape, kv_cache.dtype) else plain.OPERATIONS.paged_prefill
+    attend = paged_prefill if _supports_paged(shape, kv_cache.dtype) else plain.OPERATIONS.paged_prefill
     return attend(q, kv_cache, block_tables, query_starts, context_lens, shape, **others)
 
 
@@ -72,7 +72,7 @@ OPERATIONS = replace(
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
     count_tokens=count_tokens,
-    supports_paged=_suits,
+    supports_paged=_supports_paged,
     is_row_invariant=True,
     sequence=OperationSequence,
     score_tokens=score_tokens,

@@ -1,4 +1,4 @@
-"""Teams of threads, from the pool that torch already has.
+"""Teams of threads from the pool that torch already has.
 
 torch brings an OpenMP runtime whose threads wait for work in a loop. A second pool would take their cores from them, so
 functions compiled here run in that same pool: through `GOMP_parallel`, the call that compilers generate for a parallel section,
@@ -20,8 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.simd.compiling import part
-from kernels.simd.vectors import INT32, INT64, get_int64
+from kernels.simd.compiling import subroutine
+from kernels.simd.vectors import INT32, INT64, load_int64
 
 WORK_PER_THREAD = 1 << 15
 """Multiplications, or elements read and written, that justify another thread: about ten microseconds."""
@@ -31,16 +31,16 @@ _RUNTIMES = ("libgomp", "libomp", "libiomp5")
 
 class Pool:
     """The runtime's addresses in the form that compiled functions take: `address` is that of a table, 0 without a runtime;
-    `member` is the function that returns a thread's number, `barrier` the one that waits for all of a team."""
+    `thread_num` is the function that returns a thread's number, `barrier` the one that waits for all threads of a team."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         names = ("GOMP_parallel", "omp_get_thread_num", "GOMP_barrier")
-        functions = [0 if library is None else _address(getattr(library, name)) for name in names]
-        self._addresses = np.array(functions, dtype=np.int64)
+        addresses = [0 if library is None else _address(getattr(library, name)) for name in names]
+        self._addresses = np.array(addresses, dtype=np.int64)
         self.address = 0 if library is None else self._addresses.ctypes.data
-        _, self.member, self.barrier = functions
+        _, self.thread_num, self.barrier = addresses
 
-    def threads(self, work: int) -> int:
+    def num_threads(self, work: int) -> int:
         """The number of threads for `work`, at most torch's."""
         if work < 2 * WORK_PER_THREAD or not self.address:
             return 1
@@ -67,53 +67,53 @@ def _loaded_runtimes() -> Iterator[str]:
     paths = {line.split()[-1] for line in maps.read_text("utf-8").splitlines() if "/" in line} if maps.exists() else set()
     if not paths:
         paths = {str(path) for path in Path(torch.__file__).parent.glob("lib/lib*omp*")}
-    found = [path for path in paths if Path(path).name.startswith(_RUNTIMES)]
-    yield from sorted(found, key=lambda path: "torch" not in path)
+    runtimes = [path for path in paths if Path(path).name.startswith(_RUNTIMES)]
+    yield from sorted(runtimes, key=lambda path: "torch" not in path)
 
 
 @intrinsic
 def run(typing, pool, threads, task, arguments):
     """Run the task at the address `task` on `threads` threads of the pool at the address `pool`; returns when all have ended.
 
-    A task gets the address of integers of eight bytes: 0 and 1 are for `member`, the arguments follow.
+    A task gets the address of integers of eight bytes: 0 and 1 are for `thread_and_count`, the arguments follow.
     """
 
     def emit(context, builder, sig, args):
         pool, threads, task, arguments = args
         values = [builder.extract_value(arguments, index) for index in range(len(sig.args[3]))]
-        room = cgutils.alloca_once(builder, INT64, size=len(values) + 2)
+        frame = cgutils.alloca_once(builder, INT64, size=len(values) + 2)
         for index, value in enumerate([INT64(0), threads, *values]):
-            builder.store(value, builder.gep(room, [INT64(index)]))
-        address = builder.ptrtoint(room, INT64)
-        kind = ir.FunctionType(ir.VoidType(), [INT64])
-        with builder.if_else(builder.icmp_signed(">", threads, INT64(1))) as (several, alone):
-            with several:
+            builder.store(value, builder.gep(frame, [INT64(index)]))
+        address = builder.ptrtoint(frame, INT64)
+        task_type = ir.FunctionType(ir.VoidType(), [INT64])
+        with builder.if_else(builder.icmp_signed(">", threads, INT64(1))) as (parallel, serial):
+            with parallel:
                 addresses = builder.inttoptr(pool, INT64.as_pointer())
-                builder.store(builder.load(builder.gep(addresses, [INT64(1)])), room)
-                parallel = ir.FunctionType(ir.VoidType(), [INT64, INT64, INT32, INT32])
-                function = builder.inttoptr(builder.load(addresses), parallel.as_pointer())
+                builder.store(builder.load(builder.gep(addresses, [INT64(1)])), frame)
+                parallel_type = ir.FunctionType(ir.VoidType(), [INT64, INT64, INT32, INT32])
+                function = builder.inttoptr(builder.load(addresses), parallel_type.as_pointer())
                 builder.call(function, [task, address, builder.trunc(threads, INT32), INT32(0)])
-            with alone:
-                builder.call(builder.inttoptr(task, kind.as_pointer()), [address])
+            with serial:
+                builder.call(builder.inttoptr(task, task_type.as_pointer()), [address])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, arguments), emit
 
 
 @intrinsic
-def _call(typing, function):
+def _call_int(typing, function):
     """Call a function without arguments that returns an int."""
 
     def emit(context, builder, sig, args):
-        kind = ir.FunctionType(INT32, [])
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), INT64)
+        function_type = ir.FunctionType(INT32, [])
+        return builder.sext(builder.call(builder.inttoptr(args[0], function_type.as_pointer()), []), INT64)
 
     return types.int64(types.int64), emit
 
 
 @intrinsic
-def wait(typing, function):
-    """Wait, by `Pool.barrier`, until all threads of the team are here; their writes are then visible to all."""
+def barrier_wait(typing, function):
+    """Wait, by `Pool.barrier`, until all threads of the team have reached this call; their writes are then visible to all."""
 
     def emit(context, builder, sig, args):
         builder.call(builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), []).as_pointer()), [])
@@ -127,16 +127,16 @@ def call_task(typing, task, arguments):
     """Call a task, in this thread, with the address of its arguments."""
 
     def emit(context, builder, sig, args):
-        kind = ir.FunctionType(ir.VoidType(), [INT64])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        task_type = ir.FunctionType(ir.VoidType(), [INT64])
+        builder.call(builder.inttoptr(args[0], task_type.as_pointer()), [args[1]])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit
 
 
 @intrinsic
-def bits(typing, value):
-    """A float32 encoded as an integer; `number` decodes it."""
+def encode_float(typing, value):
+    """A float32 encoded as an integer; `decode_float` decodes it."""
     return (
         types.int64(types.float32),
         lambda context, builder, sig, args: builder.zext(builder.bitcast(args[0], INT32), INT64),
@@ -144,29 +144,29 @@ def bits(typing, value):
 
 
 @intrinsic
-def number(typing, argument):
-    """Decode a float32 that `bits` has encoded."""
+def decode_float(typing, argument):
+    """Decode a float32 that `encode_float` has encoded."""
     return (
         types.float32(types.int64),
         lambda context, builder, sig, args: builder.bitcast(builder.trunc(args[0], INT32), ir.FloatType()),
     )
 
 
-@part
-def member(arguments):
+@subroutine
+def thread_and_count(arguments):
     """The index of the thread that runs the task, and the number of threads of its team."""
-    function = get_int64(arguments, 0)
-    return (_call(function) if function else 0), get_int64(arguments, 1)
+    function = load_int64(arguments, 0)
+    return (_call_int(function) if function else 0), load_int64(arguments, 1)
 
 
-@part
-def share(arguments, count):
-    """First and end of this thread's consecutive parts, out of `count`."""
-    index, threads = member(arguments)
+@subroutine
+def thread_range(arguments, count):
+    """First and end of the range of indices below `count` that this thread processes."""
+    index, threads = thread_and_count(arguments)
     return count * index // threads, count * (index + 1) // threads
 
 
-@part
+@subroutine
 def argument(arguments, index):
     """Argument `index` of a task."""
-    return get_int64(arguments, index + 2)
+    return load_int64(arguments, index + 2)

@@ -6,19 +6,19 @@ import torch
 
 from kernels.simd.compiling import entry, task
 from kernels.simd.launching import Launch
-from kernels.simd.threads import argument, run, share
-from kernels.simd.vectors import get_int32, get_int64, put_int32
+from kernels.simd.threads import argument, run, thread_range
+from kernels.simd.vectors import load_int32, load_int64, store_int32
 
 
 @task
-def _counted(a):
+def _count_rows(a):
     slots, tokens, counts, vocab_size = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 4)
-    first, end = share(a, argument(a, 3))
+    first, end = thread_range(a, argument(a, 3))
     for row in range(first, end):
-        slot, token = get_int32(slots, row), get_int64(tokens, row)
+        slot, token = load_int32(slots, row), load_int64(tokens, row)
         if slot >= 0 and token >= 0:
-            place = slot * vocab_size + token
-            put_int32(counts, place, (get_int32(counts, place) | 1) + 2)
+            index = slot * vocab_size + token
+            store_int32(counts, index, (load_int32(counts, index) | 1) + 2)
 
 
 @entry(8)
@@ -26,7 +26,7 @@ def _run(pool, threads, task, slots, tokens, counts, num_rows, vocab_size):
     run(pool, threads, task, (slots, tokens, counts, num_rows, vocab_size))
 
 
-_count = Launch(_run, _counted, rows_at=3)
+_count = Launch(_run, _count_rows, num_rows_at=3)
 
 
 def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:

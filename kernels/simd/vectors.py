@@ -4,8 +4,7 @@
 addressed by integers: `address` in bytes, `index` in elements of four bytes from there. A product and a sum may be fused into
 one rounding ("contract"); nothing is reordered, and NaN and infinities keep their meaning.
 
-Numba's `intrinsic` (its only name for what LLVM calls intrinsics) is a function of types that returns the result's type and a
-function that emits the instructions.
+A Numba `intrinsic` is a function of types that returns the result's type and a function that emits the instructions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, models, register_model
 
-from kernels.simd.compiling import part
+from kernels.simd.compiling import subroutine
 
 
 def _lanes() -> int:
@@ -42,7 +41,7 @@ CONTRACT = ("contract",)
 
 
 class Float32s(types.Type):
-    """LANES numbers of float32."""
+    """LANES float32 elements."""
 
     def __init__(self) -> None:
         super().__init__(name=f"f32x{LANES}")
@@ -75,38 +74,38 @@ _define_operator(operator.mul, lambda builder, x, y: builder.fmul(x, y, flags=CO
 _define_operator(operator.truediv, lambda builder, x, y: builder.fdiv(x, y))
 
 
-def place(builder, address, index, element=FLOAT):
+def element_pointer(builder, address, index, element=FLOAT):
     """The pointer to an element."""
     return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
 
 
 def emit_load(builder, address, index):
-    """Load LANES numbers from an element on."""
-    return builder.load(builder.bitcast(place(builder, address, index), VECTOR.as_pointer()), align=BYTES)
+    """Load LANES elements, from an element on."""
+    return builder.load(builder.bitcast(element_pointer(builder, address, index), VECTOR.as_pointer()), align=BYTES)
 
 
 def emit_store(builder, address, index, value):
-    """Store LANES numbers to an element and those after it."""
-    builder.store(value, builder.bitcast(place(builder, address, index), VECTOR.as_pointer()), align=BYTES)
+    """Store LANES elements to an element and those after it."""
+    builder.store(value, builder.bitcast(element_pointer(builder, address, index), VECTOR.as_pointer()), align=BYTES)
 
 
-def emit_store_part(builder, address, index, end, value):
+def emit_masked_store(builder, address, index, end, value):
     """As `emit_store`, but nothing is written from element `end` on."""
-    pointer = builder.bitcast(place(builder, address, index), VECTOR.as_pointer())
+    pointer = builder.bitcast(element_pointer(builder, address, index), VECTOR.as_pointer())
     mask = _emit_mask(builder, builder.sub(end, index))
     emit_call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [value, pointer, INT32(BYTES), mask])
 
 
 def emit_splat(builder, value):
-    """A number in all lanes."""
-    alone = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, INT32(0))
-    return builder.shuffle_vector(alone, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
+    """A value in all lanes."""
+    lane_0 = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, INT32(0))
+    return builder.shuffle_vector(lane_0, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
 
 
 def emit_call(builder, name, result, arguments):
     """Call one of LLVM's own functions by its full name."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+    function_type = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
 
 
 def emit_fma(builder, x, y, z):
@@ -116,30 +115,30 @@ def emit_fma(builder, x, y, z):
 
 def _emit_mask(builder, count):
     """A mask of the first `count` lanes."""
-    alone = builder.insert_element(ir.Constant(INTEGERS, ir.Undefined), builder.trunc(count, INT32), INT32(0))
-    counts = builder.shuffle_vector(alone, ir.Constant(INTEGERS, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
+    lane_0 = builder.insert_element(ir.Constant(INTEGERS, ir.Undefined), builder.trunc(count, INT32), INT32(0))
+    counts = builder.shuffle_vector(lane_0, ir.Constant(INTEGERS, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
     return builder.icmp_signed("<", ir.Constant(INTEGERS, list(range(LANES))), counts)
 
 
 @intrinsic
 def splat(typing, value):
-    """A number in all lanes."""
+    """A value in all lanes."""
     return f32s(types.float32), lambda context, builder, sig, args: emit_splat(builder, args[0])
 
 
 @intrinsic
 def load(typing, address, index):
-    """LANES numbers from element `index` on."""
+    """LANES elements from element `index` on."""
     return f32s(types.int64, types.int64), lambda context, builder, sig, args: emit_load(builder, *args)
 
 
 @intrinsic
-def load_part(typing, address, index, end):
+def masked_load(typing, address, index, end):
     """As `load`, but nothing is read from element `end` on: those lanes are zero."""
 
     def emit(context, builder, sig, args):
         address, index, end = args
-        pointer = builder.bitcast(place(builder, address, index), VECTOR.as_pointer())
+        pointer = builder.bitcast(element_pointer(builder, address, index), VECTOR.as_pointer())
         mask = _emit_mask(builder, builder.sub(end, index))
         return emit_call(builder, f"llvm.masked.load.v{LANES}f32.p0", VECTOR, [pointer, INT32(BYTES), mask, ZEROS])
 
@@ -148,7 +147,7 @@ def load_part(typing, address, index, end):
 
 @intrinsic
 def store(typing, address, index, value):
-    """Store LANES numbers to element `index` and those after it."""
+    """Store LANES elements to element `index` and those after it."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -159,11 +158,11 @@ def store(typing, address, index, value):
 
 
 @intrinsic
-def store_part(typing, address, index, end, value):
+def masked_store(typing, address, index, end, value):
     """As `store`, but nothing is written from element `end` on."""
 
     def emit(context, builder, sig, args):
-        emit_store_part(builder, *args)
+        emit_masked_store(builder, *args)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, f32s), emit
@@ -208,104 +207,104 @@ def power_of_two(typing, shifted):
     return f32s(f32s), emit
 
 
-def _emit_halves(builder, value, combine):
-    """All lanes combined, half with half."""
+def _emit_reduction(builder, value, combine):
+    """Combine all lanes: the lower half with the upper half, until one lane is left."""
     width = LANES
     while width > 1:
         width //= 2
-        kind = ir.VectorType(INT32, width)
+        index_type = ir.VectorType(INT32, width)
         undefined = ir.Constant(value.type, ir.Undefined)
-        low = builder.shuffle_vector(value, undefined, ir.Constant(kind, list(range(width))))
-        high = builder.shuffle_vector(value, undefined, ir.Constant(kind, list(range(width, 2 * width))))
+        low = builder.shuffle_vector(value, undefined, ir.Constant(index_type, list(range(width))))
+        high = builder.shuffle_vector(value, undefined, ir.Constant(index_type, list(range(width, 2 * width))))
         value = combine(low, high)
     return builder.extract_element(value, INT32(0))
 
 
 @intrinsic
-def total(typing, value):
-    """The sum of all lanes, half with half."""
-    return types.float32(f32s), lambda context, builder, sig, args: _emit_halves(builder, args[0], builder.fadd)
+def reduce_sum(typing, value):
+    """The sum of all lanes, in the order of `_emit_reduction`."""
+    return types.float32(f32s), lambda context, builder, sig, args: _emit_reduction(builder, args[0], builder.fadd)
 
 
 @intrinsic
-def largest(typing, value):
+def reduce_max(typing, value):
     """The largest lane; unspecified if one of them is NaN."""
 
     def emit(context, builder, sig, args):
-        return _emit_halves(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered("<", x, y), y, x))
+        return _emit_reduction(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered("<", x, y), y, x))
 
     return types.float32(f32s), emit
 
 
 @intrinsic
-def get(typing, address, index):
-    """Load one number."""
+def load_float32(typing, address, index):
+    """Load one float32."""
     return (
         types.float32(types.int64, types.int64),
-        lambda context, builder, sig, args: builder.load(place(builder, args[0], args[1]), align=BYTES),
+        lambda context, builder, sig, args: builder.load(element_pointer(builder, args[0], args[1]), align=BYTES),
     )
 
 
 @intrinsic
-def put(typing, address, index, value):
-    """Store one number."""
+def store_float32(typing, address, index, value):
+    """Store one float32."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
-        builder.store(value, place(builder, address, index), align=BYTES)
+        builder.store(value, element_pointer(builder, address, index), align=BYTES)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), emit
 
 
 @intrinsic
-def get_int32(typing, address, index):
+def load_int32(typing, address, index):
     """Load one integer of four bytes."""
 
     def emit(context, builder, sig, args):
-        return builder.sext(builder.load(place(builder, args[0], args[1], INT32), align=BYTES), INT64)
+        return builder.sext(builder.load(element_pointer(builder, args[0], args[1], INT32), align=BYTES), INT64)
 
     return types.int64(types.int64, types.int64), emit
 
 
 @intrinsic
-def get_int64(typing, address, index):
+def load_int64(typing, address, index):
     """Load one integer of eight bytes; `index` counts these."""
     return (
         types.int64(types.int64, types.int64),
-        lambda context, builder, sig, args: builder.load(place(builder, args[0], args[1], INT64), align=8),
+        lambda context, builder, sig, args: builder.load(element_pointer(builder, args[0], args[1], INT64), align=8),
     )
 
 
 @intrinsic
-def put_int32(typing, address, index, value):
+def store_int32(typing, address, index, value):
     """Store one integer of four bytes."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
-        builder.store(builder.trunc(value, INT32), place(builder, address, index, INT32), align=BYTES)
+        builder.store(builder.trunc(value, INT32), element_pointer(builder, address, index, INT32), align=BYTES)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), emit
 
 
 @intrinsic
-def put_int64(typing, address, index, value):
+def store_int64(typing, address, index, value):
     """Store one integer of eight bytes; `index` counts these."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
-        builder.store(value, place(builder, address, index, INT64), align=8)
+        builder.store(value, element_pointer(builder, address, index, INT64), align=8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), emit
 
 
-def stack(count):
-    """A function without arguments that returns the address of memory for `count` numbers, valid until its caller returns."""
+def stack_buffer(count):
+    """A function without arguments that returns the address of memory for `count` float32, valid until its caller returns."""
 
     @intrinsic
-    def room(typing):
+    def buffer(typing):
         def emit(context, builder, sig, args):
             with builder.goto_entry_block():
                 pointer = builder.alloca(FLOAT, INT64(count))
@@ -314,10 +313,10 @@ def stack(count):
 
         return types.int64(), emit
 
-    return room
+    return buffer
 
 
-@part
+@subroutine
 def maximum(x, y):
     """The larger of x and y, lane by lane; x where one of them is NaN."""
     return where_less(x, y, y, x)
@@ -328,7 +327,7 @@ _SHIFT = 12582912.0  # 1.5 · 2²³: adding it rounds a number below 2²² to an
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 
 
-@part
+@subroutine
 def exp(x):
     """eˣ within two units in the last place, 0 below -87.33, infinite above 88.37: 2ⁿ · e^r, |r| ≤ ln(2) / 2 (Cephes, expf)."""
     lowest = splat(numba.float32(_LOWEST))
@@ -336,22 +335,22 @@ def exp(x):
     highest = splat(numba.float32(_HIGHEST))
     clamped = where_less(highest, clamped, highest, clamped)
     shifted = fma(clamped, splat(numba.float32(_LOG2_E)), splat(numba.float32(_SHIFT)))
-    whole = shifted - splat(numba.float32(_SHIFT))
-    rest = fma(whole, splat(numba.float32(-_LN2_HIGH)), clamped)
-    rest = fma(whole, splat(numba.float32(-_LN2_LOW)), rest)
+    integer = shifted - splat(numba.float32(_SHIFT))
+    reduced = fma(integer, splat(numba.float32(-_LN2_HIGH)), clamped)
+    reduced = fma(integer, splat(numba.float32(-_LN2_LOW)), reduced)
     value = splat(numba.float32(1.9875691500e-4))
-    value = fma(value, rest, splat(numba.float32(1.3981999507e-3)))
-    value = fma(value, rest, splat(numba.float32(8.3334519073e-3)))
-    value = fma(value, rest, splat(numba.float32(4.1665795894e-2)))
-    value = fma(value, rest, splat(numba.float32(1.6666665459e-1)))
-    value = fma(value, rest, splat(numba.float32(5.0000001201e-1)))
+    value = fma(value, reduced, splat(numba.float32(1.3981999507e-3)))
+    value = fma(value, reduced, splat(numba.float32(8.3334519073e-3)))
+    value = fma(value, reduced, splat(numba.float32(4.1665795894e-2)))
+    value = fma(value, reduced, splat(numba.float32(1.6666665459e-1)))
+    value = fma(value, reduced, splat(numba.float32(5.0000001201e-1)))
     one = splat(numba.float32(1.0))
-    value = fma(value * rest, rest, rest + one)
+    value = fma(value * reduced, reduced, reduced + one)
     value = where_less(x, lowest, splat(numba.float32(0.0)), value * power_of_two(shifted))
     return where_less(highest, x, splat(numba.float32(math.inf)), value)
 
 
-@part
+@subroutine
 def tanh(x):
     """The hyperbolic tangent: a polynomial near zero, where 1 - 2 / (e²ˣ + 1) would lose digits (Cephes, tanhf)."""
     zero, one, two = splat(numba.float32(0.0)), splat(numba.float32(1.0)), splat(numba.float32(2.0))
@@ -362,7 +361,7 @@ def tanh(x):
     near = fma(near, square, splat(numba.float32(1.33314422036e-1)))
     near = fma(near, square, splat(numba.float32(-3.33332819422e-1)))
     near = fma(near * square, x, x)
-    size = where_less(x, zero, zero - x, x)
-    far = one - two / (exp(size * two) + one)
+    magnitude = where_less(x, zero, zero - x, x)
+    far = one - two / (exp(magnitude * two) + one)
     far = where_less(x, zero, zero - far, far)
-    return where_less(size, splat(numba.float32(0.625)), near, far)
+    return where_less(magnitude, splat(numba.float32(0.625)), near, far)

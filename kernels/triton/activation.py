@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fp8_rows import e4m3_rows, fp8_outputs
+from kernels.triton.fp8_rows import allocate_fp8_rows, store_e4m3_rows
 from kernels.triton.row_tiles import row_tile
 
-ROWS_MANY = 256
-"""From this many rows on there are enough programs for every multiprocessor, and wider ones have less start-up cost."""
+MANY_ROWS_MIN = 256
+"""From this many rows on there are enough programs for every multiprocessor, and wider tiles have less start-up cost."""
 
 
 class ColumnTile(NamedTuple):
@@ -25,19 +25,19 @@ class ColumnTile(NamedTuple):
 
 def column_tile(num_rows: int, inner: int) -> ColumnTile:
     """Each thread has 8 elements (16 bytes) with few rows and 16 with many. No sum depends on it."""
-    if num_rows < ROWS_MANY:
+    if num_rows < MANY_ROWS_MIN:
         return ColumnTile(512, 2)
     return ColumnTile(2048, 4) if inner % 2048 == 0 else ColumnTile(1024, 4)
 
 
 @triton.jit
-def activated(gate, up, GELU: tl.constexpr):
+def gated_activation(gate, up, GELU: tl.constexpr):
     """gate and up: float32 → act(gate) · up. Both activations are gate · sigmoid(z), in powers of two."""
     exponent = -1.4426950408889634 * gate
     if GELU:
         # 0.5 (1 + tanh(y)) = sigmoid(2y), y = √(2/π) (gate + 0.044715 gate³); 2 √(2/π) log2(e) = 2.3022082
         exponent = -2.302208198144325 * (gate + 0.044715 * gate * gate * gate)
-    # 2^-126 of any gate that is met is nothing, and nothing overflows.
+    # The clamp keeps exp2 from overflowing; 2^-126 of any gate that occurs is negligible.
     return gate / (1.0 + tl.exp2(tl.minimum(exponent, 126.0))) * up
 
 
@@ -46,10 +46,10 @@ def gated_kernel(gate_up, out, row_stride, INNER: tl.constexpr, BLOCK: tl.conste
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < INNER
-    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + INNER + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * INNER + columns, activated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+    mask = columns < INNER
+    gate = tl.load(gate_up + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + INNER + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * INNER + columns, gated_activation(gate, up, GELU).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -60,11 +60,11 @@ def gated_fp8_kernel(
     wait_for_previous(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < INNER)[None, :]
-    at = gate_up + rows[:, None] * row_stride + columns[None, :]
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
-    e4m3_rows(activated(gate, up, GELU), quantised, scales, rows, columns, inside, INNER, num_rows)
+    mask = (rows < num_rows)[:, None] & (columns < INNER)[None, :]
+    gate_ptrs = gate_up + rows[:, None] * row_stride + columns[None, :]
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + INNER, mask=mask, other=0.0).to(tl.float32)
+    store_e4m3_rows(gated_activation(gate, up, GELU), quantised, scales, rows, columns, mask, INNER, num_rows)
 
 
 def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, gelu: bool) -> t
 
 def _launch_fp8(gate_up: torch.Tensor, *, gelu: bool) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    quantised, scales = fp8_outputs(num_rows, inner, gate_up.device)
+    quantised, scales = allocate_fp8_rows(num_rows, inner, gate_up.device)
     tile = row_tile(inner)
     if num_rows:
         gated_fp8_kernel[(triton.cdiv(num_rows, tile.rows),)](

@@ -1,4 +1,4 @@
-"""Paged causal attention of prompt chunks: a tile of queries of all heads of one key head, with the keys before them."""
+"""Paged causal attention of prompt chunks: tiles of queries of all heads of one KV head, over the keys up to them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kernels.triton.attention_splits import (
     shape_constants,
     workspace_bytes,
 )
-from kernels.triton.chunk_splits import splits_of_tile
-from kernels.triton.query_tiles import tile_keys, tile_owner, tile_queries, tile_rows
-from kernels.triton.tuning import HOPPER, capability, card, has_gluon, multiprocessors, power_of_two
+from kernels.triton.card_properties import HOPPER, capability, card, has_gluon, multiprocessors, power_of_two
+from kernels.triton.chunk_splits import plan_tile_splits
+from kernels.triton.query_tiles import load_tile_queries, tile_key_range, tile_owner, tile_rows
 
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
-"""Memory that splitting the keys of short chunks may take beyond the workspace of decodes; many short chunks beside one very
-long request are tiled instead."""
+"""Memory that splitting the keys of short chunks may take beyond the workspace of decodes. Many short chunks beside one very
+long request are processed in prefill tiles instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """Tiles of `rows` queries, counting those of all heads of a key head, and `keys` keys at a time."""
+    """Tiles of `rows` queries, counting those of all heads of a KV head, and `keys` keys at a time."""
 
     rows: int
     keys: int
@@ -41,20 +41,20 @@ class PrefillTiling:
 
 
 def prefill_tiling(head_dim: int, kv_bytes: int, rows: int, windowed: bool, capability: int) -> PrefillTiling:
-    """rows: of the longest chunk. 128 rows share the keys and values they load, at a rate that the second-level cache of an
-    H200 can deliver; two groups of four warps hold 64 of the rows each. Shorter chunks have smaller tiles. float32 has no
-    matrix instructions: operands are in registers, for which only small tiles leave room."""
+    """rows: of the longest chunk, heads counted. With 128 rows per load of keys and values, an H200's L2 bandwidth suffices;
+    two groups of four warps hold 64 of the rows each. Shorter chunks have smaller tiles. float32 has no matrix instructions:
+    its operands are in registers, which suffice only for small tiles."""
     if kv_bytes == 4:
         return PrefillTiling(min(max(16, power_of_two(rows)), 32), 16, 8, 2)
     width = power_of_two(head_dim)
-    small = card(capability).is_small
-    tile_rows = 16 if rows <= 16 else 64 if rows <= 64 or small else 128
-    if width >= 256:  # the results of its queries fill the registers of four warps
-        return PrefillTiling(min(tile_rows, 64), 32, 8, 2 if small else 3)
-    keys = min(64, 4096 // width) if capability < 90 or small else 128 if tile_rows != 64 and not windowed else 64
+    is_small = card(capability).is_small
+    tile_rows = 16 if rows <= 16 else 64 if rows <= 64 or is_small else 128
+    if width >= 256:  # the accumulators fill the registers of four warps
+        return PrefillTiling(min(tile_rows, 64), 32, 8, 2 if is_small else 3)
+    keys = min(64, 4096 // width) if capability < 90 or is_small else 128 if tile_rows != 64 and not windowed else 64
     if tile_rows == 128:
         return PrefillTiling(tile_rows, keys, 8, 3)
-    is_light = width * kv_bytes <= 128 if small else keys < 128
+    is_light = width * kv_bytes <= 128 if is_small else keys < 128
     return PrefillTiling(tile_rows, keys, 4, 3, programs=2 if is_light else 1)
 
 
@@ -69,8 +69,8 @@ def prefill_kernel(
     context_lens,
     kv_scales,
     out,
-    attended,
-    log_weights,
+    partial_out,
+    partial_lse,
     num_requests,
     num_tiles,
     scale,
@@ -90,72 +90,76 @@ def prefill_kernel(
     SPLIT: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """One tile of queries, for one key head; with SPLIT, which is 0 otherwise, one of its splits (`chunk_splits`)."""
+    """One tile of queries for one KV head; with SPLIT > 0, one split of its keys (`chunk_splits`)."""
     GROUP: tl.constexpr = H // K
     QUERIES: tl.constexpr = ROWS // GROUP
-    kv_head, request, first_row, num_queries, first = tile_owner(query_starts, num_requests, num_tiles, K, QUERIES, REQUESTS)
-    if first >= num_queries:
+    kv_head, request, first_row, num_queries, first_query = tile_owner(
+        query_starts, num_requests, num_tiles, K, QUERIES, REQUESTS
+    )
+    if first_query >= num_queries:
         return
-    query, token_row, head, live, inside = tile_rows(kv_head, first_row, num_queries, first, GROUP, D, ROWS, WIDTH)
-    queries = tile_queries(q, q_stride, token_row, head, inside, D, WIDTH, kv_cache.dtype.element_ty)
+    query, token_row, head, row_mask, element_mask = tile_rows(
+        kv_head, first_row, num_queries, first_query, GROUP, D, ROWS, WIDTH
+    )
+    queries = load_tile_queries(q, q_stride, token_row, head, element_mask, D, WIDTH, kv_cache.dtype.element_ty)
     lane = tl.arange(0, WIDTH)
     value_scale = 1.0
     if kv_scales is not None:
         scale *= tl.load(kv_scales)
         value_scale = tl.load(kv_scales + 1)
-    # Positions of the queries; every key up to `oldest` is seen by all of them, none behind `newest` by any.
+    # Positions of the queries. Keys up to `oldest` are visible to all of them, keys after `newest` to none.
     start = tl.load(context_lens + request) - num_queries
     position = start + query
-    begin, oldest, newest = tile_keys(start, first, num_queries, QUERIES, WINDOW, KEYS)
-    end, whole = newest + 1, begin
+    begin, oldest, newest = tile_key_range(start, first_query, num_queries, QUERIES, WINDOW, KEYS)
+    end, unmasked_begin = newest + 1, begin
     if WINDOW > 0:
-        whole = tl.minimum((tl.maximum(newest + 1 - WINDOW, 0) + KEYS - 1) // KEYS * KEYS, newest + 1)
+        unmasked_begin = tl.minimum((tl.maximum(newest + 1 - WINDOW, 0) + KEYS - 1) // KEYS * KEYS, newest + 1)
     if SPLIT > 0:
         split = tl.program_id(1)
-        tiles, num_splits = splits_of_tile(begin, newest, max_splits, KEYS, SPLIT)
+        tiles, num_splits = plan_tile_splits(begin, newest, max_splits, KEYS, SPLIT)
         if split >= num_splits:
             return
         begin += split * tiles * KEYS
         end = tl.minimum(begin + tiles * KEYS, end)
-        whole = tl.minimum(tl.maximum(whole, begin), end) if WINDOW > 0 else begin
-    diagonal = tl.maximum((oldest + 1) // KEYS * KEYS, whole)
+        unmasked_begin = tl.minimum(tl.maximum(unmasked_begin, begin), end) if WINDOW > 0 else begin
+    unmasked_end = tl.maximum((oldest + 1) // KEYS * KEYS, unmasked_begin)
     if SPLIT > 0:
-        diagonal = tl.minimum(diagonal, end)
+        unmasked_end = tl.minimum(unmasked_end, end)
     keys = kv_cache + kv_head * D
     table = block_tables + request.to(tl.int64) * table_stride
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, WIDTH], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
     if WINDOW > 0:
-        found, total, largest = _attend(
-            found, total, largest, queries, keys, table, begin, whole, position, oldest, newest, scale, block_stride,
+        acc, row_sum, row_max = _accumulate_tiles(
+            acc, row_sum, row_max, queries, keys, table, begin, unmasked_begin, position, oldest, newest, scale, block_stride,
             2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, True,
         )  # fmt: skip
-    found, total, largest = _attend(
-        found, total, largest, queries, keys, table, whole, diagonal, position, oldest, newest, scale, block_stride,
-        2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, False,
+    acc, row_sum, row_max = _accumulate_tiles(
+        acc, row_sum, row_max, queries, keys, table, unmasked_begin, unmasked_end, position, oldest, newest, scale,
+        block_stride, 2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, False,
     )  # fmt: skip
-    found, total, largest = _attend(
-        found, total, largest, queries, keys, table, diagonal, end, position, oldest, newest, scale, block_stride,
+    acc, row_sum, row_max = _accumulate_tiles(
+        acc, row_sum, row_max, queries, keys, table, unmasked_end, end, position, oldest, newest, scale, block_stride,
         2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, True,
     )  # fmt: skip
-    positive = tl.where(total > 0.0, total, 1.0)  # nothing was seen: zeros, whatever they are divided by
-    found *= (value_scale / positive)[:, None]
-    if SPLIT > 0:  # noqa: SIM102 - a constant, and what is behind it exists only then
+    divisor = tl.where(row_sum > 0.0, row_sum, 1.0)  # no visible key: acc is zero
+    acc *= (value_scale / divisor)[:, None]
+    if SPLIT > 0:  # noqa: SIM102 - a constant; the rest is defined only then
         if num_splits > 1:
-            place = (token_row * max_splits + split) * H + head
-            tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=inside)
-            tl.store(log_weights + place, largest + tl.log2(positive), mask=live)
+            offset = (token_row * max_splits + split) * H + head
+            tl.store(partial_out + (offset * D)[:, None] + lane[None, :], acc, mask=element_mask)
+            tl.store(partial_lse + offset, row_max + tl.log2(divisor), mask=row_mask)
             return
-    place = (token_row * H + head) * D
-    tl.store(out + place[:, None] + lane[None, :], found.to(out.dtype.element_ty), mask=inside)
+    offset = (token_row * H + head) * D
+    tl.store(out + offset[:, None] + lane[None, :], acc.to(out.dtype.element_ty), mask=element_mask)
 
 
 @triton.jit
-def _attend(
-    found,
-    total,
-    largest,
+def _accumulate_tiles(
+    acc,
+    row_sum,
+    row_max,
     queries,
     keys,
     table,
@@ -175,53 +179,53 @@ def _attend(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds the tiles that begin at `begin` and before `end`, a multiple of KEYS each, to what was found. Without MASKED every
-    query sees every key of them."""
+    """Continues the online softmax over the tiles of keys that begin in begin … end - 1, each at a multiple of KEYS. Without
+    MASKED, all of their keys are visible to all queries."""
     WIDTH: tl.constexpr = queries.shape[1]
     DOT: tl.constexpr = queries.dtype
     column = tl.arange(0, KEYS)
     lane = tl.arange(0, WIDTH)
-    # The blocks of a tile are asked for while the tile before is at work.
+    # Block numbers are loaded one tile ahead.
     block = tl.load(table + begin // P + column // P, mask=begin + column < end, other=0)
-    for first in range(begin, end, KEYS):
-        token = first + column
+    for start in range(begin, end, KEYS):
+        token = start + column
         if KEYS >= P:
-            place = block.to(tl.int64) * block_stride + (column % P) * TOKEN_STRIDE
+            offsets = block.to(tl.int64) * block_stride + (column % P) * TOKEN_STRIDE
         else:
-            place = block.to(tl.int64) * block_stride + (first % P + column) * TOKEN_STRIDE
-        block = tl.load(table + (first + KEYS) // P + column // P, mask=token + KEYS < end, other=0)
-        places = keys + place[:, None] + lane[None, :]
-        key = tl.load(places) if WIDTH == D else tl.load(places, mask=(lane < D)[None, :], other=0.0)
+            offsets = block.to(tl.int64) * block_stride + (start % P + column) * TOKEN_STRIDE
+        block = tl.load(table + (start + KEYS) // P + column // P, mask=token + KEYS < end, other=0)
+        key_ptrs = keys + offsets[:, None] + lane[None, :]
+        key = tl.load(key_ptrs) if WIDTH == D else tl.load(key_ptrs, mask=(lane < D)[None, :], other=0.0)
         score = tl.dot(queries, tl.trans(key.to(DOT)), input_precision="ieee")
         if SOFTCAP > 0.0:
             score = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(score * scale) + 1.0)
         if MASKED:
-            seen = token[None, :] <= position[:, None]
+            visible = token[None, :] <= position[:, None]
             if WINDOW > 0:
-                seen = seen & (token[None, :] > (position - WINDOW)[:, None])
-            score = tl.where(seen, score, float("-inf"))
-        factor = 1.0 if SOFTCAP > 0.0 else scale
-        larger = tl.maximum(largest, tl.max(score, 1) * factor)
-        base = larger
+                visible = visible & (token[None, :] > (position - WINDOW)[:, None])
+            score = tl.where(visible, score, float("-inf"))
+        exponent_scale = 1.0 if SOFTCAP > 0.0 else scale
+        new_max = tl.maximum(row_max, tl.max(score, 1) * exponent_scale)
+        safe_max = new_max
         if MASKED:
-            # Nothing seen yet: any number in the place of -inf makes all weights zero instead of NaN.
-            base = tl.where(larger == float("-inf"), 0.0, larger)
-        weight = tl.exp2(score * factor - base[:, None])
-        faded = tl.exp2(largest - base)
-        total = total * faded + tl.sum(weight, 1)
-        found = found * faded[:, None]
+            # Before the first visible key the maximum is -inf: subtracting 0 instead gives weights of zero, not NaN.
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(score * exponent_scale - safe_max[:, None])
+        rescale = tl.exp2(row_max - safe_max)
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        acc = acc * rescale[:, None]
         if MASKED:
-            held = token <= newest
+            in_range = token <= newest
             if WINDOW > 0:
-                held = held & (token > oldest - WINDOW)
-            value = tl.load(places + VALUE_OFFSET, mask=held[:, None] & (lane < D)[None, :], other=0.0)
+                in_range = in_range & (token > oldest - WINDOW)
+            value = tl.load(key_ptrs + VALUE_OFFSET, mask=in_range[:, None] & (lane < D)[None, :], other=0.0)
         elif WIDTH == D:
-            value = tl.load(places + VALUE_OFFSET)
+            value = tl.load(key_ptrs + VALUE_OFFSET)
         else:
-            value = tl.load(places + VALUE_OFFSET, mask=(lane < D)[None, :], other=0.0)
-        found = tl.dot(weight.to(DOT), value.to(DOT), found, input_precision="ieee")
-        largest = larger
-    return found, total, largest
+            value = tl.load(key_ptrs + VALUE_OFFSET, mask=(lane < D)[None, :], other=0.0)
+        acc = tl.dot(weight.to(DOT), value.to(DOT), acc, input_precision="ieee")
+        row_max = new_max
+    return acc, row_sum, row_max
 
 
 def paged_prefill(
@@ -240,7 +244,7 @@ def paged_prefill(
 ) -> torch.Tensor:
     """out[i, h] = Σ softmax(scale · q[i, h] · k[t]) · v[t] over the tokens t of its request, up to i's own, in its window.
 
-    FlashAttention-2 (arXiv 2307.08691) over pages (arXiv 2309.06180), with the queries of all heads of a key head in one tile
+    FlashAttention-2 (arXiv 2307.08691) over pages (arXiv 2309.06180), with the queries of all heads of a KV head in one tile
     (arXiv 2305.13245), so that keys and values are loaded once for them; soft-cap of arXiv 2408.00118.
 
     q: [T, H, D] fp16, bf16 or fp32, rows need not be contiguous; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
@@ -249,28 +253,28 @@ def paged_prefill(
     `max_query_len`; context_lens: [B] int32, the newest one's position plus one. Rows before query_starts[0] belong to no
     request and are not written to `out`; every other row belongs to one.
 
-    Operations: 4 · D · H per pair of a query and a token it sees, plus at most one tile's worth per tile. Bytes: keys and
-    values once per tile of queries, mostly from the second-level cache. Only tiles on the diagonal and at the window's edge are
-    masked; tiles that no query sees are not loaded. Scores, sums and outputs in float32; weights are rounded to the cache's
-    dtype (float16 for an fp8 cache) for the second product.
+    Operations: 4 · D · H per pair of a query and a visible token, plus at most one tile's worth per tile. Bytes: keys and
+    values once per tile of queries, mostly from L2. Only tiles on the diagonal and at the window's edge are masked; tiles
+    without visible keys are not loaded. Scores, sums and outputs in float32; weights are rounded to the cache's dtype (float16
+    for an fp8 cache) for the second product.
 
-    Chunks of few queries are not worth their own tile: the kernel of decodes splits their keys among programs, in the
-    `workspace` of decodes if that has room for T rows. On Hopper the long chunks of most models are computed by
-    `attention_prefill_hopper`.
+    Chunks of few queries do not fill a tile: the decode kernel splits their keys among programs, in the `workspace` of decodes
+    if that has T rows. On Hopper the long chunks of most models are computed by `attention_prefill_hopper`.
 
-    If tiles and key heads leave multiprocessors idle, several programs share the keys of a tile, each with a split of at least
-    512 (`chunk_splits`); their results, at most 2^16 · (D + 1) · 4 bytes, are allocated here. The number of a tile's splits
-    depends on its own keys and on the most splits that the step may have.
+    If tiles and KV heads would leave multiprocessors idle, several programs share the keys of a tile, each with a split of at
+    least 512 (`chunk_splits`); their partial results, at most 2^16 · (D + 1) · 4 bytes, are allocated here. The number of a
+    tile's splits depends on its own keys and on the most splits of the step.
 
-    `any_lengths`: the launch is captured, and any of the T rows and B requests may be unused; few rows' keys are split anyway.
+    `any_lengths`: the launch is captured, and any of the T rows and B requests may be unused. Then keys are split even where T
+    rows would be enough tiles.
 
     The grid depends only on T, B and M. A query's result depends on its neighbours only through the tiling, which follows from
     `max_query_len`, and the most splits, which follow from it, T, B and the card; not on their lengths, nor on M.
     """
     check_attention(q, kv_cache, shape)
     num_requests = block_tables.shape[0]
-    few_queries = next((most for most in SPLIT_QUERIES if max_query_len <= most), 0)
-    has_room = workspace is not None and workspace.attended.shape[0] >= q.shape[0]
+    few_queries = next((queries for queries in SPLIT_QUERIES if max_query_len <= queries), 0)
+    has_room = workspace is not None and workspace.partial_out.shape[0] >= q.shape[0]
     if few_queries and (has_room or _may_be_split(shape, kv_cache.dtype, q.shape[0], block_tables.shape[1], q.device)):
         return paged_decode(
             q, kv_cache, block_tables, context_lens, shape, query_starts=query_starts, max_query_len=few_queries,
@@ -280,10 +284,10 @@ def paged_prefill(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_requests == 0:
         return out
-    assert out.is_contiguous(), "outputs lie together"
+    assert out.is_contiguous(), "out must be contiguous"
     kv_bytes, rows, windowed = kv_cache.element_size(), max_query_len * shape.group, shape.sliding_window is not None
     tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
-    assert shape.group <= tiling.rows, "a tile holds the heads of at least one query"
+    assert shape.group <= tiling.rows, "a tile holds all heads of a group for at least one query"
     num_tiles = q.shape[0] // (tiling.rows // shape.group) + num_requests
     tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
     splits = 1
@@ -291,22 +295,22 @@ def paged_prefill(
         splits = chunk_splits.chunk_splits(
             shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs, any_lengths=any_lengths
         )
-    parts = chunk_splits.chunk_parts(q.shape[0], splits, shape, q.device) if splits > 1 else None
-    given = (q, kv_cache, block_tables, query_starts, context_lens)
-    overlapped = _overlapped(shape, kv_bytes, tiling, q.device)
-    if overlapped is not None:
-        overlapped(*given, shape, num_tiles, out, parts)
+    partials = chunk_splits.chunk_workspace(q.shape[0], splits, shape, q.device) if splits > 1 else None
+    inputs = (q, kv_cache, block_tables, query_starts, context_lens)
+    overlapped_prefill = _overlapped_kernel(shape, kv_bytes, tiling, q.device)
+    if overlapped_prefill is not None:
+        overlapped_prefill(*inputs, shape, num_tiles, out, partials)
     else:
-        _launch_tiles(given, kv_scales, shape, tiling, num_tiles, out, parts)
-    if parts is not None:
-        chunk_splits.merge_chunks(parts, query_starts, context_lens, shape, tile, out)
+        _launch_tiles(inputs, kv_scales, shape, tiling, num_tiles, out, partials)
+    if partials is not None:
+        chunk_splits.merge_chunks(partials, query_starts, context_lens, shape, tile, out)
     return out
 
 
-def _overlapped(
+def _overlapped_kernel(
     shape: AttentionShape, kv_bytes: int, tiling: PrefillTiling, device: torch.device
 ) -> Callable[..., torch.Tensor] | None:
-    """The kernel that replaces `prefill_kernel` for these tiles, if there is one."""
+    """→ `overlapped_prefill`, if it replaces `prefill_kernel` for these tiles"""
     if not has_gluon(device):
         return None
     from kernels.triton import attention_prefill_hopper as hopper
@@ -315,21 +319,21 @@ def _overlapped(
 
 
 def _launch_tiles(
-    given: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
     kv_scales: torch.Tensor | None,
     shape: AttentionShape,
     tiling: PrefillTiling,
     num_tiles: int,
     out: torch.Tensor,
-    parts: DecodeWorkspace | None,
+    partials: DecodeWorkspace | None,
 ) -> None:
-    q, kv_cache, block_tables, _, context_lens = given
-    attended, log_weights = parts or (None, None)
-    num_requests, splits = context_lens.shape[0], 1 if parts is None else parts.attended.shape[1]
+    q, kv_cache, block_tables, _, context_lens = inputs
+    partial_out, partial_lse = partials or (None, None)
+    num_requests, splits = context_lens.shape[0], 1 if partials is None else partials.partial_out.shape[1]
     prefill_kernel[(num_tiles * shape.num_kv_heads, splits)](
-        *given, kv_scales, out, attended, log_weights,
+        *inputs, kv_scales, out, partial_out, partial_lse,
         num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
-        **prefill_constants(shape, tiling, is_split=parts is not None), REQUESTS=scheduled_requests(num_requests),
+        **prefill_constants(shape, tiling, is_split=partials is not None), REQUESTS=scheduled_requests(num_requests),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 

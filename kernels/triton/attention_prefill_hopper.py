@@ -1,9 +1,9 @@
-"""Paged causal attention of long chunks on Hopper: one tile's exponentials overlap with the products of the tile before.
+"""Paged causal attention of long chunks on Hopper: one tile's exponentials overlap with the products of the previous tile.
 
-In Triton's language a loop waits for a product in the place where it is computed, so exponentials overlap with no product. This
-kernel is in Gluon, Triton's lower level (`triton.experimental`), where waits are explicit; no interpreter runs it, so its PTX
-is executed in tests (`tests/ptx`). It serves most prompts: 16 bits, heads of 64 or 128, no window, no cap. `attention_prefill`
-serves everything else and is its twin; with `GATEHOUSE_OVERLAPPED_PREFILL=0` it serves all.
+In Triton, a loop waits for each product where it is computed, so exponentials do not overlap with products. This kernel is
+written in Gluon, Triton's lower level (`triton.experimental`), where waits are explicit. No interpreter runs it, so its PTX is
+executed in tests (`tests/ptx`). It serves most prompts: 16 bits, heads of 64 or 128, no window, no soft-cap.
+`attention_prefill` is its twin and serves everything else; with `GATEHOUSE_OVERLAPPED_PREFILL=0` it serves everything.
 
     tensor cores │ Q·Kᵀ of tile j   │ weights·V of tile j-1        │ Q·Kᵀ of tile j+1 …
     registers    │                  │ exponentials of tile j  │ ×  │
@@ -23,21 +23,21 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton import chunk_splits
 from kernels.triton.attention_decode import score_factor
 from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
-from kernels.triton.tuning import HOPPER, interpreted
+from kernels.triton.card_properties import HOPPER, interpreted
 
 VARIABLE = "GATEHOUSE_OVERLAPPED_PREFILL"
 ROWS, KEYS, NUM_WARPS = 128, 128, 8
-"""Two groups of four warps hold 64 rows each. Registers per thread: 64 for scores, 64 for results, 64 for weights. Queries and
-three tiles take 224 KiB: one tile is being loaded, one multiplied with queries, one with weights."""
+"""Two warp groups hold 64 rows each. Registers per thread: 64 for scores, 64 for the accumulator, 64 for weights. Queries and
+three tiles take 224 KiB of shared memory: one tile is being loaded, one multiplied by queries, one by weights."""
 HEAD_SIZES = (64, 128)
-_FROM = gl.constexpr(chunk_splits.SPLIT_FROM)
+_SPLIT_FROM = gl.constexpr(chunk_splits.SPLIT_FROM)
 
 # Triton 3.8 renamed it.
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @functools.cache
-def _is_wanted() -> bool:
+def _is_enabled() -> bool:
     return os.environ.get(VARIABLE, "1") != "0"
 
 
@@ -49,8 +49,8 @@ def overlapped_kernel(
     query_starts,
     context_lens,
     out,
-    attended,
-    log_weights,
+    partial_out,
+    partial_lse,
     num_requests,
     num_tiles,
     scale,
@@ -67,155 +67,163 @@ def overlapped_kernel(
     SPLIT: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):
-    """One tile of queries, for one key head; with SPLIT, which is 0 otherwise, one of its splits. Whose it is: as
-    `query_tiles.tile_owner`; which keys are a split's: as `chunk_splits.splits_of_tile`."""
+    """One tile of queries for one KV head; with SPLIT > 0, one split of its keys. The tile's request is computed as in
+    `query_tiles.tile_owner`, a split's keys as in `chunk_splits.plan_tile_splits`."""
     GROUP: gl.constexpr = H // K
     QUERIES: gl.constexpr = ROWS // GROUP
     DTYPE: gl.constexpr = kv_cache.dtype.element_ty
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
-    FOUND: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, FOUND, 2)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
+    REQUEST_LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
+    WEIGHT_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    SHARED_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
 
     kv_head = gl.program_id(0) % K
     query_tile = num_tiles - 1 - gl.program_id(0) // K
-    each = gl.arange(0, REQUESTS, layout=EACH)
-    first_tile = gl.load(query_starts + each, mask=each < num_requests, other=0) // QUERIES + each
-    request = gl.maximum(gl.sum(((first_tile <= query_tile) & (each < num_requests)).to(gl.int32), 0) - 1, 0)
+    index = gl.arange(0, REQUESTS, layout=REQUEST_LAYOUT)
+    first_tile = gl.load(query_starts + index, mask=index < num_requests, other=0) // QUERIES + index
+    request = gl.maximum(gl.sum(((first_tile <= query_tile) & (index < num_requests)).to(gl.int32), 0) - 1, 0)
     first_row = gl.load(query_starts + request)
     num_queries = gl.load(query_starts + request + 1) - first_row
-    first = (query_tile - (first_row // QUERIES + request)) * QUERIES
-    if (first < 0) | (first >= num_queries):
+    first_query = (query_tile - (first_row // QUERIES + request)) * QUERIES
+    if (first_query < 0) | (first_query >= num_queries):
         return
-    places, live = _row_places(kv_head, first_row, num_queries, first, q_stride, D, GROUP, ROWS, gl.SliceLayout(1, LOADED))
-    lane = gl.arange(0, D, layout=gl.SliceLayout(0, LOADED))
-    rows = gl.load(q + places[:, None] + lane[None, :], mask=live[:, None], other=0.0)
+    offsets, row_mask = _row_offsets(
+        kv_head, first_row, num_queries, first_query, q_stride, D, GROUP, ROWS, gl.SliceLayout(1, LOAD_LAYOUT)
+    )
+    lane = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD_LAYOUT))
+    rows = gl.load(q + offsets[:, None] + lane[None, :], mask=row_mask[:, None], other=0.0)
     queries = gl.allocate_shared_memory(DTYPE, [ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE), rows)
-    key_tiles = gl.allocate_shared_memory(DTYPE, [3, KEYS, D], SHARED)
-    value_tiles = gl.allocate_shared_memory(DTYPE, [3, KEYS, D], SHARED)
-    # Positions of the queries: every key up to the first one's is seen by all of them, none behind `newest` by any.
+    key_tiles = gl.allocate_shared_memory(DTYPE, [3, KEYS, D], SHARED_LAYOUT)
+    value_tiles = gl.allocate_shared_memory(DTYPE, [3, KEYS, D], SHARED_LAYOUT)
+    # Keys up to the position of the first query are visible to all queries, keys after `newest` to none.
     start = gl.load(context_lens + request) - num_queries
-    newest = start + gl.minimum(first + QUERIES, num_queries) - 1
+    newest = start + gl.minimum(first_query + QUERIES, num_queries) - 1
     table = block_tables + request.to(gl.int64) * table_stride
     if SPLIT > 0:
         split, num_tokens = gl.program_id(1), newest + 1
-        num_splits = gl.where(num_tokens < _FROM * SPLIT, 1, gl.minimum(num_tokens // SPLIT, max_splits))
+        num_splits = gl.where(num_tokens < _SPLIT_FROM * SPLIT, 1, gl.minimum(num_tokens // SPLIT, max_splits))
         tiles = (num_tokens + num_splits * KEYS - 1) // (num_splits * KEYS)
         num_splits = (num_tokens + tiles * KEYS - 1) // (tiles * KEYS)
         if split >= num_splits:
             return
-        # As if the request began with the split and ended with it.
-        skipped = split * tiles * KEYS
-        table += skipped // P
-        start -= skipped
-        newest = gl.minimum(newest - skipped, tiles * KEYS - 1)
-    position = start + first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)) // GROUP
-    num_whole = (start + first + 1) // KEYS
+        # Positions become relative to the split, as if it were the whole request.
+        split_begin = split * tiles * KEYS
+        table += split_begin // P
+        start -= split_begin
+        newest = gl.minimum(newest - split_begin, tiles * KEYS - 1)
+    position = start + first_query + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORE_LAYOUT)) // GROUP
+    num_unmasked = (start + first_query + 1) // KEYS
     if SPLIT > 0:
-        num_whole = gl.minimum(gl.maximum(num_whole, 0), newest // KEYS + 1)
+        num_unmasked = gl.minimum(gl.maximum(num_unmasked, 0), newest // KEYS + 1)
     keys = kv_cache + kv_head * D
 
-    # In front of the first tile stands one that weighs nothing.
-    value_tiles.index(2).store(gl.zeros([KEYS, D], DTYPE, LOADED))
-    weight = gl.zeros([ROWS, KEYS], DTYPE, WEIGHTS)
-    largest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-    found = gl.zeros([ROWS, D], gl.float32, FOUND)
-    nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-    block = _blocks(table, 0, newest, P, KEYS, LOADED)
-    _load_tile(key_tiles.index(0), value_tiles.index(0), keys, block, 0, newest, block_stride, K, D, P, KEYS, LOADED)
-    # The blocks of a tile are asked for a tile ahead of it, but by splits: their exponentials would come behind the products.
+    # The pipeline starts with an empty tile: values and weights of zero.
+    value_tiles.index(2).store(gl.zeros([KEYS, D], DTYPE, LOAD_LAYOUT))
+    previous_weight = gl.zeros([ROWS, KEYS], DTYPE, WEIGHT_LAYOUT)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+    row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+    acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORE_LAYOUT)
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORE_LAYOUT))
+    block = _load_blocks(table, 0, newest, P, KEYS, LOAD_LAYOUT)
+    _prefetch_tile(key_tiles.index(0), value_tiles.index(0), keys, block, 0, newest, block_stride, K, D, P, KEYS, LOAD_LAYOUT)
+    # Block numbers are loaded one tile ahead. Not with SPLIT: there the assembler would move exponentials after the products.
     if SPLIT == 0:
-        block = _blocks(table, KEYS, newest, P, KEYS, LOADED)
+        block = _load_blocks(table, KEYS, newest, P, KEYS, LOAD_LAYOUT)
     for MASKED in gl.static_range(2):
-        begin = num_whole if MASKED else 0
-        end = newest // KEYS + 1 if MASKED else num_whole
+        begin = num_unmasked if MASKED else 0
+        end = newest // KEYS + 1 if MASKED else num_unmasked
         for tile in range(begin, end):
             async_copy.wait_group(0)
             fence_async_shared()
             key_tile, value_tile = key_tiles.index(tile % 3), value_tiles.index((tile + 2) % 3)
-            score = warpgroup_mma(queries, key_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            found = warpgroup_mma(weight, value_tile, found, is_async=True)
-            # All warps have passed the barrier behind the wait: nobody reads any more what is loaded over.
+            score = warpgroup_mma(queries, key_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            acc = warpgroup_mma(previous_weight, value_tile, acc, is_async=True)
+            # All warps have passed the barrier after the wait: no warp still reads the buffers that are overwritten here.
             key_tile, value_tile = key_tiles.index((tile + 1) % 3), value_tiles.index((tile + 1) % 3)
-            following = (tile + 1) * KEYS
+            next_start = (tile + 1) * KEYS
             if SPLIT > 0:
-                block = _blocks(table, following, newest, P, KEYS, LOADED)
-            _load_tile(key_tile, value_tile, keys, block, following, newest, block_stride, K, D, P, KEYS, LOADED)
+                block = _load_blocks(table, next_start, newest, P, KEYS, LOAD_LAYOUT)
+            _prefetch_tile(key_tile, value_tile, keys, block, next_start, newest, block_stride, K, D, P, KEYS, LOAD_LAYOUT)
             if SPLIT == 0:
-                block = _blocks(table, following + KEYS, newest, P, KEYS, LOADED)
+                block = _load_blocks(table, next_start + KEYS, newest, P, KEYS, LOAD_LAYOUT)
             score = warpgroup_mma_wait(1, deps=[score])
             if MASKED:
                 score = gl.where((tile * KEYS + column)[None, :] <= position[:, None], score, float("-inf"))
-            larger = gl.maximum(largest, gl.max(score, 1) * scale)
-            base = larger
-            if SPLIT > 0 and MASKED:  # which may begin behind what a query sees
-                base = gl.where(larger == float("-inf"), 0.0, larger)
-            power = gl.exp2(score * scale - base[:, None])
-            faded = gl.exp2(largest - base)
-            total = total * faded + gl.sum(power, 1)
-            largest = larger
-            rounded = gl.convert_layout(power.to(DTYPE), WEIGHTS)
-            found, _ = warpgroup_mma_wait(0, deps=[found, weight])
-            found = found * gl.convert_layout(faded, gl.SliceLayout(1, FOUND))[:, None]
-            weight = rounded
-    found = warpgroup_mma(weight, value_tiles.index(newest // KEYS % 3), found)
+            new_max = gl.maximum(row_max, gl.max(score, 1) * scale)
+            safe_max = new_max
+            if SPLIT > 0 and MASKED:  # a split may have no visible key for a query
+                safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+            weight = gl.exp2(score * scale - safe_max[:, None])
+            rescale = gl.exp2(row_max - safe_max)
+            row_sum = row_sum * rescale + gl.sum(weight, 1)
+            row_max = new_max
+            weight_operand = gl.convert_layout(weight.to(DTYPE), WEIGHT_LAYOUT)
+            acc, _ = warpgroup_mma_wait(0, deps=[acc, previous_weight])
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+            previous_weight = weight_operand
+    acc = warpgroup_mma(previous_weight, value_tiles.index(newest // KEYS % 3), acc)
     async_copy.wait_group(0)
 
     if SPLIT > 0:
-        total = gl.where(total > 0.0, total, 1.0)
-    found = found / gl.convert_layout(total, gl.SliceLayout(1, FOUND))[:, None]
-    lane = gl.arange(0, D, layout=gl.SliceLayout(0, FOUND))
-    if SPLIT > 0:  # noqa: SIM102 - a constant, and what is behind it exists only then
+        row_sum = gl.where(row_sum > 0.0, row_sum, 1.0)
+    acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+    lane = gl.arange(0, D, layout=gl.SliceLayout(0, ACC_LAYOUT))
+    if SPLIT > 0:  # noqa: SIM102 - a constant; the rest is defined only then
         if num_splits > 1:
             stride = max_splits * H
-            parts, filled = _row_places(
-                kv_head, first_row, num_queries, first, stride, 1, GROUP, ROWS, gl.SliceLayout(1, SCORES)
+            lse_offsets, lse_mask = _row_offsets(
+                kv_head, first_row, num_queries, first_query, stride, 1, GROUP, ROWS, gl.SliceLayout(1, SCORE_LAYOUT)
             )
-            gl.store(log_weights + parts + split * H, largest + gl.log2(total), mask=filled)
-            part, full = _row_places(kv_head, first_row, num_queries, first, stride, 1, GROUP, ROWS, gl.SliceLayout(1, FOUND))
-            gl.store(attended + ((part + split * H) * D)[:, None] + lane[None, :], found, mask=full[:, None])
+            gl.store(partial_lse + lse_offsets + split * H, row_max + gl.log2(row_sum), mask=lse_mask)
+            partial_offsets, partial_mask = _row_offsets(
+                kv_head, first_row, num_queries, first_query, stride, 1, GROUP, ROWS, gl.SliceLayout(1, ACC_LAYOUT)
+            )
+            gl.store(
+                partial_out + ((partial_offsets + split * H) * D)[:, None] + lane[None, :], acc, mask=partial_mask[:, None]
+            )
             return
-    places, live = _row_places(kv_head, first_row, num_queries, first, H * D, D, GROUP, ROWS, gl.SliceLayout(1, FOUND))
-    gl.store(out + places[:, None] + lane[None, :], found.to(DTYPE), mask=live[:, None])
+    offsets, row_mask = _row_offsets(
+        kv_head, first_row, num_queries, first_query, H * D, D, GROUP, ROWS, gl.SliceLayout(1, ACC_LAYOUT)
+    )
+    gl.store(out + offsets[:, None] + lane[None, :], acc.to(DTYPE), mask=row_mask[:, None])
 
 
 @gluon.jit
-def _row_places(
+def _row_offsets(
     kv_head,
     first_row,
     num_queries,
-    first,
+    first_query,
     stride,
     D: gl.constexpr,
     GROUP: gl.constexpr,
     ROWS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """→ where each row of a tile begins, and whether there is one: [ROWS], as `query_tiles.tile_rows`."""
+    """→ offset of each row of a tile and mask of the valid rows: [ROWS], as `query_tiles.tile_rows`"""
     row = gl.arange(0, ROWS, layout=LAYOUT)
-    query, head = first + row // GROUP, kv_head * GROUP + row % GROUP
-    live = (row < ROWS // GROUP * GROUP) & (query < num_queries)
-    return (first_row + query).to(gl.int64) * stride + head * D, live
+    query, head = first_query + row // GROUP, kv_head * GROUP + row % GROUP
+    row_mask = (row < ROWS // GROUP * GROUP) & (query < num_queries)
+    return (first_row + query).to(gl.int64) * stride + head * D, row_mask
 
 
 @gluon.jit
-def _blocks(table, first, newest, P: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Numbers of the blocks of the tokens from `first`: [KEYS], 0 behind the newest."""
+def _load_blocks(table, start, newest, P: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """→ block numbers of the tokens from `start` on: [KEYS], 0 after `newest`"""
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    return gl.load(table + first // P + column // P, mask=first + column <= newest, other=0)
+    return gl.load(table + start // P + column // P, mask=start + column <= newest, other=0)
 
 
 @gluon.jit
-def _load_tile(
+def _prefetch_tile(
     key_tile,
     value_tile,
     keys,
     block,
-    first,
+    start,
     newest,
     block_stride,
     K: gl.constexpr,
@@ -224,22 +232,22 @@ def _load_tile(
     KEYS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Begins to load the keys and values of the tokens from `first`, a multiple of KEYS, to `newest`; zeros behind it."""
+    """Starts the asynchronous load of keys and values from token `start`, a multiple of KEYS, on; zeros after `newest`."""
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     lane = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    held = first + column <= newest
-    place = block.to(gl.int64) * block_stride + column % P * (2 * K * D)
-    places = keys + place[:, None] + lane[None, :]
-    copy_async(key_tile, places, mask=held[:, None])
-    copy_async(value_tile, places + K * D, mask=held[:, None])
+    in_range = start + column <= newest
+    offsets = block.to(gl.int64) * block_stride + column % P * (2 * K * D)
+    key_ptrs = keys + offsets[:, None] + lane[None, :]
+    copy_async(key_tile, key_ptrs, mask=in_range[:, None])
+    copy_async(value_tile, key_ptrs + K * D, mask=in_range[:, None])
     async_copy.commit_group()
 
 
 def is_overlapped(shape: AttentionShape, kv_bytes: int, rows: int, capability: int) -> bool:
-    """Whether chunks in tiles of `rows` are computed by this kernel on such a card. The interpreter has no Gluon."""
+    """Whether this kernel computes chunks in tiles of `rows` on such a card. Triton's interpreter does not support Gluon."""
     is_plain = shape.sliding_window is None and shape.softcap is None
-    is_held = shape.head_dim in HEAD_SIZES and shape.block_size <= KEYS and kv_bytes == 2 and rows == ROWS
-    return capability == HOPPER and is_plain and is_held and _is_wanted() and not interpreted()
+    is_supported = shape.head_dim in HEAD_SIZES and shape.block_size <= KEYS and kv_bytes == 2 and rows == ROWS
+    return capability == HOPPER and is_plain and is_supported and _is_enabled() and not interpreted()
 
 
 def overlapped_prefill(
@@ -251,16 +259,16 @@ def overlapped_prefill(
     shape: AttentionShape,
     num_tiles: int,
     out: torch.Tensor,
-    parts: DecodeWorkspace | None = None,
+    partials: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """`attention_prefill.paged_prefill` for chunks that are `is_overlapped`, into `out`. num_tiles: tiles of ROWS rows, of all
-    requests; parts: where splits of a tile write their results, None if no tile is split."""
-    attended, log_weights = parts or (None, None)
-    num_requests, splits = block_tables.shape[0], 1 if parts is None else parts.attended.shape[1]
+    """`attention_prefill.paged_prefill` into `out`, where `is_overlapped`. num_tiles: tiles of ROWS rows, of all requests;
+    partials: memory for the partial results of splits, None if no tile is split."""
+    partial_out, partial_lse = partials or (None, None)
+    num_requests, splits = block_tables.shape[0], 1 if partials is None else partials.partial_out.shape[1]
     overlapped_kernel[(num_tiles * shape.num_kv_heads, splits)](
-        q, kv_cache, block_tables, query_starts, context_lens, out, attended, log_weights,
+        q, kv_cache, block_tables, query_starts, context_lens, out, partial_out, partial_lse,
         num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
-        **overlapped_constants(shape, is_split=parts is not None), REQUESTS=scheduled_requests(num_requests),
+        **overlapped_constants(shape, is_split=partials is not None), REQUESTS=scheduled_requests(num_requests),
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

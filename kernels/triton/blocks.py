@@ -1,8 +1,8 @@
 """Moves whole KV blocks: within the cache, and through a staging buffer in which all layers of a block are contiguous.
 
-One launch moves the blocks of all layers. The kernels know no dtype: a block is contiguous memory in words of 8 bytes, two per
-load. The staging buffer may be page-locked host memory, which a GPU accesses directly over the bus: so blocks scattered over
-the cache are copied to scattered places of a host tier without an intermediate copy.
+One launch moves the blocks of all layers. The kernels are independent of the dtype: a block is contiguous memory in words of 8
+bytes, two per load. The staging buffer may be page-locked host memory, which a GPU accesses directly over the bus, so scattered
+blocks of the cache are copied to scattered rows of a host tier without an intermediate copy.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def _words_of(addresses, layer):
-    """The memory of one layer's cache, whose address stands in a table."""
+def _cache_words(addresses, layer):
+    """→ the cache of one layer in words of 8 bytes. addresses: [layers] int64"""
     return tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
 def copy_blocks_kernel(addresses, sources, targets, block_words, block_stride, BLOCK: tl.constexpr):
-    cache = _words_of(addresses, tl.program_id(1))
+    cache = _cache_words(addresses, tl.program_id(1))
     source = tl.load(sources + tl.program_id(0)).to(tl.int64)
     target = tl.load(targets + tl.program_id(0)).to(tl.int64)
     word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = word < block_words
-    tl.store(cache + target * block_stride + word, tl.load(cache + source * block_stride + word, mask=inside), mask=inside)
+    mask = word < block_words
+    tl.store(cache + target * block_stride + word, tl.load(cache + source * block_stride + word, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks", "rows"])
@@ -41,17 +41,17 @@ def stage_blocks_kernel(
     addresses, blocks, staging, rows, block_words, block_stride, num_layers, BLOCK: tl.constexpr, TO_STAGING: tl.constexpr
 ):
     layer = tl.program_id(1)
-    cache = _words_of(addresses, layer)
+    cache = _cache_words(addresses, layer)
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = word < block_words
-    at_cache = cache + block * block_stride + word
-    at_staging = staging + (row * num_layers + layer) * block_words + word
+    mask = word < block_words
+    cache_ptrs = cache + block * block_stride + word
+    staging_ptrs = staging + (row * num_layers + layer) * block_words + word
     if TO_STAGING:
-        tl.store(at_staging, tl.load(at_cache, mask=inside), mask=inside)
+        tl.store(staging_ptrs, tl.load(cache_ptrs, mask=mask), mask=mask)
     else:
-        tl.store(at_cache, tl.load(at_staging, mask=inside), mask=inside)
+        tl.store(cache_ptrs, tl.load(staging_ptrs, mask=mask), mask=mask)
 
 
 def copy_blocks(caches: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -89,8 +89,8 @@ def _stage(
     if blocks.shape[0] == 0:
         return
     words, stride = _block_words(caches)
-    assert staging.is_contiguous(), "a staged block's layers lie together"
-    assert staging[0].nbytes == words * WORD_BYTES * len(caches), "a staging buffer is as wide as the layers of a block"
+    assert staging.is_contiguous(), "the staging buffer must be contiguous"
+    assert staging[0].nbytes == words * WORD_BYTES * len(caches), "a row of the staging buffer holds all layers of a block"
     grid = (blocks.shape[0], len(caches), triton.cdiv(words, BLOCK))
     stage_blocks_kernel[grid](
         _addresses(caches), blocks, staging.view(torch.int64), rows, words, stride, len(caches), BLOCK, to_staging,
@@ -99,13 +99,14 @@ def _stage(
 
 
 def _block_words(caches: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Words of a block, and the distance between two blocks in words."""
+    """→ words per block and stride between blocks in words. Raises AssertionError if the layers' layouts differ or do not
+    fit."""
     first = caches[0]
-    assert first[0].is_contiguous(), "a block is one piece of memory"
-    kinds = {(cache.shape, cache.stride(), cache.dtype) for cache in caches}
-    assert len(kinds) == 1, "blocks of unlike caches are moved one kind at a time"
+    assert first[0].is_contiguous(), "a block must be contiguous"
+    layouts = {(cache.shape, cache.stride(), cache.dtype) for cache in caches}
+    assert len(layouts) == 1, "caches of one call must have the same layout"
     block_bytes, stride_bytes = first[0].nbytes, first.stride(0) * first.element_size()
-    assert block_bytes % 16 == stride_bytes % 16 == 0, f"a block of {block_bytes} bytes is no multiple of 16"
+    assert block_bytes % 16 == stride_bytes % 16 == 0, f"a block of {block_bytes} bytes is not a multiple of 16"
     return block_bytes // WORD_BYTES, stride_bytes // WORD_BYTES
 
 
@@ -115,5 +116,5 @@ def _addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[layers] int64 on the device. Its content is its key, so it stays right whatever is at these addresses."""
+    """[layers] int64 on the device. The cache's key is its content, so an entry stays valid whatever is at these addresses."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)

@@ -1,4 +1,5 @@
-"""How the keys of few queries are cut into splits, so that a short chunk after a long context fills the card, and the merge.
+"""Split-KV for chunked prefill: the keys of few queries are divided into splits, so that a short chunk after a long context
+fills the card; and their merge.
 
 Otherwise one program processes a tile's whole context. A step of 100 tokens has 32 tiles in Llama-3.1-8B, for 132
 multiprocessors: there several programs share a tile, each with some keys, as in decodes (Flash-Decoding, arXiv 2311.01282).
@@ -14,27 +15,28 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_splits import MERGE_CHUNK, MERGE_WARPS, TABLES, DecodeWorkspace, merge_row, scheduled_requests
-from kernels.triton.query_tiles import tile_keys
-from kernels.triton.tuning import power_of_two
+from kernels.triton.card_properties import power_of_two
+from kernels.triton.query_tiles import tile_key_range
 
 SPLIT_KEYS = 512
-"""The least keys of a split: four tiles of 128 keys, some 6 µs on an H200, where its beginning, its end and the merge take
+"""The fewest keys of a split: four tiles of 128 keys, some 6 µs on an H200, where its prologue, its epilogue and the merge take
 about 2."""
 SPLIT_FROM = 4
-"""A tile is split only if it has keys for this many splits: with fewer, launching the merge costs more than it saves."""
-PARTS_MAX = 1 << 16
-"""The most results, one per query, head and split, that a step writes: those of four tiles per multiprocessor of an H200, 34 MB
-for heads of 128. `engine.memory.splits` plans for them."""
+"""A tile is split only if it has keys for this many splits: with fewer, launching the merge costs more than splitting saves."""
+PARTIAL_RESULTS_MAX = 1 << 16
+"""The most partial results, one per query, head and split, that a step writes: those of four tiles per multiprocessor of an
+H200, 34 MB for heads of 128. `engine.memory.splits` reserves memory for them."""
 FEW_REQUESTS = 32
-"""Chunks of more requests are enough tiles, and need another variant of the kernels to search among them."""
-BEGIN_AND_END = 1 / 32
-"""Time of a split besides its keys, as a part of that of a whole tile: two tiles of 128 keys of 8k."""
+"""Chunks of more requests have enough tiles, and would need another kernel variant to search the requests."""
+SPLIT_OVERHEAD = 1 / 32
+"""Time of a split's prologue and epilogue, as a fraction of that of an unsplit tile: two tiles of 128 keys of 8k."""
 WAVES_MAX = 16
-"""The most programs of a captured launch, as a multiple of those that the card holds at a time. A program without work takes
+"""The most programs of a captured launch, as a multiple of those that fit the card at a time. A program without work takes
 about a microsecond."""
-WORTH = 0.85
-"""Splitting must reduce the time, by `_fewest_waves`, to this share of the time without; the formula ignores the merge."""
-_FROM = tl.constexpr(SPLIT_FROM)
+SPLIT_TIME_RATIO_MAX = 0.85
+"""Splitting must reduce the estimated time (`_fastest_splits`) to this fraction of the unsplit time; the estimate ignores the
+merge."""
+_SPLIT_FROM = tl.constexpr(SPLIT_FROM)
 
 
 def chunk_splits(
@@ -47,13 +49,12 @@ def chunk_splits(
     *,
     any_lengths: bool = False,
 ) -> int:
-    """The largest number of splits into which a tile's keys are cut; 1 if they are not cut. tile: rows and keys; programs: how
-    many the card holds at a time. `any_lengths`: rows and requests are the most that there may be. Then there are as many
-    splits as there is memory for, so that a short chunk by itself is divided too, and no more programs than WAVES_MAX allows,
-    most of which may have nothing to do.
+    """The most splits of a tile's keys; 1 if none is split. tile: rows and keys; programs: as many as fit the card at a time.
+    `any_lengths`: `num_rows` and `num_requests` are upper limits. Then there are as many splits as there is memory for, so that
+    a single short chunk is split too, and up to WAVES_MAX waves of programs, most of which may be idle.
 
-    `max_blocks` and the window limit the result only to what no tile exceeds anyway (`splits_of_tile`), so they change no
-    tile's splits."""
+    `max_blocks` and the window bound the result only by what no tile exceeds anyway (`plan_tile_splits`), so they do not change
+    any tile's splits."""
     rows, keys = tile
     queries = rows // shape.group
     num_tokens = max_blocks * shape.block_size
@@ -62,24 +63,27 @@ def chunk_splits(
     if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
         return 1
     num_tiles = (num_rows // queries + num_requests) * shape.num_kv_heads
-    most = min(programs, PARTS_MAX // (num_rows * shape.num_heads))
-    wanted = min(most, WAVES_MAX * programs // num_tiles) if any_lengths else _fewest_waves(num_tiles, programs, most)
-    return max(1, min(wanted, num_tokens // SPLIT_KEYS))
+    splits_max = min(programs, PARTIAL_RESULTS_MAX // (num_rows * shape.num_heads))
+    splits = (
+        min(splits_max, WAVES_MAX * programs // num_tiles) if any_lengths else _fastest_splits(num_tiles, programs, splits_max)
+    )
+    return max(1, min(splits, num_tokens // SPLIT_KEYS))
 
 
 @lru_cache(maxsize=4096)
-def _fewest_waves(num_tiles: int, programs: int, most: int) -> int:
-    """The number of splits, at most `most`, with which `num_tiles` equal tiles take least time if `programs` run at a time."""
+def _fastest_splits(num_tiles: int, programs: int, splits_max: int) -> int:
+    """The number of splits, at most `splits_max`, that minimises the time of `num_tiles` equal tiles if `programs` run at a
+    time; 1 if splitting saves too little."""
 
-    def taken(splits: int) -> float:
-        return -(-num_tiles * splits // programs) * (1 / splits + BEGIN_AND_END)
+    def estimated_time(splits: int) -> float:
+        return -(-num_tiles * splits // programs) * (1 / splits + SPLIT_OVERHEAD)
 
-    best = min(range(1, max(1, most) + 1), key=taken)
-    return best if taken(best) < WORTH * taken(1) else 1
+    best = min(range(1, max(1, splits_max) + 1), key=estimated_time)
+    return best if estimated_time(best) < SPLIT_TIME_RATIO_MAX * estimated_time(1) else 1
 
 
-def chunk_parts(num_rows: int, splits: int, shape: AttentionShape, device: torch.device) -> DecodeWorkspace:
-    """Memory for the results of `splits` splits of `num_rows` queries."""
+def chunk_workspace(num_rows: int, splits: int, shape: AttentionShape, device: torch.device) -> DecodeWorkspace:
+    """Memory for the partial results of `splits` splits of `num_rows` queries."""
     size = num_rows, splits, shape.num_heads
     return DecodeWorkspace(
         torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
@@ -88,11 +92,11 @@ def chunk_parts(num_rows: int, splits: int, shape: AttentionShape, device: torch
 
 
 @triton.jit
-def splits_of_tile(begin, newest, max_splits, KEYS, SPLIT: tl.constexpr):
-    """→ tiles of keys of a split and number of splits of a tile of queries that sees the keys from `begin` to `newest`, from
-    their number and `max_splits` alone. Evenly, so that no split is a remainder of a few tokens."""
+def plan_tile_splits(begin, newest, max_splits, KEYS, SPLIT: tl.constexpr):
+    """→ tiles of keys per split and number of splits of a query tile that attends to keys begin … newest, from their number and
+    `max_splits` alone. Splits are equal, so that none is a remainder of a few tokens."""
     num_tokens = newest + 1 - begin
-    num_splits = tl.where(num_tokens < _FROM * SPLIT, 1, tl.minimum(num_tokens // SPLIT, max_splits))
+    num_splits = tl.where(num_tokens < _SPLIT_FROM * SPLIT, 1, tl.minimum(num_tokens // SPLIT, max_splits))
     tiles = (num_tokens + num_splits * KEYS - 1) // (num_splits * KEYS)
     return tiles, (num_tokens + tiles * KEYS - 1) // (tiles * KEYS)
 
@@ -104,8 +108,8 @@ def merge_chunks_kernel(
     context_lens,
     query_starts,
     out,
-    attended,
-    log_weights,
+    partial_out,
+    partial_lse,
     num_requests,
     max_splits,
     queries,
@@ -118,38 +122,39 @@ def merge_chunks_kernel(
     REQUESTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One query and head, as `attention_splits.merge_kernel`; whoever had one split has written its result itself. queries and
-    keys: of a tile; window: 0 is none. They are no constants, so that there is one variant for each size of heads."""
+    """Merges the splits of one query and head, as `attention_splits.merge_kernel`. An unsplit tile has already been written to
+    `out`. queries and keys: of a tile; window: 0 is none. They are not constants, so that there is one variant per head
+    size."""
     token_row, head = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, REQUESTS)
     ends = tl.load(query_starts + index + 1, mask=index < num_requests, other=token_row + 1)
     request = tl.sum((ends <= token_row).to(tl.int32), 0)
     first_row = tl.load(query_starts + request)
-    if token_row < first_row:  # of nobody, as `tile_owner` says
+    if token_row < first_row:  # before the first request: an unused row
         return
     num_queries = tl.load(query_starts + request + 1) - first_row
-    first = (token_row - first_row) // queries * queries
+    first_query = (token_row - first_row) // queries * queries
     start = tl.load(context_lens + request) - num_queries
-    begin, _, newest = tile_keys(start, first, num_queries, queries, window, keys)
-    _, num_splits = splits_of_tile(begin, newest, max_splits, keys, SPLIT)
+    begin, _, newest = tile_key_range(start, first_query, num_queries, queries, window, keys)
+    _, num_splits = plan_tile_splits(begin, newest, max_splits, keys, SPLIT)
     if num_splits > 1:
-        merge_row(out, attended, log_weights, token_row, head, num_splits, max_splits, H, D, WIDTH, CHUNK)
+        merge_row(out, partial_out, partial_lse, token_row, head, num_splits, max_splits, H, D, WIDTH, CHUNK)
 
 
 def merge_chunks(
-    parts: DecodeWorkspace,
+    partials: DecodeWorkspace,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
     shape: AttentionShape,
     tile: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """Merges the results of every tile's splits, in order, into the rows of `out`. tile: rows and keys."""
+    """Merges the partial results of every split tile, in order, into the rows of `out`. tile: rows and keys."""
     rows, keys = tile
     num_requests, queries = context_lens.shape[0], rows // shape.group
     merge_chunks_kernel[out.shape[:2]](
-        context_lens, query_starts, out, *parts,
-        num_requests, parts.attended.shape[1], queries, shape.sliding_window or 0, keys,
+        context_lens, query_starts, out, *partials,
+        num_requests, partials.partial_out.shape[1], queries, shape.sliding_window or 0, keys,
         **merge_constants(shape), REQUESTS=scheduled_requests(num_requests), CHUNK=MERGE_CHUNK, num_warps=MERGE_WARPS,
     )  # fmt: skip
 

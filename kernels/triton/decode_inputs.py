@@ -1,6 +1,6 @@
-"""Inputs of the next decode step, computed on the GPU from the state of its slots, and that state after a step.
+"""Prepares the inputs of a decode step on the GPU from the state of its slots, and advances that state after the step.
 
-The host decides which slots take part and passes on their tables; it sees no token before the next step is launched.
+The host decides which slots take part and provides their block tables; it launches the next step before it sees any token.
 
     state of a slot ── prepare_decode ──► inputs of a row ── forward, sample ──► token ── advance_slots ──► state of a slot
 """
@@ -27,21 +27,21 @@ def prepare_decode_kernel(
     wait_for_previous(EARLY)
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    active = slot >= 0
-    length = tl.load(num_tokens + slot, mask=active, other=0).to(tl.int32)
+    is_active = slot >= 0
+    length = tl.load(num_tokens + slot, mask=is_active, other=0).to(tl.int32)
     table = slot_tables + slot * slot_stride
     if tl.program_id(1) == 0:
         position = tl.maximum(length - 1, 0)
-        in_table = active & (length > 0) & (position // BLOCK_SIZE < columns)
+        in_table = is_active & (length > 0) & (position // BLOCK_SIZE < columns)
         block = tl.load(table + position // BLOCK_SIZE, mask=in_table, other=0).to(tl.int64)
-        place = tl.where(in_table, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        tl.store(token_ids + row, tl.load(last_tokens + slot, mask=active, other=0))
+        cache_slot = tl.where(in_table, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(token_ids + row, tl.load(last_tokens + slot, mask=is_active, other=0))
         tl.store(positions + row, position)
-        tl.store(slot_mapping + row, place)
+        tl.store(slot_mapping + row, cache_slot)
         tl.store(context_lens + row, length)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    reached = (column < columns) & (column * BLOCK_SIZE < length)
-    tl.store(block_tables + row.to(tl.int64) * row_stride + column, tl.load(table + column, mask=reached), mask=reached)
+    is_used = (column < columns) & (column * BLOCK_SIZE < length)
+    tl.store(block_tables + row.to(tl.int64) * row_stride + column, tl.load(table + column, mask=is_used), mask=is_used)
 
 
 @triton.jit(do_not_specialize=["num_rows", "place_size"])
@@ -51,24 +51,24 @@ def advance_slots_kernel(
 ):  # fmt: skip
     wait_for_previous(EARLY)
     if places is not None:
-        leaves_tokens = tl.load(slots) >= 0
+        writes_for_host = tl.load(slots) >= 0
         number = tl.load(num_steps) + 1
-        place = places + number % DEPTH * place_size
+        entry = places + number % DEPTH * place_size
     for first in range(0, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
         slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
         token = tl.load(sampled + row, mask=row < num_rows, other=0)
-        active = slot >= 0
+        is_active = slot >= 0
         if out is not None:
             tl.store(out + row, token, mask=row < num_rows)
         if places is not None:
-            tl.store(place + 1 + row, token, mask=(row < num_rows) & leaves_tokens)
-        tl.store(last_tokens + slot, tl.maximum(token, 0), mask=active)
-        tl.store(num_tokens + slot, tl.load(num_tokens + slot, mask=active, other=0) + 1, mask=active)
+            tl.store(entry + 1 + row, token, mask=(row < num_rows) & writes_for_host)
+        tl.store(last_tokens + slot, tl.maximum(token, 0), mask=is_active)
+        tl.store(num_tokens + slot, tl.load(num_tokens + slot, mask=is_active, other=0) + 1, mask=is_active)
     if places is not None:
-        tl.store(place, number, mask=leaves_tokens)
-        tl.debug_barrier()  # all threads have read the number
-        tl.store(num_steps, number, mask=leaves_tokens)
+        tl.store(entry, number, mask=writes_for_host)
+        tl.debug_barrier()  # all threads have read num_steps
+        tl.store(num_steps, number, mask=writes_for_host)
 
 
 def prepare_decode(
@@ -119,15 +119,15 @@ def advance_slots(
 
     slots: [B] int32, below 0 for padding, distinct except for those whose state does not matter any more; sampled: [B], below 0
     if no token could be drawn; in place. sampled, last_tokens, num_tokens and out (a copy that stays valid while the next step
-    runs) are int32 or int64. `host` is for the host to read after the step; padding comes last, so a step whose first row is
-    padding writes nothing there. Moves some 40 bytes per row, 8 of them to the host; only integers. A single program, because
-    it counts. Rows beyond B and the state of padding are masked.
+    runs) are int32 or int64. The host reads `host` after the step; padding comes last, so a step whose first row is padding
+    writes nothing there. Moves some 40 bytes per row, 8 of them to the host; only integers. A single program, because it
+    increments num_steps. Rows beyond B and the state of padding are masked.
     """
     rows = slots.shape[0]
     if rows:
         places, num_steps = (None, None) if host is None else host
         depth, place_size = (1, 0) if places is None else places.shape
-        # As if there were few rows: one launch per step, after the kernels that choose its tokens, in one variant.
+        # Launched as for one row: once per step, after the kernels that choose its tokens, in one variant for all sizes.
         advance_slots_kernel[(1,)](
             slots, sampled, last_tokens, num_tokens, out, places, num_steps, rows, place_size, depth, ROWS, num_warps=4,
             **early_launch(slots.device, 1),

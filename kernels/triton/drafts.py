@@ -1,13 +1,13 @@
-"""Rejection sampling of drafts on the device: which guesses of each request become tokens, and the token after them.
+"""Rejection sampling for speculative decoding on the device: which guesses are accepted, and the token after them.
 
 Formula (Leviathan et al., arXiv 2211.17192; `engine.sampling.acceptance` is the twin): guess i, drawn from q_i, is accepted
-when uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first that is not is replaced by a token drawn from max(0, p_i −
-q_i), or from p_i if that is empty; if all are accepted, one more is drawn from p_k. Drawn means Gumbel-max (`kernels.gumbel`)
-by weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed, position) for a token of
-p_k. If any of the weights is not finite, nothing is drawn.
+if uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first rejected one is replaced by a token drawn from max(0, p_i −
+q_i), or from p_i if that is empty; if all are accepted, one more is drawn from p_k. Tokens are drawn by Gumbel-max
+(`kernels.gumbel`) over weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed,
+position) for a token of p_k. If any of the weights is not finite, nothing is drawn.
 
-Memory: `judge` reads two numbers a guess; `draw` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes for each
-request, split over programs; `settle` joins the parts. Nothing is summed; the product of uniform number and q is float64.
+Memory: `judge` reads two numbers per guess; `draw` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes per
+request, split over programs; `settle` merges the splits. Nothing is summed; the product of uniform number and q is float64.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ import triton
 import triton.language as tl
 
 from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.triton.card_properties import multiprocessors, power_of_two
 from kernels.triton.gumbel import exponential_noise, key_uniform, noise_bits, noise_key
-from kernels.triton.tuning import multiprocessors, power_of_two
 
 BLOCK = 1024
 NUM_WARPS = 8
 _ACCEPT = tl.constexpr(ACCEPT)
 _RESIDUAL = tl.constexpr(RESIDUAL)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_NOBODY = tl.constexpr(0x7FFFFFFF)
+_ID_SENTINEL = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["V", "max_guesses"])
 def judge_kernel(target, draft, guesses, num_guesses, streams, positions, accepted, V, max_guesses):
-    """Program (request): how many guesses are accepted."""
+    """Program (request): stores the number of accepted guesses."""
     request = tl.program_id(0).to(tl.int64)
     stream, position = tl.load(streams + request), tl.load(positions + request).to(tl.int64)
     count = tl.load(num_guesses + request)
-    taken = count * 0
+    num_accepted = count * 0
     is_open = count > 0
     while is_open:
-        guess = tl.load(guesses + request * max_guesses + taken).to(tl.int64)
-        proposed = tl.load(draft + (request * max_guesses + taken) * V + guess).to(tl.float64)
-        wanted = tl.load(target + (request * (max_guesses + 1) + taken) * V + guess).to(tl.float64)
-        is_taken = key_uniform(noise_key(stream, position + taken, _ACCEPT)) * proposed < wanted
-        taken = tl.where(is_taken, taken + 1, taken)
-        is_open = tl.where(is_taken, taken, count) < count
-    tl.store(accepted + request, taken)
+        guess = tl.load(guesses + request * max_guesses + num_accepted).to(tl.int64)
+        draft_p = tl.load(draft + (request * max_guesses + num_accepted) * V + guess).to(tl.float64)
+        target_p = tl.load(target + (request * (max_guesses + 1) + num_accepted) * V + guess).to(tl.float64)
+        is_accepted = key_uniform(noise_key(stream, position + num_accepted, _ACCEPT)) * draft_p < target_p
+        num_accepted = tl.where(is_accepted, num_accepted + 1, num_accepted)
+        is_open = tl.where(is_accepted, num_accepted, count) < count
+    tl.store(accepted + request, num_accepted)
 
 
 @triton.jit(do_not_specialize=["V", "max_guesses", "blocks"])
 def draw_kernel(
     target, draft, num_guesses, streams, positions, accepted, scores, tokens, V, max_guesses, blocks, BLOCK: tl.constexpr
 ):
-    """Program (request, split): winners of its part, by what is left of p and, should that be nothing, by p itself."""
+    """Program (request, split): the winners of its tokens by the residual max(0, p - q), and by p in case that is empty."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    taken = tl.load(accepted + request)
-    is_rejected = taken < tl.load(num_guesses + request)
-    stream, position = tl.load(streams + request), tl.load(positions + request).to(tl.int64) + taken
+    num_accepted = tl.load(accepted + request)
+    is_rejected = num_accepted < tl.load(num_guesses + request)
+    stream, position = tl.load(streams + request), tl.load(positions + request).to(tl.int64) + num_accepted
     key = noise_key(stream, position, 0)
     if is_rejected:
         key = noise_key(stream, position, _RESIDUAL)
-    p_row = target + (request * (max_guesses + 1) + taken) * V
-    q_row = draft + (request * max_guesses + tl.minimum(taken, max_guesses - 1)) * V
+    p_row = target + (request * (max_guesses + 1) + num_accepted) * V
+    q_row = draft + (request * max_guesses + tl.minimum(num_accepted, max_guesses - 1)) * V
     lane = tl.arange(0, BLOCK)
-    left, plain = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    left_token, plain_token = lane * 0 + _NOBODY, lane * 0 + _NOBODY
+    residual_score, target_score = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    residual_token, target_token = lane * 0 + _ID_SENTINEL, lane * 0 + _ID_SENTINEL
     for block in range(split * blocks, tl.minimum((split + 1) * blocks, tl.cdiv(V, BLOCK))):
         token = lane + block * BLOCK
         p = tl.load(p_row + token, mask=token < V, other=0.0)
@@ -70,43 +70,43 @@ def draw_kernel(
         variate = exponential_noise(noise_bits(key, token))
         score = tl.div_rn(tl.where(p - q > 0.0, p - q, 0.0), variate)
         score = tl.where(p - q == p - q, score, float("inf"))
-        left_token = tl.where(score > left, token, left_token)
-        left = tl.maximum(left, score)
+        residual_token = tl.where(score > residual_score, token, residual_token)
+        residual_score = tl.maximum(residual_score, score)
         score = tl.where(p == p, tl.div_rn(p, variate), float("inf"))
-        plain_token = tl.where(score > plain, token, plain_token)
-        plain = tl.maximum(plain, score)
-    place = (request * tl.num_programs(1) + split) * 2
-    best = tl.max(left, 0)
-    tl.store(scores + place, best)
-    tl.store(tokens + place, tl.min(tl.where(left == best, left_token, _NOBODY), 0))
-    best = tl.max(plain, 0)
-    tl.store(scores + place + 1, best)
-    tl.store(tokens + place + 1, tl.min(tl.where(plain == best, plain_token, _NOBODY), 0))
+        target_token = tl.where(score > target_score, token, target_token)
+        target_score = tl.maximum(target_score, score)
+    offset = (request * tl.num_programs(1) + split) * 2
+    best = tl.max(residual_score, 0)
+    tl.store(scores + offset, best)
+    tl.store(tokens + offset, tl.min(tl.where(residual_score == best, residual_token, _ID_SENTINEL), 0))
+    best = tl.max(target_score, 0)
+    tl.store(scores + offset + 1, best)
+    tl.store(tokens + offset + 1, tl.min(tl.where(target_score == best, target_token, _ID_SENTINEL), 0))
 
 
 @triton.jit(do_not_specialize=["max_guesses", "splits"])
 def settle_kernel(guesses, accepted, scores, tokens, out, max_guesses, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Program (request): accepted guesses, the drawn token, NO_TOKEN behind it."""
+    """Program (request): stores the accepted guesses, the drawn token, and NO_TOKEN after it."""
     request = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    place = (request * splits + split) * 2
-    score = tl.load(scores + place, mask=split < splits, other=0.0)
-    token = tl.load(tokens + place, mask=split < splits, other=_NOBODY)
+    offset = (request * splits + split) * 2
+    score = tl.load(scores + offset, mask=split < splits, other=0.0)
+    token = tl.load(tokens + offset, mask=split < splits, other=_ID_SENTINEL)
     best = tl.max(score, 0)
-    drawn = tl.min(tl.where(score == best, token, _NOBODY), 0)
-    drawn = tl.where(best < float("inf"), drawn, _NOBODY)
-    score = tl.load(scores + place + 1, mask=split < splits, other=0.0)
-    token = tl.load(tokens + place + 1, mask=split < splits, other=_NOBODY)
+    drawn = tl.min(tl.where(score == best, token, _ID_SENTINEL), 0)
+    drawn = tl.where(best < float("inf"), drawn, _ID_SENTINEL)
+    score = tl.load(scores + offset + 1, mask=split < splits, other=0.0)
+    token = tl.load(tokens + offset + 1, mask=split < splits, other=_ID_SENTINEL)
     best = tl.max(score, 0)
-    fallback = tl.min(tl.where(score == best, token, _NOBODY), 0)
-    fallback = tl.where(best < float("inf"), fallback, _NOBODY)
-    drawn = tl.where(drawn == _NOBODY, fallback, drawn)
-    drawn = tl.where(drawn == _NOBODY, _NO_TOKEN, drawn).to(tl.int64)
-    taken = tl.load(accepted + request)
+    fallback = tl.min(tl.where(score == best, token, _ID_SENTINEL), 0)
+    fallback = tl.where(best < float("inf"), fallback, _ID_SENTINEL)
+    drawn = tl.where(drawn == _ID_SENTINEL, fallback, drawn)
+    drawn = tl.where(drawn == _ID_SENTINEL, _NO_TOKEN, drawn).to(tl.int64)
+    num_accepted = tl.load(accepted + request)
     index = tl.arange(0, WIDTH)
-    kept = tl.load(guesses + request * max_guesses + index, mask=index < taken, other=_NO_TOKEN).to(tl.int64)
-    kept = tl.where(index == taken, drawn, kept)
-    tl.store(out + request * (max_guesses + 1) + index, kept, mask=index <= max_guesses)
+    row_tokens = tl.load(guesses + request * max_guesses + index, mask=index < num_accepted, other=_NO_TOKEN).to(tl.int64)
+    row_tokens = tl.where(index == num_accepted, drawn, row_tokens)
+    tl.store(out + request * (max_guesses + 1) + index, row_tokens, mask=index <= max_guesses)
 
 
 def reject_drafts(
@@ -117,7 +117,7 @@ def reject_drafts(
     streams: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens of each request, NO_TOKEN after the last one: [B, k + 1] int64. Only NO_TOKEN where nothing can be drawn.
+    """Tokens of each request, NO_TOKEN after the last: [B, k + 1] int64; also in place of the drawn token if none can be drawn.
 
     target: [B, k + 1, V], draft: [B, k, V] float32 contiguous, rows that sum to 1; guesses: [B, k] int64, num_guesses: [B]
     int32, up to k ≥ 1; streams: [B] int64 of the seeds; positions: [B], index of the first token in prompt plus output.
@@ -128,9 +128,9 @@ def reject_drafts(
     requests, max_guesses, vocab_size = draft.shape
     device = target.device
     blocks = triton.cdiv(vocab_size, BLOCK)
-    wanted = max(1, min(blocks, triton.cdiv(4 * multiprocessors(device), max(1, requests))))
-    of_part = triton.cdiv(blocks, wanted)
-    splits = triton.cdiv(blocks, of_part)
+    max_splits = max(1, min(blocks, triton.cdiv(4 * multiprocessors(device), max(1, requests))))
+    blocks_per_split = triton.cdiv(blocks, max_splits)
+    splits = triton.cdiv(blocks, blocks_per_split)
     accepted = torch.empty(requests, dtype=torch.int32, device=device)
     scores = torch.empty(requests, splits, 2, dtype=torch.float32, device=device)
     tokens = torch.empty(requests, splits, 2, dtype=torch.int32, device=device)
@@ -141,7 +141,7 @@ def reject_drafts(
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         draw_kernel[(requests, splits)](
-            target, draft, num_guesses, streams, positions, accepted, scores, tokens, vocab_size, max_guesses, of_part,
+            target, draft, num_guesses, streams, positions, accepted, scores, tokens, vocab_size, max_guesses, blocks_per_split,
             BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         settle_kernel[(requests,)](

@@ -1,4 +1,4 @@
-"""Rows of the embedding by token, times its multiplier, and rows of cosines and sines by position."""
+"""Gathers rows of the embedding by token, times its multiplier, and rows of cosines and sines by position."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.tuning import power_of_two
 
 BLOCK_MAX = 1024
 
@@ -19,12 +19,12 @@ def embed_kernel(
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
+    mask = columns < WIDTH
     token = tl.load(token_ids + row).to(tl.int64)
-    value = tl.load(table + token * WIDTH + columns, mask=inside, other=0.0)
+    value = tl.load(table + token * WIDTH + columns, mask=mask, other=0.0)
     if SCALED:
         value = (value.to(tl.float32) * multiplier).to(table.dtype.element_ty)
-    tl.store(out + row * WIDTH + columns, value, mask=inside)
+    tl.store(out + row * WIDTH + columns, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -35,12 +35,12 @@ def rotation_rows_kernel(
     wait_for_previous(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < num_rows)[:, None] & (columns < WIDTH)
+    mask = (rows < num_rows)[:, None] & (columns < WIDTH)
     position = tl.load(positions + rows, mask=rows < num_rows, other=0).to(tl.int64)[:, None]
-    cosine = tl.load(cos + position * WIDTH + columns, mask=inside, other=0.0)
-    sine = tl.load(sin + position * WIDTH + columns, mask=inside, other=0.0)
-    tl.store(cos_out + rows[:, None] * WIDTH + columns, cosine, mask=inside)
-    tl.store(sin_out + rows[:, None] * WIDTH + columns, sine, mask=inside)
+    cosine = tl.load(cos + position * WIDTH + columns, mask=mask, other=0.0)
+    sine = tl.load(sin + position * WIDTH + columns, mask=mask, other=0.0)
+    tl.store(cos_out + rows[:, None] * WIDTH + columns, cosine, mask=mask)
+    tl.store(sin_out + rows[:, None] * WIDTH + columns, sine, mask=mask)
 
 
 def embed(
@@ -68,8 +68,8 @@ def rotation_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos[positions], sin[positions]: both tables [max_len, 1, r], positions: [T] int64 or int32 → both [T, 1, r]
 
-    Looked up once per step, so that layers need not wait for a position before they can load its angle. Reads and writes 2 · T
-    · r elements. Columns beyond r and rows beyond T are masked; positions are not checked.
+    Looked up once per step, so that layers need not load a position before they can load its angle. Reads and writes 2 · T · r
+    elements. Columns beyond r and rows beyond T are masked; positions are not checked.
     """
     num_rows, width = positions.shape[0], cos.shape[-1]
     shape = (num_rows, 1, width)

@@ -1,4 +1,4 @@
-"""The matrices of all experts as tables of addresses: plain, or in codes of 8 or 4 bits with their scales."""
+"""The matrices of all experts as tables of addresses: unquantised, or in codes of 8 or 4 bits with their scales."""
 
 from __future__ import annotations
 
@@ -16,76 +16,76 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight,
 class ExpertWeights:
     """One matrix [N, K] per expert, each at any address.
 
-    table: [E] int64, the address of each expert's numbers or codes. scales: [E] int64, that of its scales: [N] float32 for
-    codes of 8 bits, `Int4Weight.scales_zeros` for 4, None for plain numbers. `first` is the first expert's matrix, which all
-    others are like; `kept` keeps alive what the tables refer to.
+    addresses: [E] int64, of each expert's values or codes. scale_addresses: [E] int64, of its scales: [N] float32 for codes of
+    8 bits, `Int4Weight.scales_zeros` for 4; None for unquantised values. `first`: the first expert's matrix, whose format all
+    others share; `tensors` keeps alive what the addresses refer to.
     """
 
-    table: torch.Tensor
-    scales: torch.Tensor | None
+    addresses: torch.Tensor
+    scale_addresses: torch.Tensor | None
     first: Weight
-    kept: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]
 
     @property
     def num_experts(self) -> int:
-        return self.table.numel()
+        return self.addresses.numel()
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and columns."""
         if isinstance(self.first, Int4Weight):
             return self.first.num_rows, self.first.num_columns
-        num_outputs, num_columns = _numbers(self.first).shape
+        num_outputs, num_columns = _values(self.first).shape
         return num_outputs, num_columns
 
     @property
     def row_stride(self) -> int:
-        """Distance of two rows, in numbers or 8-bit codes."""
-        return _numbers(self.first).stride(0)
+        """Stride between rows, in values or 8-bit codes."""
+        return _values(self.first).stride(0)
 
     @property
-    def codes(self) -> Any:
-        """The dtype in which the kernel reads 8-bit codes; None for plain numbers."""
+    def code_dtype(self) -> Any:
+        """The dtype in which the kernel reads 8-bit codes; None for unquantised values."""
         return {Int8Weight: tl.int8, Fp8Weight: tl.float8e4nv}.get(type(self.first))
 
 
-def are_alike(weights: Sequence[Weight]) -> bool:
-    """Whether one launch can read them all. An expert with a column order of its own would need rows in that order."""
+def have_same_format(weights: Sequence[Weight]) -> bool:
+    """Whether one launch can read all of them. An expert with permuted columns would need rows in that order."""
     first = weights[0]
     if isinstance(first, Int4Weight):
-        kinds = {
+        formats = {
             (each.group_size, each.scale_dtype, each.permutation is None) if isinstance(each, Int4Weight) else None
             for each in weights
         }
-        return kinds == {(first.group_size, first.scale_dtype, True)}
+        return formats == {(first.group_size, first.scale_dtype, True)}
     return all(type(each) is type(first) for each in weights)
 
 
 def bind_weights(weights: Sequence[Weight]) -> ExpertWeights:
-    """Matrices of one form, 16-byte aligned, with equal row strides. Raises ValueError where they differ."""
-    if not are_alike(weights):
+    """Binds matrices of one format and shape, 16-byte aligned, with equal row strides. Raises ValueError if they differ."""
+    if not have_same_format(weights):
         raise ValueError("the experts' matrices differ in their format")
-    numbers = [_numbers(weight) for weight in weights]
-    first = numbers[0]
-    kind = first.shape, first.stride(), first.dtype, first.device
-    if any((other.shape, other.stride(), other.dtype, other.device) != kind for other in numbers):
+    values = [_values(weight) for weight in weights]
+    first = values[0]
+    layout = first.shape, first.stride(), first.dtype, first.device
+    if any((other.shape, other.stride(), other.dtype, other.device) != layout for other in values):
         raise ValueError("the experts' matrices differ in shape, layout or type")
-    if first.stride(-1) != 1 or any(other.data_ptr() % 16 for other in numbers):
+    if first.stride(-1) != 1 or any(other.data_ptr() % 16 for other in values):
         raise ValueError("the experts' matrices must begin on 16 bytes and have contiguous rows")
     scales = [_scales(weight) for weight in weights if not isinstance(weight, torch.Tensor)]
-    return ExpertWeights(_addresses(numbers), _addresses(scales) if scales else None, weights[0], (*numbers, *scales))
+    return ExpertWeights(_addresses(values), _addresses(scales) if scales else None, weights[0], (*values, *scales))
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(tensors[0].device)
 
 
-def _numbers(weight: Weight) -> torch.Tensor:
+def _values(weight: Weight) -> torch.Tensor:
     return weight.words if isinstance(weight, Int4Weight) else values_and_scales(weight)[0]
 
 
 def _scales(weight: Int8Weight | Fp8Weight | Int4Weight) -> torch.Tensor:
-    """A scale for the whole matrix is repeated for each of its rows."""
+    """The scales of one matrix; a single scale is expanded to one per row."""
     if isinstance(weight, Int4Weight):
         return weight.scales_zeros.contiguous()
     return weight.scales.expand(weight.values.shape[0]).contiguous()

@@ -1,7 +1,7 @@
-"""Mixtures of experts that need nothing from the host: tokens sorted by expert on the card, one launch for each product.
+"""Mixtures of experts without host synchronisation: tokens are sorted by expert on the card, one launch per grouped product.
 
-Nothing is copied back, and the size of every launch follows from the number of tokens alone, so a step can be captured in a
-CUDA graph.
+Nothing is copied back, and the size of every launch depends on the number of tokens alone, so a step can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import triton.language as tl
 
 from kernels.quantised_weights import Int4Weight, Weight
 from kernels.triton import experts_int4
-from kernels.triton.activation import activated
-from kernels.triton.expert_tiles import SortedTokens, group_tiles, own_tile, sort_by_expert
-from kernels.triton.expert_weights import ExpertWeights, are_alike, bind_weights
-from kernels.triton.linear_tiles import decoded
-from kernels.triton.tuning import capability, power_of_two
+from kernels.triton.activation import gated_activation
+from kernels.triton.card_properties import capability, power_of_two
+from kernels.triton.expert_tiles import SortedTokens, group_tiles, locate_tile, sort_by_expert
+from kernels.triton.expert_weights import ExpertWeights, bind_weights, have_same_format
+from kernels.triton.linear_tiles import cast_weight
 
 COMBINE_BLOCK = 1024
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -41,7 +41,7 @@ def grouped_kernel(
     row_tiles,
     NUM_CHOSEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    CODES: tl.constexpr,
+    CODE_DTYPE: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -50,37 +50,39 @@ def grouped_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of one expert. With ACTIVATION: tokens' rows in, act(gate) · up by sorted place out; without: the other way.
+    """One tile of one expert. With ACTIVATION it reads tokens' rows and stores act(gate) · up in sorted order; without, it
+    reads sorted rows and stores results in the order of the assignments.
 
-    CODES: what weights of 8 bits are; the scale of an output comes behind its sum, so it is exact and costs nothing per weight.
+    CODE_DTYPE: the type of 8-bit weights; the scale of an output is applied after its sum, so it is exact and costs nothing per
+    weight.
     """
     GATED: tl.constexpr = ACTIVATION != ""
     tile = tl.program_id(0) % row_tiles
     columns = (tl.program_id(0) // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert, first, last = own_tile(offsets_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    expert, first, last = locate_tile(offsets_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
-    sorted_places = first + tl.arange(0, BLOCK_M)
-    row_mask, column_mask = sorted_places < last, columns < N
-    places = tl.load(order_ptr + sorted_places, mask=row_mask, other=0)
-    x_rows = places // NUM_CHOSEN if GATED else sorted_places
-    inner = tl.arange(0, BLOCK_K)
-    x_places = x_ptr + x_rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
-    STORED: tl.constexpr = x_ptr.dtype.element_ty if CODES is None else CODES
-    weight = tl.load(weights_ptr + expert).to(tl.pointer_type(STORED))
-    w_places = tl.multiple_of(weight, 16) + columns[None, :] * stride_weight + inner[:, None]
+    sorted_rows = first + tl.arange(0, BLOCK_M)
+    row_mask, column_mask = sorted_rows < last, columns < N
+    assignments = tl.load(order_ptr + sorted_rows, mask=row_mask, other=0)
+    x_rows = assignments // NUM_CHOSEN if GATED else sorted_rows
+    k_offsets = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * stride_x + k_offsets[None, :]
+    WEIGHT_DTYPE: tl.constexpr = x_ptr.dtype.element_ty if CODE_DTYPE is None else CODE_DTYPE
+    weight = tl.load(weights_ptr + expert).to(tl.pointer_type(WEIGHT_DTYPE))
+    w_ptrs = tl.multiple_of(weight, 16) + columns[None, :] * stride_weight + k_offsets[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         x_mask, w_mask = row_mask[:, None], column_mask[None, :]
         if not EVEN_K:
-            x_mask = x_mask & (inner < K - k)[None, :]
-            w_mask = w_mask & (inner < K - k)[:, None]
-        x = tl.load(x_places + k, mask=x_mask, other=0.0)
-        w = decoded(tl.load(w_places + k, mask=w_mask, other=0.0), x.dtype)
+            x_mask = x_mask & (k_offsets < K - k)[None, :]
+            w_mask = w_mask & (k_offsets < K - k)[:, None]
+        x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+        w = cast_weight(tl.load(w_ptrs + k, mask=w_mask, other=0.0), x.dtype)
         acc = tl.dot(x, w, acc, input_precision="ieee")
         if GATED:
-            w = decoded(tl.load(w_places + (N * stride_weight + k), mask=w_mask, other=0.0), x.dtype)
+            w = cast_weight(tl.load(w_ptrs + (N * stride_weight + k), mask=w_mask, other=0.0), x.dtype)
             up = tl.dot(x, w, up, input_precision="ieee")
     if scales_ptr is not None:
         scales = tl.load(scales_ptr + expert).to(tl.pointer_type(tl.float32))
@@ -88,29 +90,30 @@ def grouped_kernel(
         if GATED:
             up *= tl.load(scales + N + columns, mask=column_mask, other=0.0)[None, :]
     if GATED:
-        acc = activated(acc, up, ACTIVATION == "gelu_tanh")
-        out_rows = sorted_places
+        acc = gated_activation(acc, up, ACTIVATION == "gelu_tanh")
+        out_rows = sorted_rows
     else:
-        acc *= tl.load(factors_ptr + places, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-        out_rows = places
-    out_places = out_ptr + out_rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(out_places, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+        acc *= tl.load(factors_ptr + assignments, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        out_rows = assignments
+    out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 @triton.jit(do_not_specialize=["num_experts"])
 def combine_kernel(
-    parts_ptr, expert_ids_ptr, out_ptr, num_experts, width, stride_out, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+    expert_out_ptr, expert_ids_ptr, out_ptr, num_experts, width, stride_out, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[t] = Σ_j parts[t · chosen + j], in float32 and in the order of the choices; nobody has written what has no expert."""
+    """out[t] = Σ_j expert_out[t · chosen + j], in float32 and in the order of the choices; rows without an expert, which no
+    program has written, count as zero."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
-    total = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(NUM_CHOSEN):
-        place = token * NUM_CHOSEN + choice
-        part = tl.load(parts_ptr + place * width + columns, mask=mask, other=0.0).to(tl.float32)
-        total += tl.where(tl.load(expert_ids_ptr + place) < num_experts, part, 0.0)
-    tl.store(out_ptr + token * stride_out + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+        assignment = token * NUM_CHOSEN + choice
+        value = tl.load(expert_out_ptr + assignment * width + columns, mask=mask, other=0.0).to(tl.float32)
+        acc += tl.where(tl.load(expert_ids_ptr + assignment) < num_experts, value, 0.0)
+    tl.store(out_ptr + token * stride_out + columns, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def grouped_linear(
@@ -120,42 +123,42 @@ def grouped_linear(
     *,
     activation: str = "",
     factors: torch.Tensor | None = None,
-    rows_each: float | None = None,
+    tokens_per_expert: float | None = None,
 ) -> torch.Tensor:
-    """Each expert's product over its own tokens, for all experts in one launch. Weights are plain or of 8 or 4 bits.
+    """Each expert's product over its own tokens, for all experts in one launch. Weights are unquantised or of 8 or 4 bits.
 
     With `activation` ("silu", "gelu_tanh"): x: [T, K], weights: E times [2·N, K], gate over up → act(x Gᵀ) · (x Uᵀ):
     [T · chosen, N] in the order of the experts. Without: x: [T · chosen, K] in that order, weights: E times [N, K],
     factors: [T, chosen] → factor · x Wᵀ: [T · chosen, N], row t · chosen + j for the j-th choice of token t.
 
-    Source: grouped products by sorted tokens (arXiv 2211.15841), with as many programs as T tokens may need; those without a
-    tile end at once. Reads each chosen expert's weights once per tile of its tokens, 2 · 2·N·K or 2·N·K bytes, and its rows; 2
-    · rows · N · K operations per matrix. Rows of other experts, columns beyond N and K are masked. Codes of 8 and 4 bits are
-    decoded to x's type in registers, which holds them exactly, and read half and a quarter of the bytes; x is never rounded to
-    8 bits. Accumulates in float32; activation and factor in float32 before one rounding. A tile sums all columns in order: with
-    a fixed `rows_each` (tokens per expert for which tiles are chosen), a row has the same bits in any batch.
+    Source: grouped GEMM over sorted tokens (arXiv 2211.15841), with as many programs as T tokens may need; those without a tile
+    exit at once. Reads each chosen expert's weights once per tile of its tokens, 2 · 2·N·K or 2·N·K bytes, and its rows; 2 ·
+    rows · N · K operations per matrix. Rows of other experts, columns beyond N and K are masked. Codes of 8 and 4 bits are half
+    and a quarter of these bytes, and are dequantised in registers to x's type, which holds them exactly; x is never rounded to
+    8 bits. Accumulates in float32; activation and factor are applied in float32 before one rounding. A tile sums all columns in
+    order: with a fixed `tokens_per_expert`, by which tiles are chosen, a row has the same bits in any batch.
     """
     num_experts = weights.num_experts
     num_outputs, num_columns = weights.shape
     if (activation != "") != (factors is None) or activation not in ("", *ACTIVATIONS):
-        given = "without" if factors is None else "with"
-        raise ValueError(f"either an activation ({', '.join(ACTIVATIONS)}) or factors: not {activation!r} {given} factors")
+        phrase = "without" if factors is None else "with"
+        raise ValueError(f"either an activation ({', '.join(ACTIVATIONS)}) or factors: not {activation!r} {phrase} factors")
     num_outputs = num_outputs // 2 if activation else num_outputs
-    num_places = tokens.order.numel()
-    out = x.new_empty(num_places, num_outputs)
-    if not num_places:
+    num_assignments = tokens.order.numel()
+    out = x.new_empty(num_assignments, num_outputs)
+    if not num_assignments:
         return out
     factors = None if factors is None else factors.contiguous()
-    rows_each = num_places / num_experts if rows_each is None else rows_each
+    tokens_per_expert = num_assignments / num_experts if tokens_per_expert is None else tokens_per_expert
     if isinstance(weights.first, Int4Weight):
-        experts_int4.launch(x, weights, weights.first, tokens, activation, factors, out, rows_each)
+        experts_int4.launch(x, weights, weights.first, tokens, activation, factors, out, tokens_per_expert)
         return out
-    tiles = group_tiles(rows_each, capability(x.device), gated=activation != "")
-    row_tiles = num_places // tiles.block_m + min(num_experts, num_places)
+    tiles = group_tiles(tokens_per_expert, capability(x.device), gated=activation != "")
+    row_tiles = num_assignments // tiles.block_m + min(num_experts, num_assignments)
     grouped_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
-        x, weights.table, weights.scales, tokens.order, tokens.offsets, factors, out,
+        x, weights.addresses, weights.scale_addresses, tokens.order, tokens.offsets, factors, out,
         num_outputs, num_columns, x.stride(0), weights.row_stride, out.stride(0), row_tiles,
-        NUM_CHOSEN=tokens.num_chosen, ACTIVATION=activation, CODES=weights.codes, EXPERTS=num_experts,
+        NUM_CHOSEN=tokens.num_chosen, ACTIVATION=activation, CODE_DTYPE=weights.code_dtype, EXPERTS=num_experts,
         EXPERTS_BLOCK=power_of_two(num_experts), EVEN_K=num_columns % tiles.block_k == 0,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         STAGES=tiles.num_stages, num_warps=tiles.num_warps,
@@ -172,14 +175,14 @@ def mix_gated_experts(
     *,
     activation: str = "silu",
     out: torch.Tensor | None = None,
-    rows_each: float | None = None,
+    tokens_per_expert: float | None = None,
 ) -> torch.Tensor:
     """out[t] = Σ_j weights[t, j] · down_e(act(gate_e(x[t])) · up_e(x[t])), e = expert_ids[t, j] (arXiv 2401.04088)
 
     x: [T, hidden], weights: [T, chosen], expert_ids: [T, chosen], gate_up: E times [2·inner, hidden], down: E times
     [hidden, inner] → [T, hidden]. Four launches: sort, gate and up with the activation, down with the weight, sum over a
     token's choices in order and in float32, so that a row does not depend on the rest of the batch. Bytes and operations are
-    those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum. Expert E does not exist.
+    those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum. Id E stands for no expert.
     """
     out = torch.empty_like(x) if out is None else out
     num_tokens, hidden = x.shape
@@ -187,26 +190,35 @@ def mix_gated_experts(
         return out
     expert_ids = expert_ids.contiguous()
     tokens = sort_by_expert(expert_ids, gate_up.num_experts)
-    inner = grouped_linear(x, gate_up, tokens, activation=activation, rows_each=rows_each)
-    parts = grouped_linear(inner, down, tokens, factors=weights, rows_each=rows_each)
+    inner = grouped_linear(x, gate_up, tokens, activation=activation, tokens_per_expert=tokens_per_expert)
+    expert_out = grouped_linear(inner, down, tokens, factors=weights, tokens_per_expert=tokens_per_expert)
     combine_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
-        parts, expert_ids, out, gate_up.num_experts, hidden, out.stride(0), NUM_CHOSEN=expert_ids.shape[1], BLOCK=COMBINE_BLOCK
+        expert_out,
+        expert_ids,
+        out,
+        gate_up.num_experts,
+        hidden,
+        out.stride(0),
+        NUM_CHOSEN=expert_ids.shape[1],
+        BLOCK=COMBINE_BLOCK,
     )
     return out
 
 
 def bind_experts(
-    gate_ups: Sequence[Weight], downs: Sequence[Weight], activation: str, *, rows_each: float | None = None
+    gate_ups: Sequence[Weight], downs: Sequence[Weight], activation: str, *, tokens_per_expert: float | None = None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """The experts' matrices, not copied → a function (x, weights, expert ids) → mixture, which a graph may capture.
+    """Binds the experts' matrices without copying them: a function (x, weights, expert ids) → mixture that graphs may capture.
 
-    None if experts differ in format, or have columns in an order of their own. `rows_each`: see `grouped_linear`.
+    None if experts differ in format, or have permuted columns. `tokens_per_expert`: see `grouped_linear`.
     """
-    if not are_alike(gate_ups) or not are_alike(downs):
+    if not have_same_format(gate_ups) or not have_same_format(downs):
         return None
     gate_up, down = bind_weights(gate_ups), bind_weights(downs)
 
     def mix(x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        return mix_gated_experts(x, weights, expert_ids, gate_up, down, activation=activation, rows_each=rows_each)
+        return mix_gated_experts(
+            x, weights, expert_ids, gate_up, down, activation=activation, tokens_per_expert=tokens_per_expert
+        )
 
     return mix

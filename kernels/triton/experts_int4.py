@@ -1,6 +1,7 @@
 """Products of all experts with 4-bit weights in one launch: the loop of linear_int4.py over the tiles of experts.py.
 
-A gated program puts as many outputs of either half side by side, so that it is one loop, and separates its sums at the end.
+A gated program multiplies equal numbers of outputs of both halves in one loop, side by side, and separates their sums at the
+end.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.activation import activated
-from kernels.triton.expert_tiles import SortedTokens, own_tile
+from kernels.triton.activation import gated_activation
+from kernels.triton.card_properties import capability, card, power_of_two
+from kernels.triton.expert_tiles import SortedTokens, locate_tile
 from kernels.triton.expert_weights import ExpertWeights
-from kernels.triton.int4_codes import int4_sums
+from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
-from kernels.triton.tuning import capability, card, power_of_two
 
-OUTPUTS = 128  # per program; in a gated one, both halves together
+OUTPUTS = 128  # per program; in a gated one, of both halves together
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
@@ -32,69 +33,69 @@ def grouped_int4_kernel(
     HALVES: tl.constexpr = 1 if ACTIVATION == "" else 2
     tile = tl.program_id(0) % row_tiles
     first_column = (tl.program_id(0) // row_tiles) * BLOCK_N
-    expert, first, last = own_tile(offsets_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    expert, first, last = locate_tile(offsets_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
-    sorted_places = first + tl.arange(0, BLOCK_M)
-    row_mask = sorted_places < last
-    places = tl.load(order_ptr + sorted_places, mask=row_mask, other=0)
-    x_rows = sorted_places if ACTIVATION == "" else places // NUM_CHOSEN
+    sorted_rows = first + tl.arange(0, BLOCK_M)
+    row_mask = sorted_rows < last
+    assignments = tl.load(order_ptr + sorted_rows, mask=row_mask, other=0)
+    x_rows = sorted_rows if ACTIVATION == "" else assignments // NUM_CHOSEN
     lanes = tl.arange(0, HALVES * BLOCK_N)
-    within = first_column + lanes % BLOCK_N
+    lane_columns = first_column + lanes % BLOCK_N
     words = tl.multiple_of(tl.load(words_ptr + expert).to(tl.pointer_type(tl.int16)), 16)
     scales_zeros = tl.load(scales_zeros_ptr + expert).to(tl.pointer_type(tl.int32))
-    acc = int4_sums(
-        x_ptr, x_rows, row_mask, stride_x, words, scales_zeros, within + (lanes // BLOCK_N) * N, within < N, HALVES * N, K,
-        0, num_chunks, GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
+    acc = accumulate_int4(
+        x_ptr, x_rows, row_mask, stride_x, words, scales_zeros, lane_columns + (lanes // BLOCK_N) * N, lane_columns < N,
+        HALVES * N, K, 0, num_chunks, GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
     )  # fmt: skip
     if ACTIVATION == "":
-        acc *= tl.load(factors_ptr + places, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-        out_rows = places
+        acc *= tl.load(factors_ptr + assignments, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        out_rows = assignments
     else:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-        acc = activated(gate, up, ACTIVATION == "gelu_tanh")
-        out_rows = sorted_places
+        acc = gated_activation(gate, up, ACTIVATION == "gelu_tanh")
+        out_rows = sorted_rows
     columns = first_column + tl.arange(0, BLOCK_N)
-    out_places = out_ptr + out_rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(out_places, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < N)[None, :])
+    out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < N)[None, :])
 
 
 def launch(
     x: torch.Tensor,
     weights: ExpertWeights,
-    kind: Int4Weight,
+    example: Int4Weight,
     tokens: SortedTokens,
     activation: str,
     factors: torch.Tensor | None,
     out: torch.Tensor,
-    rows_each: float,
+    tokens_per_expert: float,
 ) -> None:
-    """As `grouped_linear` of experts.py, with its formula and source. x: 16 bits, else ValueError. `kind` is one of the
-    weights, all of which are of one kind. Reads N·K / 2 + 4·N·K / group bytes of each chosen expert per tile of its tokens; 2 ·
-    N · K operations per place. Places beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group are
-    scaled and added in float32.
+    """As `grouped_linear` of experts.py, with its formula and source. x: 16 bits, else ValueError. `example`: one of the
+    weights, which all have its format. Reads N·K / 2 + 4·N·K / group bytes of each chosen expert per tile of its tokens; 2 · N
+    · K operations per assignment. Rows beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group
+    are scaled and added in float32.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
-    num_places, num_outputs = out.shape
-    num_experts, num_columns = weights.num_experts, kind.num_columns
-    tiles = group_int4_tiles(rows_each, capability(x.device), gated=activation != "")
-    row_tiles = num_places // tiles.block_m + min(num_experts, num_places)
+    num_assignments, num_outputs = out.shape
+    num_experts, num_columns = weights.num_experts, example.num_columns
+    tiles = group_int4_tiles(tokens_per_expert, capability(x.device), gated=activation != "")
+    row_tiles = num_assignments // tiles.block_m + min(num_experts, num_assignments)
     grouped_int4_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
-        x, weights.table, weights.scales, tokens.order, tokens.offsets, factors, out,
-        num_outputs, num_columns, x.stride(0), out.stride(0), kind.words.shape[0], row_tiles,
+        x, weights.addresses, weights.scale_addresses, tokens.order, tokens.offsets, factors, out,
+        num_outputs, num_columns, x.stride(0), out.stride(0), example.words.shape[0], row_tiles,
         NUM_CHOSEN=tokens.num_chosen, ACTIVATION=activation, EXPERTS=num_experts, EXPERTS_BLOCK=power_of_two(num_experts),
-        GROUP=kind.group_size, BFLOAT_SCALES=kind.scale_dtype is torch.bfloat16, EVEN_K=num_columns % CHUNK_COLUMNS == 0,
+        GROUP=example.group_size, BFLOAT_SCALES=example.scale_dtype is torch.bfloat16, EVEN_K=num_columns % CHUNK_COLUMNS == 0,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
     )  # fmt: skip
 
 
 def group_int4_tiles(rows: float, capability: int, *, gated: bool) -> Int4Tiles:
-    """rows: tokens per expert, if they are spread evenly; sizes as in `int4_tiles`."""
-    small = card(capability).is_small
+    """rows: tokens per expert if they were spread evenly; sizes as in `int4_tiles`."""
+    is_small = card(capability).is_small
     block_n = OUTPUTS // 2 if gated else OUTPUTS
     if rows <= 32:
-        return Int4Tiles(16 if rows <= 16 else 32, block_n, num_warps=4, num_stages=4 if small else 6)
+        return Int4Tiles(16 if rows <= 16 else 32, block_n, num_warps=4, num_stages=4 if is_small else 6)
     if rows <= 96 or capability != 90:
         return Int4Tiles(64, block_n, num_warps=4 if rows <= 96 else 8, num_stages=3)
     return Int4Tiles(128, block_n, num_warps=8, num_stages=3)

@@ -1,7 +1,7 @@
-"""Fused products of a decode step with 4-bit weights: those of fused_linear.py, with codes decoded in registers.
+"""Fused products of a decode step with 4-bit weights: those of fused_linear.py, with codes dequantised in registers.
 
-The loop over the columns is that of linear_int4.py. A gated program puts equal numbers of outputs of both halves side by side,
-so that it is the same loop, and separates its sums at the end. Reads N·K / 2 + 4·N·K / group bytes of weights once.
+The loop over the columns is that of linear_int4.py. A gated program multiplies equal numbers of outputs of both halves in the
+same loop, side by side, and separates their sums at the end. Reads N·K / 2 + 4·N·K / group bytes of weights once.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.card_properties import has_gluon, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fused_sums import Around, asked_squares, finish
-from kernels.triton.hopper_rows import HopperRowTiles, hopper_row_tiles
-from kernels.triton.int4_codes import int4_sums
+from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
+from kernels.triton.hopper_gemv import HopperGemvTiles, hopper_gemv_tiles
+from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
-from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
-from kernels.triton.tuning import has_gluon, multiprocessors, power_of_two
+from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, choose_splits
 
 ROWS = 16
-OUTPUTS = 128  # per program; in a gated one, both halves together
-STAGES = 4  # more loads in flight leave room for fewer programs: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
+OUTPUTS = 128  # per program; in a gated one, of both halves together
+STAGES = 4  # with more loads in flight fewer programs fit: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -31,27 +31,27 @@ def fused_int4_kernel(
     GATE: tl.constexpr, GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, split): BLOCK_N columns of out, the chunks of its split. N counts the columns of out."""
+    """Program (tile, split): BLOCK_N columns of out, summed over the chunks of its split. N: columns of out"""
     HALVES: tl.constexpr = 1 if GATE is None else 2
     tile, split = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     lanes = tl.arange(0, HALVES * BLOCK_N)
-    within = tile * BLOCK_N + lanes % BLOCK_N
-    outputs = within + (lanes // BLOCK_N) * N
+    lane_columns = tile * BLOCK_N + lanes % BLOCK_N
+    outputs = lane_columns + (lanes // BLOCK_N) * N
     first, last = 0, num_chunks
     if SPLITS > 1:
         first = split * split_chunks
         last = min(first + split_chunks, num_chunks)
     wait_for_previous(EARLY)
-    row_squares = asked_squares(squares, rows, M, num_squares, SQUARES_BLOCK)
-    product = int4_sums(
-        x, rows, rows < M, x_stride, words, scales_zeros, outputs, within < N, HALVES * N, K, first, last,
+    row_squares = load_squares(squares, rows, M, num_squares, SQUARES_BLOCK)
+    product = accumulate_int4(
+        x, rows, rows < M, x_stride, words, scales_zeros, outputs, lane_columns < N, HALVES * N, K, first, last,
         GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
     )  # fmt: skip
     up = product
     if GATE is not None:
         product, up = tl.split(tl.permute(tl.reshape(product, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-    finish(
+    apply_epilogue(
         product, up, None, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
         partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, False, SPLITS, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -60,41 +60,41 @@ def fused_int4_kernel(
 def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *, gated: bool) -> Int4Tiles:
     """The tile of `int4_tiles` for few rows; the same for any number of rows."""
     block_n, chunks = OUTPUTS // 2 if gated else OUTPUTS, -(-num_columns // CHUNK_COLUMNS)
-    splits = split_count(-(-num_outputs // block_n), chunks, multiprocessors, OUTPUTS * CHUNK_COLUMNS // 2, pace=UNPACK)
+    splits = choose_splits(-(-num_outputs // block_n), chunks, multiprocessors, OUTPUTS * CHUNK_COLUMNS // 2, occupancy=UNPACK)
     return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=STAGES, splits=splits)
 
 
-def tiles_on(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperRowTiles:
-    """On Hopper one row has tiles of its own, for groups of whole chunks."""
+def choose_tiles(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperGemvTiles:
+    """The GEMV tiles for a single row on Hopper, if groups are whole chunks; otherwise `fused_int4_tiles`."""
     if x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0:
-        return hopper_row_tiles(gated=gated)
+        return hopper_gemv_tiles(gated=gated)
     return fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
 
 
-def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles | HopperRowTiles) -> None:
+def launch(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: Int4Tiles | HopperGemvTiles) -> None:
     """As fused_linear.py, with its formula and source. x: [M, K] of 16 bits, columns in the checkpoint's order.
 
     2 · M · N · K operations on tensor cores. Rows beyond M, outputs beyond N and columns beyond K are masked. Sums of a group
-    are scaled and added in float32, parts in their order.
+    are scaled and added in float32, splits in their order.
     """
     assert x.dtype in DTYPES, f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}"
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
-    if isinstance(tiles, HopperRowTiles):
+    if isinstance(tiles, HopperGemvTiles):
         from kernels.triton.fused_int4_row import launch_row
 
-        launch_row(x, weight, around, tiles)
+        launch_row(x, weight, epilogue, tiles)
         return
-    (num_rows, num_columns), outputs = x.shape, around.out.shape[1]
+    (num_rows, num_columns), outputs = x.shape, epilogue.out.shape[1]
     num_tiles, num_chunks = triton.cdiv(outputs, tiles.block_n), weight.words.shape[0]
-    size = tiles.block_m * tiles.block_n * (1 if around.gate is None else 2)
+    size = tiles.block_m * tiles.block_n * (1 if epilogue.gate is None else 2)
     fused_int4_kernel[(num_tiles, tiles.splits)](
-        x, weight.words, weight.scales_zeros, *around.tensors,
-        partial_sums(num_tiles, tiles.splits, size, x.device), counters(x.device) if tiles.splits > 1 else None,
-        num_rows, outputs, num_columns, x.stride(0), num_chunks, triton.cdiv(num_chunks, tiles.splits), around.num_squares,
-        around.eps, around.alpha,
-        GATE=around.gate, GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
-        EVEN_K=num_columns % CHUNK_COLUMNS == 0, SQUARES_BLOCK=power_of_two(around.num_squares), SPLITS=tiles.splits,
+        x, weight.words, weight.scales_zeros, *epilogue.tensors,
+        allocate_partials(num_tiles, tiles.splits, size, x.device), arrival_counters(x.device) if tiles.splits > 1 else None,
+        num_rows, outputs, num_columns, x.stride(0), num_chunks, triton.cdiv(num_chunks, tiles.splits), epilogue.num_squares,
+        epilogue.eps, epilogue.alpha,
+        GATE=epilogue.gate, GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
+        EVEN_K=num_columns % CHUNK_COLUMNS == 0, SQUARES_BLOCK=power_of_two(epilogue.num_squares), SPLITS=tiles.splits,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
         **early_launch(x.device, num_rows),
     )  # fmt: skip

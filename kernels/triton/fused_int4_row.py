@@ -1,18 +1,19 @@
-"""Products of one row with 4-bit weights and the operations around them, on Hopper: those of fused_int4.py for one request.
+"""Fused GEMV with 4-bit weights on Hopper: the products of fused_int4.py for one request, with their prologue and epilogue.
 
-`fused_int4` brings words through shared memory, divides columns among programs, adds up their sums, and loads nothing before
-its wait: 5 to 6 µs of each product on an H200 are not spent on its bytes. Here a thread loads 16 bytes that are its own part of
-an operand of matrix instructions: eight words of one output, codes of the columns 8 t … 8 t + 7 of four runs. A product may
-take its columns in any order if x is taken in the same order; here it is the order in which threads hold what they loaded, so
-nothing moves between them. Warps take chunks in turn; the first two of each are loaded before the wait. Programs share no
-output.
+`fused_int4` stages words in shared memory, splits the columns among programs, reduces the splits' sums, and loads nothing
+before its wait: 5 to 6 µs of each product on an H200 are not spent on its bytes. Here a thread loads 16 bytes that are its own
+fragment of a matrix operand: eight words of one output, the codes of columns 8 t … 8 t + 7 of four runs. A dot product may sum
+its columns in any order if x has the same order; here it is the order in which threads hold what they loaded, so no data moves
+between threads. Warps take chunks in turn; the first two chunks of each warp are loaded before the wait. Each output belongs to
+one program.
 
-Codes stay under an exponent, as 128 + code (bfloat16) or 16 + code (float16). What that adds to the sum of a group is the same
-multiple of the sum of x, a product with ones. All products are exact, and summed in float32: cancellation costs at most 6e-5 of
-a result where all of x has one sign (docs/log/gpu-kernels.md), a twentieth of its rounding to bfloat16.
+Codes stay biased by their exponent, as 128 + code (bfloat16) or 16 + code (float16). The bias adds the same multiple of the sum
+of x to the sum of a group; the sum of x is a product with ones. All products are exact, and summed in float32: cancellation
+costs at most 6e-5 of a result where all of x has one sign (docs/log/gpu-kernels.md), a twentieth of its rounding to bfloat16.
 
-Triton's language cannot say what each thread holds. This is in Gluon, its lower level (`triton.experimental`); no interpreter
-runs it, so its PTX is executed in tests (`tests/ptx`). `fused_int4` serves everything else: smaller groups, other cards.
+Triton's language does not control which elements each thread holds, so this is written in Gluon, its lower level
+(`triton.experimental`). The interpreter cannot run that, so tests execute its PTX (`tests/ptx`). `fused_int4` serves everything
+else: smaller groups, other cards.
 """
 
 from __future__ import annotations
@@ -24,54 +25,56 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS, Int4Weight
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch
-from kernels.triton.fused_sums import Around
-from kernels.triton.hopper_rows import HopperRowTiles
-from kernels.triton.int4_codes import unpacking
-from kernels.triton.row_ends import COPIES, OUTPUTS, asked, asked_squares, finish, outputs_of, wait_for_previous
-from kernels.triton.tuning import power_of_two
+from kernels.triton.epilogue import Epilogue
+from kernels.triton.gluon_epilogue import COPIES, OUTPUTS, apply_epilogue, load_or, load_squares, output_rows, wait_for_previous
+from kernels.triton.hopper_gemv import HopperGemvTiles
+from kernels.triton.int4_codes import unpack_instructions
 
 COLUMNS, RUN, RUNS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(RUN_COLUMNS), gl.constexpr(CHUNK_RUNS)
 PAIRS = gl.constexpr(RUN_COLUMNS // 2)
-"""Pairs of words of one output and chunk: a register each."""
+"""Pairs of words of one output and chunk, one per register."""
 
 
 @gluon.jit
-def _operand(values, LAYOUT: gl.constexpr):
-    """[WARPS, outputs or COPIES, RUN] as loaded → the left or the right operand of two matrix instructions. A run is taken
-    apart by thread of four, instruction, half of its columns, and pair."""
+def _mma_operand(values, LAYOUT: gl.constexpr):
+    """Turns values: [WARPS, outputs or COPIES, RUN] as loaded into the left or the right operand of two matrix instructions.
+
+    The columns of a run are split by thread of four, instruction, half of the instruction's columns, and pair."""
     WARPS: gl.constexpr = values.shape[0]
     COUNT: gl.constexpr = values.shape[1]
-    parts = values.reshape([WARPS, COUNT, 4, 2, 2, 2])
+    reshaped = values.reshape([WARPS, COUNT, 4, 2, 2, 2])
     if LAYOUT.operand_index == 0:
-        ordered = parts.permute([0, 1, 3, 4, 2, 5]).reshape([WARPS, COUNT, RUN])
+        ordered = reshaped.permute([0, 1, 3, 4, 2, 5]).reshape([WARPS, COUNT, RUN])
     else:
-        ordered = parts.permute([0, 3, 4, 2, 5, 1]).reshape([WARPS, RUN, COUNT])
+        ordered = reshaped.permute([0, 3, 4, 2, 5, 1]).reshape([WARPS, RUN, COUNT])
     return gl.convert_layout(ordered, LAYOUT, assert_trivial=True)
 
 
 @triton.constexpr_function
-def _unpacking(run: int, is_bfloat: bool) -> str:
-    """Of two words the codes of a run. Float16 has room for them at the upper end of its mantissa, below a smaller exponent."""
+def _run_instructions(run: int, is_bfloat: bool) -> str:
+    """PTX that unpacks a run's codes of two words. In float16 they go to the upper end of the mantissa, under a smaller
+    exponent."""
     if is_bfloat:
-        instructions: str = unpacking(run, 0x4300)
+        instructions: str = unpack_instructions(run, 0x4300)
         return instructions
     shift = f"shl.b32 shifted, $1, {6 - 4 * run}" if run < 2 else f"shr.u32 shifted, $1, {4 * run - 6}"
     return f"{{ .reg .b32 shifted; {shift}; lop3.b32 $0, shifted, 0x03C003C0, 0x4C004C00, 0xEA; }}"
 
 
 @gluon.jit
-def _codes(pairs, RUN_INDEX: gl.constexpr, DTYPE: gl.constexpr):
-    """The codes of one run, each under its exponent. pairs: [WARPS, outputs, PAIRS] int32 → [WARPS, outputs, RUN]"""
+def _unpack_run(pairs, RUN_INDEX: gl.constexpr, DTYPE: gl.constexpr):
+    """Unpacks the biased codes of one run. pairs: [WARPS, outputs, PAIRS] int32 → [WARPS, outputs, RUN]"""
     words = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([pairs.shape[0], pairs.shape[1], RUN])
-    INSTRUCTIONS: gl.constexpr = _unpacking(RUN_INDEX, gl.bfloat16 == DTYPE)
-    raised = gl.inline_asm_elementwise(INSTRUCTIONS, "=r,r", [words], dtype=gl.int16, is_pure=True, pack=2)
-    return raised.to(DTYPE, bitcast=True)
+    INSTRUCTIONS: gl.constexpr = _run_instructions(RUN_INDEX, gl.bfloat16 == DTYPE)
+    biased = gl.inline_asm_elementwise(INSTRUCTIONS, "=r,r", [words], dtype=gl.int16, is_pure=True, pack=2)
+    return biased.to(DTYPE, bitcast=True)
 
 
 @gluon.jit
-def _added(total, part, row_sum, scale_zero, BFLOAT_SCALES: gl.constexpr, DTYPE: gl.constexpr):
-    """total + scale · Σ (code - zero) · x. part: of codes under their exponent; row_sum: of x alone."""
+def _add_scaled(acc, chunk_sum, x_sum, scale_zero, BFLOAT_SCALES: gl.constexpr, DTYPE: gl.constexpr):
+    """acc + scale · Σ (code - zero) · x. chunk_sum: Σ biased code · x; x_sum: Σ x"""
     if gl.bfloat16 == DTYPE:
         zero = (scale_zero & -65536 | 0x43000000).to(gl.float32, bitcast=True)  # 128 + zero
     else:
@@ -80,110 +83,110 @@ def _added(total, part, row_sum, scale_zero, BFLOAT_SCALES: gl.constexpr, DTYPE:
         scale = (scale_zero << 16).to(gl.float32, bitcast=True)
     else:
         scale = (scale_zero & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    return total + (part - zero[:, :, None] * row_sum) * scale[:, :, None]
+    return acc + (chunk_sum - zero[:, :, None] * x_sum) * scale[:, :, None]
 
 
 @gluon.jit
-def _multiplied(total, pairs, scale_zero, x, first, column, K, BFLOAT_SCALES: gl.constexpr):
-    """total and the products of the chunk of each warp, whose columns begin at `first`. column: [WARPS, RUN]"""
-    WARPS: gl.constexpr = total.shape[0]
-    ROW: gl.constexpr = column.type.layout.parent
-    SUMS: gl.constexpr = total.type.layout
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+def _accumulate_chunk(acc, pairs, scale_zero, x, first_column, column, K, BFLOAT_SCALES: gl.constexpr):
+    """Adds the products of each warp's chunk to acc; its columns are first_column + column. column: [WARPS, RUN]"""
+    WARPS: gl.constexpr = acc.shape[0]
+    X_LAYOUT: gl.constexpr = column.type.layout.parent
+    ACC_LAYOUT: gl.constexpr = acc.type.layout
+    WEIGHT_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    X_OPERAND_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, ACC_LAYOUT, 2)
     DTYPE: gl.constexpr = x.dtype.element_ty
-    part = gl.zeros_like(total)
-    row_sum = gl.zeros([WARPS, OUTPUTS, COPIES], gl.float32, layout=SUMS)
-    one = gl.full([WARPS, OUTPUTS, RUN], 1.0, DTYPE, layout=LEFT)
+    chunk_sum = gl.zeros_like(acc)
+    x_sum = gl.zeros([WARPS, OUTPUTS, COPIES], gl.float32, layout=ACC_LAYOUT)
+    ones = gl.full([WARPS, OUTPUTS, RUN], 1.0, DTYPE, layout=WEIGHT_LAYOUT)
     for run in gl.static_range(RUNS):
-        k = first + RUN * run + column
-        row = gl.load(x + k, mask=k < K, other=0.0)
-        row, _ = gl.broadcast(row[:, None, :], gl.full([WARPS, COPIES, RUN], 0.0, DTYPE, layout=ROW))
-        right = _operand(row, RIGHT)
-        part = mma_v2(_operand(_codes(pairs, run, DTYPE), LEFT), right, part)
-        row_sum = mma_v2(one, right, row_sum)
-    if total.shape[1] > OUTPUTS:  # the same for the other half
-        both = gl.join(row_sum, row_sum).permute([0, 3, 1, 2]).reshape([WARPS, 2 * OUTPUTS, COPIES])
-        row_sum = gl.convert_layout(both, SUMS, assert_trivial=True)
-    return _added(total, part, row_sum, scale_zero, BFLOAT_SCALES, DTYPE)
+        k = first_column + RUN * run + column
+        x_values = gl.load(x + k, mask=k < K, other=0.0)
+        x_values, _ = gl.broadcast(x_values[:, None, :], gl.full([WARPS, COPIES, RUN], 0.0, DTYPE, layout=X_LAYOUT))
+        x_operand = _mma_operand(x_values, X_OPERAND_LAYOUT)
+        chunk_sum = mma_v2(_mma_operand(_unpack_run(pairs, run, DTYPE), WEIGHT_LAYOUT), x_operand, chunk_sum)
+        x_sum = mma_v2(ones, x_operand, x_sum)
+    if acc.shape[1] > OUTPUTS:  # the other half has the same sum of x
+        both_halves = gl.join(x_sum, x_sum).permute([0, 3, 1, 2]).reshape([WARPS, 2 * OUTPUTS, COPIES])
+        x_sum = gl.convert_layout(both_halves, ACC_LAYOUT, assert_trivial=True)
+    return _add_scaled(acc, chunk_sum, x_sum, scale_zero, BFLOAT_SCALES, DTYPE)
 
 
 @gluon.jit
-def _words(places, held, chunk, num_chunks, stride, warp):
-    """→ the words of the chunks from `chunk` on, one for each warp, as far as there are, and zeros: [WARPS, outputs, PAIRS]"""
-    held = held & (chunk + warp < num_chunks)
-    return gl.load(places + chunk * stride, mask=held[:, :, None], other=0, eviction_policy="evict_first")
+def _load_words(ptrs, mask, chunk, num_chunks, stride, warp):
+    """Loads the words of one chunk per warp, from `chunk` on, zeros beyond the last: [WARPS, outputs, PAIRS]"""
+    mask = mask & (chunk + warp < num_chunks)
+    return gl.load(ptrs + chunk * stride, mask=mask[:, :, None], other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
-def _scales(places, held, chunk, num_chunks, num_outputs, warp, CHUNKS: gl.constexpr):
-    """→ scales with zero points of their groups: [WARPS, outputs]"""
-    held = held & (chunk + warp < num_chunks)
-    return gl.load(places + (chunk + warp) // CHUNKS * num_outputs, mask=held, other=0, eviction_policy="evict_first")
+def _load_scales(ptrs, mask, chunk, num_chunks, num_outputs, warp, GROUP_CHUNKS: gl.constexpr):
+    """Loads the scales and zero points of the groups of these chunks: [WARPS, outputs]"""
+    mask = mask & (chunk + warp < num_chunks)
+    return gl.load(ptrs + (chunk + warp) // GROUP_CHUNKS * num_outputs, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit(do_not_specialize=["num_squares"])
 def fused_int4_row_kernel(
     x, words, scales_zeros, bias, squares, residual, norm_weight, out, weighted, squares_out,
     N, K, num_chunks, num_squares, eps, alpha,
-    GATE: gl.constexpr, CHUNKS: gl.constexpr, BFLOAT_SCALES: gl.constexpr, SQUARES_BLOCK: gl.constexpr, WARPS: gl.constexpr,
-    EARLY: gl.constexpr,
+    GATE: gl.constexpr, GROUP_CHUNKS: gl.constexpr, BFLOAT_SCALES: gl.constexpr, SQUARES_BLOCK: gl.constexpr,
+    WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Program (tile): OUTPUTS columns of out, and of both halves of the weight where it is gated. CHUNKS: of a group."""
+    """Program (tile): OUTPUTS columns of out, from both halves of the weight if it is gated. GROUP_CHUNKS: chunks per group"""
     HALVES: gl.constexpr = 1 if GATE is None else 2
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    ROW: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    WORDS_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    X_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     tile = gl.program_id(0)
     num_outputs = N * HALVES
-    # Words of a chunk for each warp, and scales with zero points of its group as sums will want them.
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))[:, None]
-    row, held = outputs_of(tile, N, HALVES, gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
-    inner = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, None, :]
-    place = warp * (num_outputs * PAIRS) + row[None, :] * PAIRS
-    places = words.to(gl.pointer_type(gl.int32), bitcast=True) + place[:, :, None] + inner
-    held, stride = held[None, :], num_outputs.to(gl.int64) * PAIRS
-    scales_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
-    scales_row, scales_held = outputs_of(tile, N, HALVES, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))
-    scales_places, scales_held = scales_zeros + scales_row[None, :], scales_held[None, :]
-    even = _words(places, held, 0, num_chunks, stride, warp)
-    odd = _words(places, held, WARPS, num_chunks, stride, warp)
-    even_scales = _scales(scales_places, scales_held, 0, num_chunks, num_outputs, scales_warp, CHUNKS)
-    outputs, is_output = outputs_of(tile, N, HALVES, gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
-    own_bias, next_scale = asked(bias, outputs, is_output, 0.0), asked(norm_weight, outputs, is_output, 0.0)
+    # The words of a chunk for each warp, and the scales and zero points of its group in the layout of the sums.
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS_LAYOUT)))[:, None]
+    row, mask = output_rows(tile, N, HALVES, gl.SliceLayout(0, gl.SliceLayout(2, WORDS_LAYOUT)))
+    word = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS_LAYOUT)))[None, None, :]
+    offset = warp * (num_outputs * PAIRS) + row[None, :] * PAIRS
+    word_ptrs = words.to(gl.pointer_type(gl.int32), bitcast=True) + offset[:, :, None] + word
+    mask, stride = mask[None, :], num_outputs.to(gl.int64) * PAIRS
+    scale_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ACC_LAYOUT)))[:, None]
+    scale_row, scale_mask = output_rows(tile, N, HALVES, gl.SliceLayout(0, gl.SliceLayout(2, ACC_LAYOUT)))
+    scale_ptrs, scale_mask = scales_zeros + scale_row[None, :], scale_mask[None, :]
+    even_words = _load_words(word_ptrs, mask, 0, num_chunks, stride, warp)
+    odd_words = _load_words(word_ptrs, mask, WARPS, num_chunks, stride, warp)
+    even_scales = _load_scales(scale_ptrs, scale_mask, 0, num_chunks, num_outputs, scale_warp, GROUP_CHUNKS)
+    outputs, output_mask = output_rows(tile, N, HALVES, gl.SliceLayout(1, gl.SliceLayout(0, ACC_LAYOUT)))
+    bias_values, next_weights = (load_or(bias, outputs, output_mask, 0.0), load_or(norm_weight, outputs, output_mask, 0.0))
     wait_for_previous(EARLY)
-    row_squares = asked_squares(squares, num_squares, SQUARES_BLOCK, WARPS)
-    added_to = asked(residual, outputs, is_output, 0.0)
-    row_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, ROW)))[:, None]
-    column = row_warp * COLUMNS + gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROW)))[None, :]
-    total = gl.zeros([WARPS, HALVES * OUTPUTS, COPIES], gl.float32, layout=SUMS)
-    # Two turns in one, so that no register moves from one to the next.
+    row_squares = load_squares(squares, num_squares, SQUARES_BLOCK, WARPS)
+    residual_values = load_or(residual, outputs, output_mask, 0.0)
+    x_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, X_LAYOUT)))[:, None]
+    column = x_warp * COLUMNS + gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(1, X_LAYOUT)))[None, :]
+    acc = gl.zeros([WARPS, HALVES * OUTPUTS, COPIES], gl.float32, layout=ACC_LAYOUT)
+    # Unrolled by two, so that no registers are moved between iterations.
     for chunk in range(0, num_chunks, 2 * WARPS):
-        odd_scales = _scales(scales_places, scales_held, chunk + WARPS, num_chunks, num_outputs, scales_warp, CHUNKS)
-        total = _multiplied(total, even, even_scales, x, chunk * COLUMNS, column, K, BFLOAT_SCALES)
-        even = _words(places, held, chunk + 2 * WARPS, num_chunks, stride, warp)
-        even_scales = _scales(scales_places, scales_held, chunk + 2 * WARPS, num_chunks, num_outputs, scales_warp, CHUNKS)
-        total = _multiplied(total, odd, odd_scales, x, (chunk + WARPS) * COLUMNS, column, K, BFLOAT_SCALES)
-        odd = _words(places, held, chunk + 3 * WARPS, num_chunks, stride, warp)
-    product = gl.max(gl.sum(total, 0), 1)  # copies of x have one sum
-    finish(
-        product, outputs, is_output, own_bias, squares, row_squares, residual, added_to, norm_weight, next_scale, out, weighted,
-        squares_out, tile, N, K, eps, alpha, GATE,
+        odd_scales = _load_scales(scale_ptrs, scale_mask, chunk + WARPS, num_chunks, num_outputs, scale_warp, GROUP_CHUNKS)
+        acc = _accumulate_chunk(acc, even_words, even_scales, x, chunk * COLUMNS, column, K, BFLOAT_SCALES)
+        even_words = _load_words(word_ptrs, mask, chunk + 2 * WARPS, num_chunks, stride, warp)
+        even_scales = _load_scales(scale_ptrs, scale_mask, chunk + 2 * WARPS, num_chunks, num_outputs, scale_warp, GROUP_CHUNKS)
+        acc = _accumulate_chunk(acc, odd_words, odd_scales, x, (chunk + WARPS) * COLUMNS, column, K, BFLOAT_SCALES)
+        odd_words = _load_words(word_ptrs, mask, chunk + 3 * WARPS, num_chunks, stride, warp)
+    product = gl.max(gl.sum(acc, 0), 1)  # all copies of x have the same sum
+    apply_epilogue(
+        product, outputs, output_mask, bias_values, squares, row_squares, residual, residual_values, norm_weight, next_weights,
+        out, weighted, squares_out, tile, N, K, eps, alpha, GATE,
     )  # fmt: skip
 
 
-def launch_row(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: HopperRowTiles) -> None:
-    """As `fused_int4.launch`, for M = 1. x: [1, K] of 16 bits, columns as the weight has them, in groups of whole chunks.
+def launch_row(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: HopperGemvTiles) -> None:
+    """As `fused_int4.launch`, for M = 1. x: [1, K] of 16 bits, columns in the weight's order, in groups of whole chunks.
 
     2 · 8 · N · K operations on tensor cores, twice. Outputs beyond N and columns beyond K are masked. Reads N·K / 2 +
-    4·N·K / group bytes of weights once. Sums of a group are scaled and added in float32, in an order that follows from K alone.
+    4·N·K / group bytes of weights once. Sums of a group are scaled and added in float32, in an order that depends on K alone.
     """
-    assert tiles.block_n == OUTPUTS.value, "squares are added up for so many outputs"
-    outputs = around.out.shape[1]
+    assert tiles.block_n == OUTPUTS.value, "the kernel sums the squares of OUTPUTS outputs"
+    outputs = epilogue.out.shape[1]
     fused_int4_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
-        x, weight.words, weight.scales_zeros, *around.tensors,
-        outputs, x.shape[1], weight.words.shape[0], around.num_squares, around.eps, around.alpha,
-        GATE=around.gate, CHUNKS=weight.group_size // CHUNK_COLUMNS, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
-        SQUARES_BLOCK=power_of_two(around.num_squares), WARPS=tiles.num_warps, num_warps=tiles.num_warps,
+        x, weight.words, weight.scales_zeros, *epilogue.tensors,
+        outputs, x.shape[1], weight.words.shape[0], epilogue.num_squares, epilogue.eps, epilogue.alpha,
+        GATE=epilogue.gate, GROUP_CHUNKS=weight.group_size // CHUNK_COLUMNS, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
+        SQUARES_BLOCK=power_of_two(epilogue.num_squares), WARPS=tiles.num_warps, num_warps=tiles.num_warps,
         maxnreg=tiles.registers_max, **early_launch(x.device, 1),
     )  # fmt: skip

@@ -1,13 +1,13 @@
-"""Products of a decode step of few rows, fused with the operations around them: three launches fewer in every layer.
+"""Products of a decode step of few rows, fused with norms, activation and residual sums: three launches fewer per layer.
 
     unfused   norm ─ qkv ─ attention (2) ─ out ─ norm ─ gate_up ─ activation ─ down     9 launches
     here             qkv ─ attention (2) ─ out ────────── gate_up ───────────── down     6; with one request 5
 
-RMS normalisation divides a whole row by one number, and the product after it can do so at its end: rms_norm(x) Wᵀ is (x · w) Wᵀ
-/ rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and each of its
-tiles the sum of squares of its columns; the next product adds up these sums in the order of the tiles. Only the launch that
-needs a whole row waits for it. A row has the same bits whatever rows it is with; a single row is multiplied differently
-(`fused_row`, `fused_byte_row`, `fused_int4_row`), at the speed of the memory.
+RMS normalisation divides a whole row by one number, and the product after it can do so in its epilogue: rms_norm(x) Wᵀ is (x ·
+w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and each of
+its tiles the sum of squares of its columns; the next product adds up these partial sums in the order of the tiles. Only the
+launch that needs a whole row waits for it. A row has the same bits whatever rows it is batched with; a single row goes through
+the GEMV kernels (`fused_row`, `fused_byte_row`, `fused_int4_row`), which run at memory speed.
 """
 
 from __future__ import annotations
@@ -23,41 +23,34 @@ from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_row
+from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fused_row import RowTiles
-from kernels.triton.fused_sums import Around, asked_squares, finish
-from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
+from kernels.triton.fused_row import GemvTiles
+from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.linear_int4 import Int4Tiles
-from kernels.triton.linear_tiles import Tiles, decoded
-from kernels.triton.split_sum import (
-    CONVERT,
-    STREAM,
-    counters,
-    partial_sums,
-    split_cost,
-    split_count,
-)
-from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
+from kernels.triton.linear_tiles import Tiles, cast_weight
+from kernels.triton.split_k import CONVERT, STREAM, allocate_partials, arrival_counters, choose_splits, split_cost
 
 BLOCK_M = 16
-# Columns of out and of x per step, and loads in flight. A gated step reads two such tiles.
+# Columns of out and of x per step, and pipeline stages. A gated step reads two such tiles.
 CANDIDATES = ((64, 128, 6), (32, 256, 4))
 CANDIDATES_GATED = ((32, 256, 3), (16, 512, 3))
 CANDIDATES_BYTES = ((64, 128, 6),)
 CANDIDATES_BYTES_GATED = ((64, 128, 4),)
-BY_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDIDATES_GATED)}
-CANDIDATES_FLOAT32 = ((16, 64, 4),)  # no tensor core multiplies such rows: registers are the limit, whatever the weights are
+CANDIDATES_BY_WEIGHT_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDIDATES_GATED)}
+CANDIDATES_FLOAT32 = ((16, 64, 4),)  # tensor cores do not multiply such rows: registers are the limit, whatever the weights are
 
 
 @dataclass(frozen=True, slots=True)
 class FusedTiles(Tiles):
-    """`column_warps`: warps that share the columns of a step: all of the program's, or 1 if warps are side by side over the
-    outputs."""
+    """`column_warps`: warps among which the columns of a step are split: all of the program's, or 1 if warps are side by side
+    over the outputs."""
 
     column_warps: int = 1
 
 
-AnyTiles = FusedTiles | Int4Tiles | HopperRowTiles | RowTiles
+AnyTiles = FusedTiles | Int4Tiles | HopperGemvTiles | GemvTiles
 
 
 @triton.jit
@@ -65,17 +58,18 @@ def step_columns(BLOCK_K: tl.constexpr, WARPS: tl.constexpr):
     """Columns of x that one step multiplies: [BLOCK_K], or [WARPS, BLOCK_K / WARPS] where each warp multiplies its own.
 
     Warps side by side over few outputs would each read all of x, or even all of the weights, from shared memory, which is
-    then slower than the card's memory. With columns of its own each reads both once, and their sums are added at the end.
+    then slower than the card's memory. With columns of its own, each warp reads its part of both once, and the warps' sums are
+    added at the end.
     """
     if WARPS == 1:
         return tl.arange(0, BLOCK_K)
     else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
-        PART: tl.constexpr = BLOCK_K // WARPS
-        return tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
+        WARP_COLUMNS: tl.constexpr = BLOCK_K // WARPS
+        return tl.arange(0, WARPS)[:, None] * WARP_COLUMNS + tl.arange(0, WARP_COLUMNS)[None, :]
 
 
 @triton.jit
-def empty_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+def zero_accumulator(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
     if WARPS == 1:
         return tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     else:  # noqa: RET505
@@ -83,8 +77,8 @@ def empty_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr
 
 
 @triton.jit
-def summed(sums, WARPS: tl.constexpr):
-    """→ [BLOCK_M, BLOCK_N]"""
+def reduce_warps(sums, WARPS: tl.constexpr):
+    """Adds up the sums of the warps → [BLOCK_M, BLOCK_N]"""
     if WARPS == 1:
         return sums
     else:  # noqa: RET505
@@ -102,31 +96,31 @@ def fused_linear_kernel(
     tile, split = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < M, columns < N
-    inner = step_columns(BLOCK_K, WARPS)
-    x_inner, w_inner = tl.expand_dims(inner, -2), tl.expand_dims(inner, -1)
+    k_offsets = step_columns(BLOCK_K, WARPS)
+    x_offsets, w_offsets = tl.expand_dims(k_offsets, -2), tl.expand_dims(k_offsets, -1)
     start, end = 0, K
     if SPLITS > 1:
         start = split * split_columns
         end = min(start + split_columns, K)
     wait_for_previous(EARLY)
-    row_squares = asked_squares(squares, rows, M, num_squares, SQUARES_BLOCK)
-    x_places = x + rows[:, None] * x_stride + x_inner
-    w_places = weight + columns.to(tl.int64)[None, :] * K + w_inner
-    up_places = w_places + N.to(tl.int64) * K
-    product = empty_sums(BLOCK_M, BLOCK_N, WARPS)
-    up = empty_sums(BLOCK_M, BLOCK_N, WARPS)
+    row_squares = load_squares(squares, rows, M, num_squares, SQUARES_BLOCK)
+    x_ptrs = x + rows[:, None] * x_stride + x_offsets
+    w_ptrs = weight + columns.to(tl.int64)[None, :] * K + w_offsets
+    up_ptrs = w_ptrs + N.to(tl.int64) * K
+    product = zero_accumulator(BLOCK_M, BLOCK_N, WARPS)
+    up = zero_accumulator(BLOCK_M, BLOCK_N, WARPS)
     for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
         x_mask, w_mask = row_mask[:, None], column_mask[None, :]
         if not EVEN_K:
-            x_mask, w_mask = x_mask & (x_inner < K - k), w_mask & (w_inner < K - k)
-        x_tile = tl.load(x_places + k, mask=x_mask, other=0.0)
-        w_tile = tl.load(w_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-        product = tl.dot(x_tile, decoded(w_tile, x_tile.dtype), product, input_precision="ieee")
+            x_mask, w_mask = x_mask & (x_offsets < K - k), w_mask & (w_offsets < K - k)
+        x_tile = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+        w_tile = tl.load(w_ptrs + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        product = tl.dot(x_tile, cast_weight(w_tile, x_tile.dtype), product, input_precision="ieee")
         if GATE is not None:
-            up_tile = tl.load(up_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-            up = tl.dot(x_tile, decoded(up_tile, x_tile.dtype), up, input_precision="ieee")
-    product, up = summed(product, WARPS), summed(up, WARPS)
-    finish(
+            up_tile = tl.load(up_ptrs + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
+            up = tl.dot(x_tile, cast_weight(up_tile, x_tile.dtype), up, input_precision="ieee")
+    product, up = reduce_warps(product, WARPS), reduce_warps(up, WARPS)
+    apply_epilogue(
         product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
         partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, COLUMN_SCALES, SPLITS, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -141,22 +135,22 @@ def linear_add(
     alpha: float = 1.0,
     bias: torch.Tensor | None = None,
 ) -> Stream:
-    """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² of tile c's columns
+    """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² over tile c's columns
 
     x: [M, K], rows need not be contiguous, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16, except
     int8 or e4m3 weights, whose scales are applied after the sum; norm_weight: [d] of that type or float32; M ≤ 16. Source:
     arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the weight once, writes 4·M·d bytes; 2·M·d·K
     operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is rounded before it is squared,
-    weighted a second time.
+    weighted is rounded a second time.
     """
     num_rows, width = x.shape[0], residual.shape[1]
-    tiles = tiles_on(x, weight, width, gated=False, is_summed=True)
+    tiles = choose_tiles(x, weight, width, gated=False, has_squares_out=True)
     total, weighted = torch.empty_like(residual), torch.empty_like(residual)
     squares = torch.empty(triton.cdiv(width, tiles.block_n), num_rows, dtype=torch.float32, device=x.device)
-    around = Around(
+    epilogue = Epilogue(
         out=total, bias=bias, residual=residual, norm_weight=norm_weight, weighted=weighted, squares_out=squares, alpha=alpha
     )
-    _launch(x, weight, around, tiles)
+    _launch(x, weight, epilogue, tiles)
     return Stream(total, weighted, squares)
 
 
@@ -178,9 +172,9 @@ def normed_linear(
     """
     x, num_rows = stream.weighted, weight.num_rows if isinstance(weight, Int4Weight) else values_and_scales(weight)[0].shape[0]
     outputs = num_rows if gate is None else num_rows // 2
-    tiles = tiles_on(x, weight, outputs, gated=gate is not None, is_summed=False)
+    tiles = choose_tiles(x, weight, outputs, gated=gate is not None, has_squares_out=False)
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
-    _launch(x, weight, Around(out=out, bias=bias, squares=stream.squares, eps=eps, alpha=factor, gate=gate), tiles)
+    _launch(x, weight, Epilogue(out=out, bias=bias, squares=stream.squares, eps=eps, alpha=factor, gate=gate), tiles)
     return out
 
 
@@ -195,66 +189,66 @@ def fused_tiles(
     weight_bytes: int = 2,
     row_bytes: int = 2,
 ) -> FusedTiles:
-    """The candidate with which the card finishes first; the same for any number of rows. `row_bytes`: of an element of x"""
+    """The candidate with the lowest `split_cost`; the same for any number of rows. `row_bytes`: bytes of an element of x"""
     matrices = 2 if gated else 1
-    pace = CONVERT if weight_bytes == 1 else STREAM
-    candidates = CANDIDATES_FLOAT32 if row_bytes == 4 else BY_BYTES[weight_bytes][gated]
+    occupancy = CONVERT if weight_bytes == 1 else STREAM
+    candidates = CANDIDATES_FLOAT32 if row_bytes == 4 else CANDIDATES_BY_WEIGHT_BYTES[weight_bytes][gated]
 
-    def choice(block_n: int, block_k: int, stages: int) -> tuple[float, FusedTiles]:
+    def cost_and_tiles(block_n: int, block_k: int, stages: int) -> tuple[float, FusedTiles]:
         step_bytes = matrices * block_n * block_k * weight_bytes
         work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, step_bytes
-        splits = split_count(*work, pace=pace)
+        splits = choose_splits(*work, occupancy=occupancy)
         column_warps = 1 if row_bytes == 4 or block_n >= 64 else 4  # see `step_columns`
-        stages = _stages(stages, capability)
+        stages = _limit_stages(stages, capability)
         tiles = FusedTiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=column_warps)
-        return split_cost(*work, splits, pace=pace), tiles
+        return split_cost(*work, splits, occupancy=occupancy), tiles
 
-    return min((choice(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
+    return min((cost_and_tiles(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
 
 
-def tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, is_summed: bool) -> AnyTiles:
-    """`is_summed`: whether the squares of the outputs are stored."""
+def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, has_squares_out: bool) -> AnyTiles:
+    """`has_squares_out`: whether the outputs' sums of squares are stored."""
     if isinstance(weight, Int4Weight):
-        return fused_int4.tiles_on(x, weight, num_outputs, gated=gated)
+        return fused_int4.choose_tiles(x, weight, num_outputs, gated=gated)
     weight_bytes, row_bytes = values_and_scales(weight)[0].element_size(), x.element_size()
-    of_one = fused_row.tiles_on(x, num_outputs, gated=gated, is_summed=is_summed, weight_bytes=weight_bytes)
-    return of_one or fused_tiles(
+    gemv = fused_row.choose_tiles(x, num_outputs, gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes)
+    return gemv or fused_tiles(
         num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device),
         gated=gated, weight_bytes=weight_bytes, row_bytes=row_bytes,
     )  # fmt: skip
 
 
-def _stages(stages: int, capability: int) -> int:
+def _limit_stages(stages: int, capability: int) -> int:
     """Cards with 100 KiB of shared memory hold fewer loads in flight."""
     return min(stages, 3) if card(capability).is_small else stages
 
 
-def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: AnyTiles) -> None:
+def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles) -> None:
     num_rows, num_columns = x.shape
     assert num_rows <= FUSED_ROWS_MAX, f"{num_rows} rows are for other kernels"
-    assert x.stride(1) == 1, "a row of x is one piece of memory"
+    assert x.stride(1) == 1, "rows of x are contiguous"
     if not num_rows:
         return
     if isinstance(weight, Int4Weight):
-        assert isinstance(tiles, Int4Tiles | HopperRowTiles)
-        fused_int4.launch(x, weight, around, tiles)
+        assert isinstance(tiles, Int4Tiles | HopperGemvTiles)
+        fused_int4.launch(x, weight, epilogue, tiles)
         return
-    if isinstance(tiles, RowTiles | HopperRowTiles):
-        fused_row.launch(x, weight, around, tiles)
+    if isinstance(tiles, GemvTiles | HopperGemvTiles):
+        fused_row.launch(x, weight, epilogue, tiles)
         return
     assert isinstance(tiles, FusedTiles)
     values, scales = values_and_scales(weight)
-    assert values.is_contiguous(), "rows of the weight lie one behind the other"
-    outputs = around.out.shape[1]
+    assert values.is_contiguous(), "the weight is contiguous"
+    outputs = epilogue.out.shape[1]
     num_tiles = triton.cdiv(outputs, tiles.block_n)
-    size = tiles.block_m * tiles.block_n * (1 if around.gate is None else 2)
+    size = tiles.block_m * tiles.block_n * (1 if epilogue.gate is None else 2)
     split_columns = triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k
     fused_linear_kernel[(num_tiles, tiles.splits)](
-        x, values, scales, *around.tensors,
-        partial_sums(num_tiles, tiles.splits, size, x.device), counters(x.device) if tiles.splits > 1 else None,
-        num_rows, outputs, num_columns, x.stride(0), around.num_squares, around.eps, around.alpha, split_columns,
-        GATE=around.gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
-        EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(around.num_squares),
+        x, values, scales, *epilogue.tensors,
+        allocate_partials(num_tiles, tiles.splits, size, x.device), arrival_counters(x.device) if tiles.splits > 1 else None,
+        num_rows, outputs, num_columns, x.stride(0), epilogue.num_squares, epilogue.eps, epilogue.alpha, split_columns,
+        GATE=epilogue.gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
+        EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(epilogue.num_squares),
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **early_launch(x.device, x.shape[0]),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gumbel-max noise and weights for other kernels: the operations of `kernels.gumbel`, one float32 rounding each.
+"""Gumbel-max noise and weights for other kernels: the operations of `kernels.gumbel`, each with one float32 rounding.
 
 A kernel that calls these must be launched and compiled with `enable_fp_fusion=False`: a fused multiply-add rounds once where
 the definition rounds twice, and the token drawn could differ from that on a CPU.
@@ -36,7 +36,7 @@ def _mix(z):
 
 @triton.jit
 def noise_key(stream, position, DRAW: tl.constexpr):
-    """stream: int64, position: int → uint64: the random bits that everything about one token comes from"""
+    """stream: int64, position: int → uint64: the key from which all random numbers of one token are derived"""
     z = stream.to(tl.int64).to(tl.uint64, bitcast=True)
     if DRAW > 0:
         z = _mix(z + DRAW)
@@ -45,7 +45,7 @@ def noise_key(stream, position, DRAW: tl.constexpr):
 
 @triton.jit
 def key_uniform(key):
-    """A key's number in [0, 1), float64: 48 bits, all of which float64 holds."""
+    """A key's uniform number in [0, 1), float64, which holds its 48 bits exactly."""
     return (key >> 16).to(tl.int64).to(tl.float64) * (1.0 / 281474976710656.0)
 
 
@@ -78,8 +78,8 @@ def _log2_one_plus(t):
 def exponential_noise(bits):
     """bits: uint32 → −log2(1 − bits / 2^32), float32 above zero"""
     below = bits.to(tl.float32) * _UNIT
-    rest = (0 - bits).to(tl.float32) * _UNIT  # 2^32 − bits, in 32 bits
-    pattern = rest.to(tl.int32, bitcast=True)
+    complement = (0 - bits).to(tl.float32) * _UNIT  # 2^32 − bits, in 32 bits
+    pattern = complement.to(tl.int32, bitcast=True)
     exponent = (pattern - _SQRT_HALF_BITS) >> 23
     t = (pattern - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
     t = tl.where(exponent == 0, -below, t)
@@ -121,7 +121,7 @@ def top_p_weight(orders):
 
 @triton.jit
 def typical_moment(weight, orders):
-    """What a token adds to the mean that typical sampling starts from: int64. weight: int64, of `top_p_weight`"""
+    """A token's contribution to the mean that typical sampling starts from: int64. weight: int64, from `top_p_weight`"""
     return (weight.to(tl.float32) * tl.minimum(orders, _FARTHEST)).to(tl.int64)
 
 

@@ -1,8 +1,8 @@
-"""4-bit codes become floats in registers and are multiplied: common to all products with such weights, row by row.
+"""Unpacks 4-bit codes to floats in registers and multiplies them: shared by all products with 4-bit weights.
 
-A word of 16 bits holds four codes, of columns 32 apart, and a register two words, whose columns are neighbours as matrix
-instructions need them: a shift and a mask, which also sets an exponent, make two codes 128 + code (bfloat16) or 1024 + code
-(float16) without moving anything between registers. Minus the zero point under the same exponent they are exact integers.
+A 16-bit word holds four codes, of columns 32 apart, and a register two words of neighbouring columns, as matrix instructions
+need them: a shift and a mask, which also sets an exponent, turn two codes into 128 + code (bfloat16) or 1024 + code (float16)
+without moving data between registers. Minus the zero point under the same exponent they are exact integers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS
-from kernels.triton.tuning import interpreted
+from kernels.triton.card_properties import interpreted
 
 COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 RUNS = tl.constexpr(CHUNK_RUNS)
@@ -21,72 +21,73 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.constexpr_function
-def unpacking(run: int, exponent: int) -> str:
-    """The instructions for two words: bits of the upper one that the shift brings into the lower are masked, as are all others.
-    Triton's own operations on 16 bits become twice as many, because each word is shifted by itself."""
+def unpack_instructions(run: int, exponent: int) -> str:
+    """PTX that unpacks two words: the mask also removes the upper word's bits that the shift brings into the lower one.
+    Triton's own 16-bit operations compile to twice as many instructions, because each word is shifted by itself."""
     both = exponent << 16 | exponent
     return f"{{ .reg .b32 shifted; shr.u32 shifted, $1, {4 * run}; lop3.b32 $0, shifted, 0x000F000F, {both:#x}, 0xEA; }}"
 
 
 @triton.jit
-def raised_codes(words, RUN_INDEX: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes of one run of each word, under the exponent of DTYPE. words: int16"""
+def unpack_biased_codes(words, RUN_INDEX: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes of one run, biased by the exponent of DTYPE. words: int16"""
     EXPONENT: tl.constexpr = _BFLOAT_EXPONENT if tl.bfloat16 == DTYPE else _HALF_EXPONENT
     if _INTERPRETED:
-        raised = ((words >> (4 * RUN_INDEX)) & 15 | EXPONENT).to(tl.int16)
+        biased = ((words >> (4 * RUN_INDEX)) & 15 | EXPONENT).to(tl.int16)
     else:
-        instructions: tl.constexpr = unpacking(RUN_INDEX, EXPONENT)
-        raised = tl.inline_asm_elementwise(instructions, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
-    return raised.to(DTYPE, bitcast=True)
+        instructions: tl.constexpr = unpack_instructions(RUN_INDEX, EXPONENT)
+        biased = tl.inline_asm_elementwise(instructions, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+    return biased.to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def raised_zeros(meta, DTYPE: tl.constexpr):
-    """The zero point, above the 16 bits of the scale, under the same exponent."""
+def unpack_biased_zeros(scale_zero, DTYPE: tl.constexpr):
+    """The zero point, stored above the 16 bits of the scale, biased by the same exponent."""
     EXPONENT: tl.constexpr = _BFLOAT_EXPONENT if tl.bfloat16 == DTYPE else _HALF_EXPONENT
-    return ((meta >> 16) | EXPONENT).to(tl.int16).to(DTYPE, bitcast=True)
+    return ((scale_zero >> 16) | EXPONENT).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def group_scales(meta, IS_BFLOAT: tl.constexpr):
-    """The lower 16 bits as what they are, in float32."""
-    kind: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
-    return (meta & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+def unpack_scales(scale_zero, IS_BFLOAT: tl.constexpr):
+    """The scale, stored in the lower 16 bits as float16 or bfloat16, in float32."""
+    dtype: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
+    return (scale_zero & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def int4_sums(
+def accumulate_int4(
     x, rows, row_mask, x_stride, words, scales_zeros, outputs, output_mask, num_outputs, K, first, last,
     GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σ x[rows, k] · w[outputs, k] over the columns of chunks `first` to `last`: [rows, outputs] float32
+    """Σ x[rows, k] · w[outputs, k] over the columns of chunks first … last - 1: [rows, outputs] float32
 
-    `num_outputs` are those of the whole weight, behind which the next chunk begins. The scale of a group comes behind its sum.
+    `num_outputs`: outputs of the whole weight, the stride of a chunk. A group's scale is applied to its sum.
 
-    Each chunk's sum begins at zero: of several products that add to one which the loop carries, Triton up to 3.8 begins the
-    first before the last of the turn before has ended (Blackwell, 64 rows and more; triton-lang/triton, issue 10821).
+    Each chunk's sum starts from zero: where several dots accumulate into a value that the loop carries, Triton up to 3.8 starts
+    the first one before the last of the previous iteration has completed (Blackwell, 64 rows and more; triton-lang/triton,
+    issue 10821).
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
-    inner = tl.arange(0, RUN)
-    x_places = x + rows.to(tl.int64)[:, None] * x_stride + inner[None, :]
-    word_places = words + outputs.to(tl.int64)[None, :] * RUN + inner[:, None]
-    total = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+    offsets = tl.arange(0, RUN)
+    x_ptrs = x + rows.to(tl.int64)[:, None] * x_stride + offsets[None, :]
+    word_ptrs = words + outputs.to(tl.int64)[None, :] * RUN + offsets[:, None]
+    acc = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
     for chunk in tl.range(first, last, num_stages=STAGES):
-        places = word_places + tl.cast(chunk, tl.int64) * (num_outputs * RUN)
-        tile = tl.load(places, mask=output_mask[None, :], other=0, eviction_policy="evict_first")
-        part = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+        chunk_ptrs = word_ptrs + tl.cast(chunk, tl.int64) * (num_outputs * RUN)
+        word_tile = tl.load(chunk_ptrs, mask=output_mask[None, :], other=0, eviction_policy="evict_first")
+        group_sum = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
         for run in tl.static_range(RUNS):
             if (RUN * run) % GROUP == 0:
                 group = (chunk * COLUMNS + RUN * run) // GROUP
-                meta = tl.load(scales_zeros + group * num_outputs + outputs, mask=output_mask, other=0)
-                zeros = raised_zeros(meta, DTYPE)[None, :]
+                scale_zero = tl.load(scales_zeros + group * num_outputs + outputs, mask=output_mask, other=0)
+                zeros = unpack_biased_zeros(scale_zero, DTYPE)[None, :]
             k = chunk * COLUMNS + RUN * run
             x_mask = row_mask[:, None]
             if not EVEN_K:
-                x_mask = x_mask & (inner < K - k)[None, :]
-            x_run = tl.load(x_places + k, mask=x_mask, other=0.0)
-            part = tl.dot(x_run, raised_codes(tile, run, DTYPE) - zeros, part)
+                x_mask = x_mask & (offsets < K - k)[None, :]
+            x_run = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+            group_sum = tl.dot(x_run, unpack_biased_codes(word_tile, run, DTYPE) - zeros, group_sum)
             if (RUN * run + RUN) % GROUP == 0 or run == RUNS - 1:
-                total += part * group_scales(meta, BFLOAT_SCALES)[None, :]
-                part = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
-    return total
+                acc += group_sum * unpack_scales(scale_zero, BFLOAT_SCALES)[None, :]
+                group_sum = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+    return acc

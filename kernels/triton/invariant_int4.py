@@ -1,4 +1,4 @@
-"""Products with 4-bit weights whose rows do not depend on their batch: the method of invariant_linear.py for grouped codes."""
+"""Batch-invariant products with 4-bit weights: the method of invariant_linear.py for grouped codes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.card_properties import multiprocessors
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.int4_codes import int4_sums
-from kernels.triton.invariant_linear import own_parts, parts_room, shares_parts, whole_sums
+from kernels.triton.int4_codes import accumulate_int4
+from kernels.triton.invariant_linear import has_program_per_split, reduce_splits, split_range, split_workspace
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
-from kernels.triton.split_sum import UNPACK, split_count
-from kernels.triton.tuning import multiprocessors
+from kernels.triton.split_k import UNPACK, choose_splits
 
 
 def invariant_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int) -> Int4Tiles:
-    """Determined by the weight alone; eight warps, because a program holds the sums of a group, of a part and of all parts."""
+    """Determined by the weight alone; eight warps, since a program holds the sums of a group, of a split and of all splits."""
     steps, step_bytes = -(-num_columns // CHUNK_COLUMNS), 128 * CHUNK_COLUMNS // 2
-    splits = split_count(-(-num_outputs // 128), steps, multiprocessors, step_bytes, pace=UNPACK)
+    splits = choose_splits(-(-num_outputs // 128), steps, multiprocessors, step_bytes, occupancy=UNPACK)
     return Int4Tiles(64, 128, num_warps=8, num_stages=3, splits=splits)
 
 
@@ -29,28 +29,28 @@ def invariant_int4_kernel(
     GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out, all of its parts or one of them. Row tiles of the same columns follow each other."""
+    """One tile of out, all of its splits or one of them. Row tiles of the same columns are consecutive."""
     wait_for_previous(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < M, columns < N
-    first, last = own_parts(SPLITS)
+    first, last = split_range(SPLITS)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for part in tl.range(first, last, num_stages=1):
-        sums += int4_sums(
+    for split in tl.range(first, last, num_stages=1):
+        sums += accumulate_int4(
             x_ptr, rows, row_mask, stride_x, words_ptr, scales_zeros_ptr, columns, column_mask, N, K,
-            part * split_chunks, min(part * split_chunks + split_chunks, num_chunks),
+            split * split_chunks, min(split * split_chunks + split_chunks, num_chunks),
             GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
         )  # fmt: skip
     mask = row_mask[:, None] & column_mask[None, :]
-    sums, is_last = whole_sums(sums, partials_ptr, counters_ptr, tile, mask, SPLITS, BLOCK_M, BLOCK_N)
+    sums, is_last = reduce_splits(sums, partials_ptr, counters_ptr, tile, mask, SPLITS, BLOCK_M, BLOCK_N)
     if is_last:
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        out_places = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
-        tl.store(out_places, sums.to(out_ptr.dtype.element_ty), mask=mask)
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+        tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,7 +58,7 @@ def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | 
 
     Codes are multiplied as exact integers for any number of rows, never unpacked to x's type. Reads N·K / 2 + 4·N·K / group
     bytes of weights per 64 rows; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. The sum of a group is
-    scaled and added in float32, groups in order, then parts in order. Raises ValueError for an x of 32 bits.
+    scaled and added in float32, groups in order, then splits in order. Raises ValueError for an x of 32 bits.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
@@ -71,10 +71,10 @@ def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | 
     num_chunks, num_outputs, _ = weight.words.shape
     tiles = invariant_int4_tiles(num_outputs, num_columns, multiprocessors(x.device))
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
-    programs = tiles.splits if shares_parts(num_tiles, tiles.splits, x.device) else 1
+    programs = tiles.splits if has_program_per_split(num_tiles, tiles.splits, x.device) else 1
     invariant_int4_kernel[(num_tiles, programs)](
         x, weight.words, weight.scales_zeros, bias, out,
-        *parts_room(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
+        *split_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), out.stride(0), num_chunks, -(-num_chunks // tiles.splits),
         GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
         EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,

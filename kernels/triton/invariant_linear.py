@@ -1,7 +1,8 @@
-"""Products whose rows do not depend on their batch: one tile for any number of rows, with weights of 32, 16 or 8 bits.
+"""Batch-invariant products: one tile size for any number of rows, with weights of 32, 16 or 8 bits.
 
-A row's columns are cut into parts by the size of the weight alone, every part is summed from zero by the same instructions, and
-parts are added in order: by one program if there are many tiles, by the last of several programs to finish if there are few.
+How a row's columns are split depends on the size of the weight alone, every split is summed from zero by the same instructions,
+and splits are added in order: by one program if there are many tiles, by the last of several programs to arrive if there are
+few.
 """
 
 from __future__ import annotations
@@ -13,68 +14,70 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight, values_and_scales
+from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear_fp8 import check_fp8
-from kernels.triton.linear_tiles import Tiles, decoded
-from kernels.triton.split_sum import CONVERT, COUNTERS, STREAM, counters, partial_sums, split_count
-from kernels.triton.tuning import capability, card, multiprocessors
+from kernels.triton.linear_tiles import Tiles, cast_weight
+from kernels.triton.split_k import CONVERT, NUM_COUNTERS, STREAM, allocate_partials, arrival_counters, choose_splits
 
 GROUP_ROWS = 8  # row tiles of the same weights, computed one after another
 
 
 def invariant_tiles(
-    weight_shape: Sequence[int], dtype: torch.dtype, weight_bytes: int, number: int, multiprocessors: int
+    weight_shape: Sequence[int], dtype: torch.dtype, weight_bytes: int, capability: int, multiprocessors: int
 ) -> Tiles:
-    """Determined by the weight [N, K], the type of the rows and the card. 64 rows are the least of Hopper's instruction; a
-    decode pays for the missing ones a quarter of the time in which the memory delivers the weights."""
+    """Determined by the weight [N, K], the type of the rows and the card. Hopper's instruction has at least 64 rows; for its
+    unused rows a decode pays a quarter of the time that reading the weights takes."""
     num_outputs, num_columns = weight_shape
-    if dtype is torch.float32:  # no matrix instructions: a thread can hold little
+    if dtype is torch.float32:  # no matrix instructions: the registers of a thread limit the tile
         tiles = Tiles(32, 64, 32, num_warps=4, num_stages=2)
     else:
-        small = card(number).is_small
-        num_warps = 8 if dtype is FP8 and number < 90 else 4  # its sums are carried into other registers
-        tiles = Tiles(64, 128, 64, num_warps=num_warps, num_stages=3 if small else 4)
+        is_small = card(capability).is_small
+        num_warps = 8 if dtype is FP8 and capability < 90 else 4  # its sums are promoted into other registers
+        tiles = Tiles(64, 128, 64, num_warps=num_warps, num_stages=3 if is_small else 4)
     steps, step_bytes = -(-num_columns // tiles.block_k), tiles.block_n * tiles.block_k * weight_bytes
-    pace = CONVERT if weight_bytes == 1 else STREAM
-    return tiles.divided(split_count(-(-num_outputs // tiles.block_n), steps, multiprocessors, step_bytes, pace=pace))
+    occupancy = CONVERT if weight_bytes == 1 else STREAM
+    return tiles.with_splits(
+        choose_splits(-(-num_outputs // tiles.block_n), steps, multiprocessors, step_bytes, occupancy=occupancy)
+    )
 
 
-def shares_parts(num_tiles: int, splits: int, device: torch.device) -> bool:
-    """Whether each part of a tile has its own program. It affects only the time: the sums are the same."""
-    return splits > 1 and num_tiles <= COUNTERS and num_tiles < 2 * multiprocessors(device)
+def has_program_per_split(num_tiles: int, splits: int, device: torch.device) -> bool:
+    """Whether each split of a tile has its own program. It affects only the time: the sums are the same."""
+    return splits > 1 and num_tiles <= NUM_COUNTERS and num_tiles < 2 * multiprocessors(device)
 
 
 @triton.jit
-def whole_sums(
+def reduce_splits(
     sums, partials_ptr, counters_ptr, tile, mask, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """sums: [BLOCK_M, BLOCK_N] float32 of one part or of all → those of all, and whether this program has them. Parts are
-    stored and counted as in split_sum.py, and added from the first to the last, as a program adds those that are its own."""
+    """sums: [BLOCK_M, BLOCK_N] float32 of one split or of all → those of all, and whether this program has them. Splits are
+    stored and counted as in split_k.py, and added from the first to the last, in the order of a program that sums them all."""
     is_last = tl.num_programs(1) == 1
     if tl.num_programs(1) > 1:
-        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        first = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + inner
-        tl.store(first + tl.program_id(1) * (BLOCK_M * BLOCK_N), sums, mask=mask)
-        # All threads' sums are stored before one of them says so, and read by the last one after it knows.
+        offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tile_partials = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + offsets
+        tl.store(tile_partials + tl.program_id(1) * (BLOCK_M * BLOCK_N), sums, mask=mask)
+        # The barrier orders the stores of all threads before the increment; acq_rel orders the last program's loads after it.
         tl.debug_barrier()
         is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for part in range(SPLITS):
-                sums += tl.load(first + part * (BLOCK_M * BLOCK_N), mask=mask, other=0.0, cache_modifier=".cg")
+            for index in range(SPLITS):
+                sums += tl.load(tile_partials + index * (BLOCK_M * BLOCK_N), mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
     return sums, is_last
 
 
-def parts_room(num_tiles: int, programs: int, tile_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the sums of a tile's programs, and their counters. Always of one type, so that there is one kernel."""
-    sums = partial_sums(num_tiles, programs, tile_size, device)
-    return counters(device).view(torch.float32) if sums is None else sums, counters(device)
+def split_workspace(num_tiles: int, programs: int, tile_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the sums of a tile's programs, and their counters; never None, so that one kernel variant serves all."""
+    sums = allocate_partials(num_tiles, programs, tile_size, device)
+    return arrival_counters(device).view(torch.float32) if sums is None else sums, arrival_counters(device)
 
 
 @triton.jit
-def own_parts(SPLITS: tl.constexpr):
-    """The first part of a program and the one behind its last: its own, or all where it has no others beside it."""
+def split_range(SPLITS: tl.constexpr):
+    """The range first … last - 1 of a program's splits: its own one, or all if a tile has one program."""
     first, last = 0, SPLITS
     if tl.num_programs(1) > 1:
         first = tl.program_id(1)
@@ -90,34 +93,34 @@ def invariant_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out, all of its parts or one of them."""
+    """One tile of out, all of its splits or one of them."""
     wait_for_previous(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
-    in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
-    first_row_tile = (tile // in_group) * GROUP_M
-    group_rows = min(row_tiles - first_row_tile, GROUP_M)
-    rows = (first_row_tile + (tile % in_group) % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = ((tile % in_group) // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tiles_per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first_row_tile = (tile // tiles_per_group) * GROUP_M
+    group_row_tiles = min(row_tiles - first_row_tile, GROUP_M)
+    rows = (first_row_tile + (tile % tiles_per_group) % group_row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = ((tile % tiles_per_group) // group_row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < M, columns < N
-    inner = tl.arange(0, BLOCK_K)
-    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
-    w_places = weight_ptr + columns.to(tl.int64)[None, :] * stride_weight + inner[:, None]
-    first, last = own_parts(SPLITS)
+    k_offsets = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_x + k_offsets[None, :]
+    w_ptrs = weight_ptr + columns.to(tl.int64)[None, :] * stride_weight + k_offsets[:, None]
+    first, last = split_range(SPLITS)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for part in tl.range(first, last, num_stages=1):
+    for split in tl.range(first, last, num_stages=1):
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in tl.range(part * split_columns, min(part * split_columns + split_columns, K), BLOCK_K, num_stages=STAGES):
+        for k in tl.range(split * split_columns, min(split * split_columns + split_columns, K), BLOCK_K, num_stages=STAGES):
             x_mask, w_mask = row_mask[:, None], column_mask[None, :]
             if not EVEN_K:
-                x_mask = x_mask & (inner < K - k)[None, :]
-                w_mask = w_mask & (inner < K - k)[:, None]
-            x = tl.load(x_places + k, mask=x_mask, other=0.0)
-            weight = tl.load(w_places + k, mask=w_mask, other=0.0)
-            acc = tl.dot(x, decoded(weight, x.dtype), acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
+                x_mask = x_mask & (k_offsets < K - k)[None, :]
+                w_mask = w_mask & (k_offsets < K - k)[:, None]
+            x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+            weight = tl.load(w_ptrs + k, mask=w_mask, other=0.0)
+            acc = tl.dot(x, cast_weight(weight, x.dtype), acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
         sums += acc
     mask = row_mask[:, None] & column_mask[None, :]
-    sums, is_last = whole_sums(sums, partials_ptr, counters_ptr, tile, mask, SPLITS, BLOCK_M, BLOCK_N)
+    sums, is_last = reduce_splits(sums, partials_ptr, counters_ptr, tile, mask, SPLITS, BLOCK_M, BLOCK_N)
     if is_last:
         if weight_scales_ptr is not None:
             if COLUMN_SCALES:
@@ -131,8 +134,8 @@ def invariant_kernel(
                 sums *= tl.load(x_scales_ptr)
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        out_places = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
-        tl.store(out_places, sums.to(out_ptr.dtype.element_ty), mask=mask)
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+        tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def invariant_linear(
@@ -160,10 +163,10 @@ def invariant_linear(
         return out
     tiles = invariant_tiles(values.shape, x.dtype, values.element_size(), capability(x.device), multiprocessors(x.device))
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
-    programs = tiles.splits if shares_parts(num_tiles, tiles.splits, x.device) else 1
+    programs = tiles.splits if has_program_per_split(num_tiles, tiles.splits, x.device) else 1
     invariant_kernel[(num_tiles, programs)](
         x, values, x_scales, scales, bias, out,
-        *parts_room(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
+        *split_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), values.stride(0), out.stride(0),
         triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k,
         ROW_SCALES=x_scales is not None and x_scales.numel() > 1,

@@ -1,8 +1,8 @@
 """The operations of batch-invariant engines on NVIDIA GPUs: those of table.py, with replacements for those that depend on the
 batch (products, attention, fused products, the heads of greedy steps).
 
-Norms, rotation, activations, embedding and log-probabilities work row by row already. A mixture's experts are multiplied
-together in tiles of one size; those that `bind_experts` cannot read, one by one, as in any engine.
+Norms, rotation, activations, embedding and log-probabilities are already computed row by row. A mixture's experts are
+multiplied in tiles of one size; those that `bind_experts` cannot read are multiplied one by one, as in any engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernels.triton.table import OPERATIONS as BY_BATCH
 
 class InvariantProduct:
     """[T, K] → [T, N], with a row's bits independent of the batch. It exposes its weight for the experts of a mixture, but is
-    not one of `PlainWeights`, because fused operations add in another order."""
+    not one of `PlainWeights`, because fused operations sum in another order."""
 
     def __init__(
         self, weight: Any, bias: torch.Tensor | None, rounded: Callable[[torch.Tensor], Fp8Rows] | None = None
@@ -44,20 +44,20 @@ class InvariantProduct:
 
 
 def row_invariant(multiply: Any) -> LinearKernel:
-    """multiply: a product of table.py, [T, K] → [T, N] → the same, independent of the batch. Raises TypeError for one that does
-    not expose its weight."""
+    """→ the batch-invariant form of `multiply`, a product of table.py, [T, K] → [T, N]. Raises TypeError if it does not expose
+    its weight."""
     if not isinstance(multiply, ReadsWeight) or multiply.weight is None:
-        raise TypeError(f"{type(multiply).__name__} shows no weight that rows could be multiplied with one like another")
+        raise TypeError(f"{type(multiply).__name__} exposes no weight for a batch-invariant product")
     return InvariantProduct(multiply.weight, multiply.bias, getattr(multiply, "rounded", None))
 
 
 ROWS = 64
-"""Rows of the tile for an expert's tokens, however many there are: the same as for all products here."""
+"""Rows of the tile for an expert's tokens, whatever their number: the same as for all products here."""
 
 OPERATIONS = replace(
     BY_BATCH,
     description="Triton kernels, every row in tiles of its own order",
-    bind_experts=partial(bind_experts, rows_each=ROWS),
+    bind_experts=partial(bind_experts, tokens_per_expert=ROWS),
     pack_linear=InvariantProduct,
     linear_add=None,
     normed_linear=None,

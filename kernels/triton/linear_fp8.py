@@ -1,12 +1,12 @@
-"""Products with e4m3 weights: e4m3 rows of x on the card's own fp8 instructions, or float rows, for smaller weights only."""
+"""Products with e4m3 weights: of e4m3 rows by the card's fp8 instructions, or of float rows (weight-only quantisation)."""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.quantised_weights import FP8, Fp8Weight
-from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles, launch
-from kernels.triton.tuning import capability, card, multiprocessors
+from kernels.triton.card_properties import capability, card, multiprocessors
+from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles, launch
 
 
 def linear_fp8(
@@ -22,10 +22,10 @@ def linear_fp8(
 
     x is e4m3 with scales [M, 1] or [1] float32, or float without; scales of the weight are [N] or [1]. The result has x's
     type, or `out_dtype`, which e4m3 rows must name (arXiv 2209.05433). Hopper's instruction adds e4m3 products with about 14
-    bits: its sums are carried into float32 registers after every tile of columns (the two levels of arXiv 2412.19437).
-    More than 64 e4m3 rows go to `torch._scaled_mm` where it can take them: bfloat16 out, sizes divisible by 16; it too is
-    asked for exact accumulation, and a bias is added to its result. Float rows are multiplied in their own type, which holds
-    every e4m3 exactly.
+    bits: its sums are carried into float32 registers after every tile of columns (two-level accumulation, arXiv 2412.19437).
+    More than 64 e4m3 rows go to `torch._scaled_mm` where it supports them (bfloat16 out, sizes divisible by 16), also with
+    exact accumulation, and a bias is added to its result. Float rows are multiplied in their own type, which holds every e4m3
+    exactly.
     Reads N·K bytes of weights once per row tile, M·K (e4m3) or 2·M·K of x, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
     columns beyond N and K are masked. Accumulates in float32. Raises ValueError on a card that has no e4m3.
     """
@@ -35,8 +35,8 @@ def linear_fp8(
     dtype = out.dtype if out is not None else out_dtype or x.dtype
     if dtype is FP8:
         raise ValueError("the product of e4m3 rows needs a type of its own: give out_dtype or out")
-    if x_scales is not None and x.shape[0] > ROWS_FEW and _library_takes(x, weight, dtype):
-        return _library(x, weight, x_scales, bias, out)
+    if x_scales is not None and x.shape[0] > MEMORY_BOUND_ROWS_MAX and _fits_scaled_mm(x, weight, dtype):
+        return _scaled_mm(x, weight, x_scales, bias, out)
     out = torch.empty(x.shape[0], weight.values.shape[0], dtype=dtype, device=x.device) if out is None else out
     if not x.shape[0]:
         return out
@@ -47,22 +47,22 @@ def linear_fp8(
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise ValueError on a card that cannot compute with e4m3: 8-bit weights are served as int8 there."""
-    number = capability(device)
-    if not card(number).fp8:
-        found = f"{number // 10}.{number % 10}"
-        raise ValueError(f"fp8 weights need a card of compute capability 8.9 or newer, this one has {found}: use int8")
+    """Raises ValueError on a card that cannot compute with e4m3; 8-bit weights are served as int8 there."""
+    compute_capability = capability(device)
+    if not card(compute_capability).has_fp8:
+        version = f"{compute_capability // 10}.{compute_capability % 10}"
+        raise ValueError(f"fp8 weights need a card of compute capability 8.9 or newer, this one has {version}: use int8")
 
 
-def _library_takes(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+def _fits_scaled_mm(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     sizes = (*weight.values.shape, x.stride(0))
     return x.device.type == "cuda" and dtype is torch.bfloat16 and not any(size % 16 for size in sizes)
 
 
-def _library(
+def _scaled_mm(
     x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """One scale on each side, or one per row: the two forms that torch has."""
+    """Multiplies with `torch._scaled_mm`, which supports one scale per operand, or one per row of x and of the weight."""
     num_rows, num_outputs = x.shape[0], weight.values.shape[0]
     if x_scales.numel() == 1 and weight.scales.numel() == 1:
         scales = x_scales.reshape(()), weight.scales.reshape(())

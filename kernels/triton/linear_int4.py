@@ -1,4 +1,4 @@
-"""Products with 4-bit weights in groups: a quarter of the bytes of 16 bits, unpacked in registers by shifts and masks."""
+"""Products with 4-bit weights in groups: a quarter of the bytes of 16-bit weights, unpacked in registers by shift and mask."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import triton.language as tl
 from torch.nn import functional
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, group_scales, int4_sums
-from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count, store_product
-from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
+from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
+from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, choose_splits, reduce_and_store
 
-ROWS_FEW = 64
-ROWS_TILED = 512  # more rows: unpacking to 16 bits once costs less than in every tile
-SLAB_ELEMENTS = 1 << 23  # unpacked at a time: 16 MiB, so that the product reads them from the second-level cache
+SPLIT_K_ROWS_MAX = 64
+UNPACK_PER_TILE_ROWS_MAX = 512  # above, unpacking the weight to 16 bits once costs less than unpacking it in every tile
+SLAB_ELEMENTS = 1 << 23  # unpacked at a time: 16 MiB, so that the product reads them from the L2 cache
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Tiles:
-    """Sizes of one program's work: a step is 128 columns. `splits`: programs that share the columns of one tile."""
+    """Tile of one program, in steps of 128 columns. `splits`: programs among which the columns of a tile are split."""
 
     block_m: int
     block_n: int
@@ -60,7 +60,7 @@ def linear_int4_kernel(
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    # Row tiles of the same columns follow each other: the weights of the first are in the second-level cache for the others.
+    # Row tiles of the same columns are consecutive: the first brings their weights into the L2 cache for the others.
     rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     first, last = 0, num_chunks
@@ -68,11 +68,11 @@ def linear_int4_kernel(
         first = split * split_chunks
         last = min(first + split_chunks, num_chunks)
     wait_for_previous(EARLY)
-    acc = int4_sums(
+    acc = accumulate_int4(
         x_ptr, rows, rows < M, stride_x, words_ptr, scales_zeros_ptr, columns, columns < N, N, K, first, last,
         GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
     )  # fmt: skip
-    store_product(
+    reduce_and_store(
         acc, out_ptr, bias_ptr, partials_ptr, counters_ptr, tile, split, rows, columns, M, N, stride_out,
         SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
@@ -83,20 +83,20 @@ def dequantise_int4_kernel(
     words_ptr, scales_zeros_ptr, out_ptr, N, first_row, num_rows, stride_out,
     GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows first_row to first_row + num_rows of one chunk → out: [num_rows, 128 · chunks]"""
+    """Dequantises rows first_row … first_row + num_rows - 1 of one chunk → out: [num_rows, 128 · chunks]"""
     chunk = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, RUN)
+    offsets = tl.arange(0, RUN)
     mask = (rows < num_rows)[:, None]
     source = words_ptr + (chunk.to(tl.int64) * N + first_row) * RUN
-    words = tl.load(source + rows[:, None] * RUN + inner[None, :], mask=mask, other=0).to(tl.int32)
+    words = tl.load(source + rows[:, None] * RUN + offsets[None, :], mask=mask, other=0).to(tl.int32)
     for run in tl.static_range(RUNS):
         k = chunk * COLUMNS + RUN * run
-        meta = tl.load(scales_zeros_ptr + (k // GROUP) * N + first_row + rows, mask=rows < num_rows, other=0)
+        scale_zero = tl.load(scales_zeros_ptr + (k // GROUP) * N + first_row + rows, mask=rows < num_rows, other=0)
         codes = (words >> (4 * run)) & 15
-        values = (codes - (meta >> 16)[:, None]).to(tl.float32) * group_scales(meta, BFLOAT_SCALES)[:, None]
-        places = out_ptr + rows.to(tl.int64)[:, None] * stride_out + k + inner[None, :]
-        tl.store(places, values.to(out_ptr.dtype.element_ty), mask=mask)
+        values = (codes - (scale_zero >> 16)[:, None]).to(tl.float32) * unpack_scales(scale_zero, BFLOAT_SCALES)[:, None]
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + k + offsets[None, :]
+        tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def linear_int4(
@@ -104,13 +104,13 @@ def linear_int4(
 ) -> torch.Tensor:
     """out[m, n] = Σ_g scale[g, n] · Σ_{k in g} x[m, k] · (code[n, k] - zero[g, n]) + bias[n]; x: [M, K] 16 bits → [M, N]
 
-    The layout is `Int4Weight`'s; scale and zero point of a group come after and before the sum over the group, so the
-    codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). Codes become floats by a shift
-    and a mask that put them under a fixed exponent. For M ≤ 64 the columns are divided among programs (arXiv 2402.00025)
-    and added in a fixed order; to 512 rows tiles of 64 or 128 rows; above, some rows of the weight at a time are unpacked to
-    x's type, which rounds them once, and multiplied by cuBLAS. Columns that the packing permuted are permuted in x first.
-    Reads N·K / 2 + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
-    columns beyond N and K are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
+    The layout is `Int4Weight`'s; zero points are subtracted before the sum over a group and its scale is applied after it, so
+    the codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). A shift and a mask convert codes
+    to floats by putting them under a fixed exponent. For M ≤ 64 split-K (arXiv 2402.00025) with a fixed order of addition; up
+    to 512 rows tiles of 64 or 128 rows; above, some rows of the weight at a time are unpacked to x's type, which rounds them
+    once, and multiplied by cuBLAS. If packing permuted the columns, those of x are permuted first. Reads N·K / 2
+    + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K
+    are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
@@ -119,22 +119,24 @@ def linear_int4(
     out = x.new_empty(x.shape[0], weight.num_rows) if out is None else out
     if not x.shape[0]:
         return out
-    if x.shape[0] > ROWS_TILED:
-        return _by_slabs(x, weight, bias, out)
+    if x.shape[0] > UNPACK_PER_TILE_ROWS_MAX:
+        return _dequantise_and_multiply(x, weight, bias, out)
     shape = weight.num_rows, weight.num_columns
     return _launch(x, weight, int4_tiles(x.shape[0], *shape, capability(x.device), multiprocessors(x.device)), bias, out)
 
 
 def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Int4Tiles:
-    """128 outputs per program, to spread a step's cost besides its weights over more of them. 8 KiB of weights per step."""
-    if num_rows > ROWS_FEW:
+    """Tiles of 128 outputs, to amortise what a step costs besides its weights; 8 KiB of weights per step."""
+    if num_rows > SPLIT_K_ROWS_MAX:
         return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability == 90 else Int4Tiles(64, 128, 8, 3)
     block_m = max(16, power_of_two(num_rows))
-    num_stages = (4 if block_m < ROWS_FEW else 3) if card(capability).is_small else (6 if block_m < ROWS_FEW else 4)
+    num_stages = (
+        (4 if block_m < SPLIT_K_ROWS_MAX else 3) if card(capability).is_small else (6 if block_m < SPLIT_K_ROWS_MAX else 4)
+    )
     chunks = -(-num_columns // CHUNK_COLUMNS)
-    # A step takes some 350 instructions per warp, which a multiprocessor hides behind those of two other programs.
+    # A step takes some 350 instructions per warp; a multiprocessor hides their latency behind two other programs.
     step_bytes = 128 * CHUNK_COLUMNS // 2
-    splits = split_count(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, pace=UNPACK, splits_max=16)
+    splits = choose_splits(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, occupancy=UNPACK, splits_max=16)
     return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)
 
 
@@ -144,10 +146,10 @@ def _launch(
     num_rows, num_columns = x.shape
     num_chunks, num_outputs, _ = weight.words.shape
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
-    partials = partial_sums(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device)
+    partials = allocate_partials(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device)
     linear_int4_kernel[(num_tiles, tiles.splits)](
         x, weight.words, weight.scales_zeros, bias, out,
-        partials, counters(x.device) if tiles.splits > 1 else None,
+        partials, arrival_counters(x.device) if tiles.splits > 1 else None,
         num_rows, num_outputs, num_columns, x.stride(0), out.stride(0), num_chunks, -(-num_chunks // tiles.splits),
         GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
         EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,
@@ -157,22 +159,22 @@ def _launch(
     return out
 
 
-def _by_slabs(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Some rows of the weight at a time, unpacked and multiplied."""
+def _dequantise_and_multiply(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Unpacks a slab of the weight's rows at a time and multiplies it with cuBLAS."""
     num_chunks, num_outputs, _ = weight.words.shape
     width = num_chunks * CHUNK_COLUMNS
-    step = max(16, SLAB_ELEMENTS // width // 16 * 16)
-    slab = x.new_empty(min(step, num_outputs), width)
-    for first in range(0, num_outputs, step):
-        rows = slab[: min(step, num_outputs - first)]
+    slab_rows = max(16, SLAB_ELEMENTS // width // 16 * 16)
+    slab = x.new_empty(min(slab_rows, num_outputs), width)
+    for first in range(0, num_outputs, slab_rows):
+        rows = slab[: min(slab_rows, num_outputs - first)]
         dequantise_rows(weight, first, rows)
-        part = None if bias is None else bias[first : first + step]
-        out[:, first : first + step] = functional.linear(x, rows[:, : weight.num_columns], part)
+        slab_bias = None if bias is None else bias[first : first + slab_rows]
+        out[:, first : first + slab_rows] = functional.linear(x, rows[:, : weight.num_columns], slab_bias)
     return out
 
 
 def dequantise_rows(weight: Int4Weight, first: int, out: torch.Tensor) -> None:
-    """Rows `first` to `first` + R of the weight, columns as they are packed → out: [R, 128 · chunks], rounded to its type"""
+    """Unpacks rows first … first + R - 1 of the weight, columns in packed order → out: [R, 128 · chunks], rounded once"""
     num_chunks, num_outputs, _ = weight.words.shape
     dequantise_int4_kernel[(num_chunks, triton.cdiv(out.shape[0], 64))](
         weight.words, weight.scales_zeros, out, num_outputs, first, out.shape[0], out.stride(0),

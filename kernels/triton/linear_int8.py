@@ -1,12 +1,12 @@
-"""Products with 8-bit weights, one scale per output: half the bytes of 16 bits, converted in registers."""
+"""Products with int8 weights, one scale per output: half the bytes of 16-bit weights, converted in registers."""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.quantised_weights import Int8Weight
+from kernels.triton.card_properties import capability, multiprocessors
 from kernels.triton.linear_tiles import byte_tiles, launch
-from kernels.triton.tuning import capability, multiprocessors
 
 
 def linear_int8(
@@ -16,9 +16,9 @@ def linear_int8(
 
     The scale of an output is applied after the sum, so it costs nothing per weight and is exact in float32 (as in arXiv
     2211.10438, weights only). An int8 is exact in float16 and bfloat16, so products are those of the quantised weight. For M ≤
-    64, the lowest tiles that hold M, the columns divided among programs and summed in a fixed order; above, tiles of 128 × 128,
-    which keep the tensor cores busy. Reads N·K + 4·N bytes of weights once per row tile, 2·M·K of x,
-    writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32.
+    64, the lowest tiles that hold M rows, with split-K in a fixed order; above, tiles of 128 × 128, which keep the tensor cores
+    busy. Reads N·K + 4·N bytes of weights once per row tile, 2·M·K of x, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
+    columns beyond N and K are masked. Accumulates in float32.
     """
     out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out
     if not x.shape[0]:

@@ -1,7 +1,7 @@
 """RMS normalisation, optionally after a residual sum and with quantised results, in one pass over memory.
 
-One program holds one wide row or several narrow ones. The row of a lone request is the work of one multiprocessor: 8 KB arrive
-there within little more than the memory's latency, and a second program would have to wait for the first one's sum.
+One program processes one wide row or several narrow ones. A single row is not divided among multiprocessors: loading its 8 KB
+takes little more than the memory latency, and a second program would have to wait for the first one's sum.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fp8_rows import e4m3_rows, fp8_outputs
+from kernels.triton.fp8_rows import allocate_fp8_rows, store_e4m3_rows
 from kernels.triton.row_tiles import row_tile
 
 
@@ -31,12 +31,12 @@ def rms_norm_kernel(
     wait_for_previous(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    written = rows[:, None] * WIDTH + columns[None, :]
-    # Everything is asked for before anything is waited for: a lone row pays the memory's latency once.
-    value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0)
+    mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    total_offsets = rows[:, None] * WIDTH + columns[None, :]
+    # All loads are issued before the first use: a single row pays the memory latency once.
+    value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
     if residual is not None:
-        before = tl.load(residual + rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0)
+        previous = tl.load(residual + rows[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0)
     if branch_weight is not None:
         branch_scale = tl.load(branch_weight + columns, mask=columns < WIDTH, other=0.0, eviction_policy="evict_last")
     if weight is not None:
@@ -45,17 +45,17 @@ def rms_norm_kernel(
     if branch_weight is not None:
         value = _normed(value, branch_scale, eps, WIDTH)
     if residual is not None:
-        # What is normalised is the sum as it is stored, as where the two are separate operations.
-        stored = (before.to(tl.float32) + alpha * value).to(total.dtype.element_ty)
-        tl.store(total + written, stored, mask=inside)
+        # The norm is that of the sum as stored (rounded), as with two separate operations.
+        stored = (previous.to(tl.float32) + alpha * value).to(total.dtype.element_ty)
+        tl.store(total + total_offsets, stored, mask=mask)
         value = stored.to(tl.float32)
     if weight is not None:
         value = _normed(value, scale, eps, WIDTH)
         if scales is None:
-            at = normed + rows[:, None] * normed_stride + columns[None, :]
-            tl.store(at, value.to(normed.dtype.element_ty), mask=inside)
+            normed_ptrs = normed + rows[:, None] * normed_stride + columns[None, :]
+            tl.store(normed_ptrs, value.to(normed.dtype.element_ty), mask=mask)
         else:
-            e4m3_rows(value, normed, scales, rows, columns, inside, WIDTH, num_rows)
+            store_e4m3_rows(value, normed, scales, rows, columns, mask, WIDTH, num_rows)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,7 +75,7 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[tor
 
     Writes one byte per element and 4 per row. Scales as in `fp8_rows`.
     """
-    quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device)
+    quantised, scales = allocate_fp8_rows(x.shape[0], x.shape[1], x.device)
     _launch(x, None, weight, None, quantised, None, scales, eps, 1.0)
     return quantised, scales
 
@@ -112,7 +112,7 @@ def add_rms_norm_fp8(
     branch_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`add_rms_norm` with the norm as e4m3 [T, hidden] and row scales [T, 1] float32, then the sum [T, hidden] in x's dtype."""
-    quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device)
+    quantised, scales = allocate_fp8_rows(x.shape[0], x.shape[1], x.device)
     total = _like(x)
     _launch(x, residual, weight, branch_weight, quantised, total, scales, eps, alpha)
     return quantised, scales, total

@@ -1,4 +1,4 @@
-"""A matrix of 16 or 32 bits as it came from the checkpoint, as a function."""
+"""An unquantised linear layer: a matrix of 16 or 32 bits as loaded from the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.triton.linear import linear
 
 
 class PlainLinear(PlainWeights):
-    """[T, in] → [T, out]: our own kernel for few rows, the library's for many."""
+    """[T, in] → [T, out]: our own kernel for few rows, cuBLAS for many."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, bias=self.bias)

@@ -1,4 +1,4 @@
-"""Quantised matrices as functions on a GPU: the kernels read the weights as they were packed."""
+"""Quantised linear layers on a GPU; the kernels read the weights in their packed layout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kernels.triton.linear_int4 import linear_int4
 from kernels.triton.linear_int8 import linear_int8
 
 
-class CodedProduct(PlainWeights):
-    """[T, K] → [T, N], like its input. Inputs are not quantised, so it may be fused with the norms around it."""
+class WeightOnlyLinear(PlainWeights):
+    """[T, K] → [T, N], of its input's type. Inputs are not quantised, so it may be fused with the norms around it."""
 
     def __init__(
         self, multiply: Callable[..., torch.Tensor], weight: Int8Weight | Int4Weight, bias: torch.Tensor | None
@@ -27,18 +27,18 @@ class CodedProduct(PlainWeights):
         return self._multiply(x, self.weight, bias=self.bias)
 
 
-def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> CodedProduct:
+def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> WeightOnlyLinear:
     """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    return CodedProduct(linear_int8, weight, bias)
+    return WeightOnlyLinear(linear_int8, weight, bias)
 
 
-def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> CodedProduct:
+def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> WeightOnlyLinear:
     """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    return CodedProduct(linear_int4, weight, bias)
+    return WeightOnlyLinear(linear_int4, weight, bias)
 
 
 class Fp8Linear(PlainWeights):
-    """See `kernels.quantised_linear.bind_fp8`. Without scales inputs are not quantised, so it may be fused too."""
+    """See `kernels.quantised_linear.bind_fp8`. Without input scales inputs are not quantised, so it may be fused too."""
 
     weight: Fp8Weight  # type: ignore[assignment]
 

@@ -1,8 +1,8 @@
 """The operations between projection and attention, in one launch: QK-norm, rotation in place, keys and values into the cache.
 
-A row is one head of one token; a program holds some rows. Everything a row needs is loaded before anything is stored, so a
-decode step pays the memory's latency once. Rows are distributed over threads in the same way for any number of rows: eight
-elements, 16 bytes, per thread. So the sums of QK-norm are the same in every batch.
+A row is one head of one token; a program processes several rows. All loads of a row are issued before any store, so a decode
+step pays the memory latency once. Rows are distributed over threads in the same way for any number of rows: eight elements, 16
+bytes, per thread. So the sums of QK-norm are the same in every batch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fp8_rows import bounded
+from kernels.triton.fp8_rows import clamp_to_e4m3
 from kernels.triton.norm import rms_norm
-from kernels.triton.tuning import power_of_two
 
 TOKENS_MANY = 512
-"""From this many tokens on there are more rows than threads on the card, and a program may hold several rows per thread."""
+"""From this many tokens on there are more rows than threads on the card, and a program processes several rows per thread."""
 ELEMENTS_WARP = 32 * 8
 
 
@@ -43,13 +43,13 @@ def head_tile(num_tokens: int, num_heads: int, num_kv_heads: int, rotary_dim: in
 
 
 @triton.jit
-def _store_to_cache(value, at, scale, mask):
-    """value: float32, stored in the cache's dtype, divided by the scale where there is one."""
+def _store_to_cache(value, pointers, scale, mask):
+    """Stores value (float32), divided by the scale if there is one, in the cache's dtype."""
     if scale is not None:
         value = value / tl.load(scale)
-    if at.dtype.element_ty == tl.float8e4nv:
-        value = bounded(value)
-    tl.store(at, value.to(at.dtype.element_ty), mask=mask)
+    if pointers.dtype.element_ty == tl.float8e4nv:
+        value = clamp_to_e4m3(value)
+    tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -66,36 +66,38 @@ def rope_and_cache_kernel(
     token = (tl.program_id(0) * TILE_TOKENS + row // TILE_HEADS).to(tl.int64)
     first_head = tl.program_id(1) * TILE_HEADS
     head = first_head + row % TILE_HEADS
-    inside = token < num_tokens
-    at_head = qkv + token * qkv_stride + head * HEAD_DIM
+    row_mask = token < num_tokens
+    head_ptrs = qkv + token * qkv_stride + head * HEAD_DIM
     k_scale, v_scale = None, None
     if kv_scales is not None:
         k_scale, v_scale = kv_scales, kv_scales + 1
     if kv_cache is not None:
-        slot = tl.load(slot_mapping + token, mask=inside, other=-1).to(tl.int64)
-        written = (slot >= 0)[:, None]
-        # Values lie behind the keys in the cache as they do in the projection: heads are counted through.
-        at_slot = kv_cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + (head - HEADS) * HEAD_DIM
+        slot = tl.load(slot_mapping + token, mask=row_mask, other=-1).to(tl.int64)
+        slot_mask = (slot >= 0)[:, None]
+        # Values follow keys in the cache as in the projection: one head index serves both.
+        slot_ptrs = (
+            kv_cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + (head - HEADS) * HEAD_DIM
+        )
     if first_head < HEADS + KV_HEADS:
         pair = tl.arange(0, HALF_BLOCK)[None, :]
-        pairs = inside[:, None] & (pair < HALF)
-        first = tl.load(at_head[:, None] + pair, mask=pairs, other=0.0).to(tl.float32)
-        second = tl.load(at_head[:, None] + HALF + pair, mask=pairs, other=0.0).to(tl.float32)
+        pair_mask = row_mask[:, None] & (pair < HALF)
+        first = tl.load(head_ptrs[:, None] + pair, mask=pair_mask, other=0.0).to(tl.float32)
+        second = tl.load(head_ptrs[:, None] + HALF + pair, mask=pair_mask, other=0.0).to(tl.float32)
         # Both halves of a cosine are the same, and the second half of the sine has no sign.
-        cosine = tl.load(cos + token[:, None] * ROTARY + pair, mask=pairs, other=0.0).to(tl.float32)
-        sine = tl.load(sin + token[:, None] * ROTARY + HALF + pair, mask=pairs, other=0.0).to(tl.float32)
+        cosine = tl.load(cos + token[:, None] * ROTARY + pair, mask=pair_mask, other=0.0).to(tl.float32)
+        sine = tl.load(sin + token[:, None] * ROTARY + HALF + pair, mask=pair_mask, other=0.0).to(tl.float32)
         if REST_BLOCK > 0:
-            other = tl.arange(0, REST_BLOCK)[None, :]
-            others = inside[:, None] & (other < HEAD_DIM - ROTARY)
-            rest = tl.load(at_head[:, None] + ROTARY + other, mask=others, other=0.0).to(tl.float32)
+            rest_lane = tl.arange(0, REST_BLOCK)[None, :]
+            rest_mask = row_mask[:, None] & (rest_lane < HEAD_DIM - ROTARY)
+            rest = tl.load(head_ptrs[:, None] + ROTARY + rest_lane, mask=rest_mask, other=0.0).to(tl.float32)
         if q_weight is not None:
             weight = q_weight
             if first_head >= HEADS:
                 weight = k_weight
-            # As many addresses as there are elements: weights arrive where they are needed, with no exchange of threads.
-            at_weight = tl.broadcast_to(weight + pair, [TILE_TOKENS * TILE_HEADS, HALF_BLOCK])
-            first_weight = tl.load(at_weight, mask=pairs, other=0.0).to(tl.float32)
-            second_weight = tl.load(at_weight + HALF, mask=pairs, other=0.0).to(tl.float32)
+            # One address per element: each thread loads the weights it needs, without an exchange between threads.
+            weight_ptrs = tl.broadcast_to(weight + pair, [TILE_TOKENS * TILE_HEADS, HALF_BLOCK])
+            first_weight = tl.load(weight_ptrs, mask=pair_mask, other=0.0).to(tl.float32)
+            second_weight = tl.load(weight_ptrs + HALF, mask=pair_mask, other=0.0).to(tl.float32)
             squares = tl.sum(first * first + second * second, axis=1)
             if REST_BLOCK > 0:
                 squares += tl.sum(rest * rest, axis=1)
@@ -103,23 +105,25 @@ def rope_and_cache_kernel(
             first *= inverse_rms * first_weight
             second *= inverse_rms * second_weight
             if REST_BLOCK > 0:
-                rest *= inverse_rms * tl.load(weight + ROTARY + other, mask=other < HEAD_DIM - ROTARY, other=0.0).to(tl.float32)
-        turned_first = first * cosine - second * sine
-        turned_second = second * cosine + first * sine
-        tl.store(at_head[:, None] + pair, turned_first.to(qkv.dtype.element_ty), mask=pairs)
-        tl.store(at_head[:, None] + HALF + pair, turned_second.to(qkv.dtype.element_ty), mask=pairs)
+                rest *= inverse_rms * tl.load(weight + ROTARY + rest_lane, mask=rest_lane < HEAD_DIM - ROTARY, other=0.0).to(
+                    tl.float32
+                )
+        rotated_first = first * cosine - second * sine
+        rotated_second = second * cosine + first * sine
+        tl.store(head_ptrs[:, None] + pair, rotated_first.to(qkv.dtype.element_ty), mask=pair_mask)
+        tl.store(head_ptrs[:, None] + HALF + pair, rotated_second.to(qkv.dtype.element_ty), mask=pair_mask)
         if REST_BLOCK > 0 and q_weight is not None:
-            tl.store(at_head[:, None] + ROTARY + other, rest.to(qkv.dtype.element_ty), mask=others)
+            tl.store(head_ptrs[:, None] + ROTARY + rest_lane, rest.to(qkv.dtype.element_ty), mask=rest_mask)
         if kv_cache is not None and first_head >= HEADS:
-            _store_to_cache(turned_first, at_slot[:, None] + pair, k_scale, pairs & written)
-            _store_to_cache(turned_second, at_slot[:, None] + HALF + pair, k_scale, pairs & written)
+            _store_to_cache(rotated_first, slot_ptrs[:, None] + pair, k_scale, pair_mask & slot_mask)
+            _store_to_cache(rotated_second, slot_ptrs[:, None] + HALF + pair, k_scale, pair_mask & slot_mask)
             if REST_BLOCK > 0:
-                _store_to_cache(rest, at_slot[:, None] + ROTARY + other, k_scale, others & written)
+                _store_to_cache(rest, slot_ptrs[:, None] + ROTARY + rest_lane, k_scale, rest_mask & slot_mask)
     elif kv_cache is not None:
         column = tl.arange(0, HEAD_BLOCK)[None, :]
-        columns = inside[:, None] & (column < HEAD_DIM)
-        value = tl.load(at_head[:, None] + column, mask=columns, other=0.0).to(tl.float32)
-        _store_to_cache(value, at_slot[:, None] + column, v_scale, columns & written)
+        column_mask = row_mask[:, None] & (column < HEAD_DIM)
+        value = tl.load(head_ptrs[:, None] + column, mask=column_mask, other=0.0).to(tl.float32)
+        _store_to_cache(value, slot_ptrs[:, None] + column, v_scale, column_mask & slot_mask)
 
 
 def rope_and_cache(
@@ -150,16 +154,16 @@ def rope_and_cache(
     element and 4 more for the norm, in float32; rounded once. Tokens beyond T and padding of D and r to powers of two are
     masked. e4m3 needs capability 89.
     """
-    num_tokens, all_heads, head_dim = qkv.shape
-    num_heads = all_heads - 2 * num_kv_heads
+    num_tokens, total_heads, head_dim = qkv.shape
+    num_heads = total_heads - 2 * num_kv_heads
     if num_tokens == 0:
         return
     if q_weight is not None and k_weight is not None and q_weight.shape[0] != head_dim:
-        _norm_together(qkv[:, :num_heads], q_weight, eps)
-        _norm_together(qkv[:, num_heads : num_heads + num_kv_heads], k_weight, eps)
+        _norm_all_heads(qkv[:, :num_heads], q_weight, eps)
+        _norm_all_heads(qkv[:, num_heads : num_heads + num_kv_heads], k_weight, eps)
         q_weight, k_weight = None, None
     tile = head_tile(num_tokens, num_heads, num_kv_heads, rotary_dim)
-    groups = (all_heads if kv_cache is not None else num_heads + num_kv_heads) // tile.heads
+    groups = (total_heads if kv_cache is not None else num_heads + num_kv_heads) // tile.heads
     block_size, strides = (1, (0, 0)) if kv_cache is None else (kv_cache.shape[1], kv_cache.stride()[:2])
     rope_and_cache_kernel[(triton.cdiv(num_tokens, tile.tokens), groups)](
         qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, kv_scales,
@@ -169,8 +173,8 @@ def rope_and_cache(
     )  # fmt: skip
 
 
-def _norm_together(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """heads: [T, heads, D], the heads of a token as one row; in place."""
+def _norm_all_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """RMS-norm of all heads of a token as one row, in place. heads: [T, heads, D]"""
     rows = heads.flatten(1)
     rms_norm(rows, weight, eps, out=rows)
 

@@ -1,7 +1,7 @@
-"""A decode's rotation, its write to the cache and its attention in one launch: one launch fewer per layer in a step of few
-rows, two fewer with one row (`lone_decode`).
+"""A decode's rotation, cache write and attention in one launch: one launch fewer per layer in a step of few rows, two fewer
+with one row (`lone_decode`).
 
-The projection is rotated where it is attended (`newest_token`), in the kernel of attention_decode.py.
+The projection is rotated inside the attention kernel (`newest_token`), that of attention_decode.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def rotated_decode(
 
     qkv: [B, H+2K, D], rows need not be contiguous, not changed; cos, sin, slot_mapping, weights of QK-norm (only [D]), eps and
     rotary_dim as in `rope_and_cache`, everything else as in `paged_decode`, with one row per request. Sources, operations and
-    rounding are theirs; the newest token is attended before those in the cache, with a single row after them. Bytes: theirs,
-    without writing queries and reading them again. Each program rotates the queries of its split; the program of a request's
-    last split writes.
+    rounding are those of the two; the newest token is attended to before the cached ones, or after them with a single row.
+    Bytes: those of the two, without writing queries and reading them again. Each program rotates the queries of its split; the
+    program of a request's last split writes to the cache.
     """
     check_attention(qkv[:, : shape.num_heads], kv_cache, shape)
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)

@@ -1,8 +1,7 @@
-"""The experts of each token in one launch: softmax, the likeliest ones, their weights. Rows of padding get none.
+"""Routes each token to its top-k experts in one launch: softmax, selection, weights. Rows of padding get no expert.
 
-One program chooses for a row, in registers: the largest logit is found and removed, once per choice. Logits are compared as
-integers in the same order, and equal ones are distinguished by their expert's number, so that the choice is the same on every
-card and in every batch.
+One program per row selects in registers: it finds the largest logit and removes it, once per choice. Logits are compared as
+integers of the same order, and ties go to the lower expert, so that the choice is the same on every card and in every batch.
 """
 
 from __future__ import annotations
@@ -11,26 +10,26 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.card_properties import LOG2_E, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.tuning import LOG2_E, power_of_two
 
 WARP_EXPERTS = 512
-"""Experts that one warp holds, 16 per thread; with more there are more warps."""
+"""Experts per warp, 16 per thread."""
 _LOG2_E = tl.constexpr(LOG2_E)
-_TAKEN = tl.constexpr(-(2**31))  # below any converted logit
+_REMOVED = tl.constexpr(-(2**31))  # below any converted logit
 _NAN = tl.constexpr(2**31 - 1)  # above, as in torch's order
 
 
 @triton.jit
 def ordered_bits(value):
-    """Integers in the order of float32: zeros of both signs are equal, NaN is the largest."""
+    """Converts float32 to integers of the same order: zeros of both signs are equal, NaN is the largest."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(value != value, _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def of_ordered_bits(bits):
-    """The float32 that `ordered_bits` made them of."""
+def from_ordered_bits(bits):
+    """The inverse of `ordered_bits`."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -46,29 +45,29 @@ def route_kernel(
     experts, choices = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, CHOSEN_BLOCK)
     is_expert, is_choice = experts < EXPERTS, choices < CHOSEN
     value = tl.load(logits + row * row_stride + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
-    left = tl.where(is_expert, ordered_bits(value), _TAKEN)
-    highest = tl.max(left, 0)
+    remaining = tl.where(is_expert, ordered_bits(value), _REMOVED)
+    max_bits = tl.max(remaining, 0)
     chosen = tl.zeros([CHOSEN_BLOCK], tl.int32)
-    chosen_bits = chosen + highest
+    chosen_bits = chosen + max_bits
     for choice in range(CHOSEN):
-        best = tl.max(left, 0)
-        expert = tl.min(tl.where(left == best, experts, EXPERTS), 0)
-        left = tl.where(experts == expert, _TAKEN, left)
+        best = tl.max(remaining, 0)
+        expert = tl.min(tl.where(remaining == best, experts, EXPERTS), 0)
+        remaining = tl.where(experts == expert, _REMOVED, remaining)
         chosen = tl.where(choices == choice, expert, chosen)
         chosen_bits = tl.where(choices == choice, best, chosen_bits)
-    largest = of_ordered_bits(highest)
-    share = tl.exp2((of_ordered_bits(chosen_bits) - largest) * _LOG2_E)
+    largest = from_ordered_bits(max_bits)
+    numerator = tl.exp2((from_ordered_bits(chosen_bits) - largest) * _LOG2_E)
     if NORMALISED:
-        whole = tl.sum(tl.where(is_choice, share, 0.0), 0)
+        denominator = tl.sum(tl.where(is_choice, numerator, 0.0), 0)
     else:
-        whole = tl.sum(tl.where(is_expert, tl.exp2((value - largest) * _LOG2_E), 0.0), 0)
-    weight = share / whole
+        denominator = tl.sum(tl.where(is_expert, tl.exp2((value - largest) * _LOG2_E), 0.0), 0)
+    weight = numerator / denominator
     if slots is not None:
         is_live = tl.load(slots + row) >= 0
         weight, chosen = tl.where(is_live, weight, 0.0), tl.where(is_live, chosen, EXPERTS)
-    places = row * CHOSEN + choices
-    tl.store(weights + places, weight.to(weights.dtype.element_ty), mask=is_choice)
-    tl.store(expert_ids + places, chosen.to(tl.int64), mask=is_choice)
+    offsets = row * CHOSEN + choices
+    tl.store(weights + offsets, weight.to(weights.dtype.element_ty), mask=is_choice)
+    tl.store(expert_ids + offsets, chosen.to(tl.int64), mask=is_choice)
 
 
 def route_live(
@@ -104,5 +103,5 @@ def route_live(
 
 
 def num_router_warps(block: int) -> int:
-    """For `block` experts, a power of two: each reduction waits for all warps of a program, and a single warp for none."""
+    """For `block` experts, a power of two. As few as possible: with one warp, reductions need no synchronisation."""
     return min(8, max(1, block // WARP_EXPERTS))

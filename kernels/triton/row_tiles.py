@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernels.triton.tuning import power_of_two
+from kernels.triton.card_properties import power_of_two
 
 ELEMENTS_THREAD = 16
-"""Two loads of 16 bytes in flight per thread and tensor: enough to cover the memory's latency with eight programs per
-multiprocessor, and few enough for the registers of eight programs."""
+"""Two loads of 16 bytes in flight per thread and tensor: enough to cover memory latency with eight programs per multiprocessor,
+and few enough for the registers of eight programs."""
 WARPS_MIN, WARPS_MAX = 4, 16
 
 
@@ -24,7 +24,7 @@ class RowTile(NamedTuple):
 
 
 def row_tile(width: int) -> RowTile:
-    """One row per program from 1,025 columns on, several if they are narrower."""
+    """One row per program from 1,025 columns on, several if rows are narrower."""
     block = power_of_two(width)
     rows = max(1, WARPS_MIN * 32 * ELEMENTS_THREAD // block)
     return RowTile(rows, block, min(WARPS_MAX, max(WARPS_MIN, block // (32 * ELEMENTS_THREAD))))

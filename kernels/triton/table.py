@@ -1,8 +1,8 @@
 """The operations on NVIDIA GPUs, as Triton kernels. Imported by `kernels.ops` when such a device is first used.
 
 Torch's own kernels serve layer normalisation and the plain GELUs of encoders, and `route` and `mix_experts`, for mixtures that
-`bind_experts` cannot read. These wait for the host in each layer, which an engine says when it starts. The host uses the chosen
-experts as indices, so passes that only request kernels must get experts that exist.
+`bind_experts` cannot read. These two synchronise with the host in each layer, which an engine reports when it starts. The host
+uses the chosen experts as indices, so passes that only request kernels must get experts that exist.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Token counts for the penalties, on the device: which tokens a request has, and how often it has generated each."""
+"""Token counts for penalties, on the device: which tokens a request contains, and how often it has generated each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def count_tokens_kernel(slots, tokens, counts, num_rows, V, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
     token = tl.load(tokens + row, mask=row < num_rows, other=-1)
-    counted = (slot >= 0) & (token >= 0)
-    place = counts + slot * V + token
-    tl.store(place, (tl.load(place, mask=counted, other=0) | 1) + 2, mask=counted)
+    is_counted = (slot >= 0) & (token >= 0)
+    count_ptrs = counts + slot * V + token
+    tl.store(count_ptrs, (tl.load(count_ptrs, mask=is_counted, other=0) | 1) + 2, mask=is_counted)
 
 
 def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
-from appliance.serving.fleet import DEMO_MODEL
+from appliance.serving.model_builder import DEMO_MODEL
 from tests.support.server import Server, running_server
 
 MODEL = DEMO_MODEL.name

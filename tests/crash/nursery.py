@@ -26,7 +26,7 @@ from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
 from appliance.metering.ledger import recovery
 from appliance.metering.ledger.writer import Ledger
-from appliance.serving import fleet, generations
+from appliance.serving import generations, model_builder
 from appliance.serving.model_folder import ModelFolder
 from tests.crash.points import Notes, Plan, Reaper, arm, watch_lag
 
@@ -168,7 +168,7 @@ def _serve(birth: Birth, descriptor: int) -> None:
         options = ["--fd", str(fd), "--step-s", str(birth.step_s), "--truths", birth.truths]
         return [sys.executable, "-m", "tests.crash.witness_engine", *options]
 
-    fleet.engine_command = engine_command
+    model_builder.engine_command = engine_command
 
     def tell(started: Started) -> None:
         first = started.first_start

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kernels.triton.attention_splits import decode_tiling
+from kernels.triton.card_properties import CARDS, card, power_of_two
 from kernels.triton.gate.compilation import Compilation, Compiled, exponentials_beside_products, faults, touches_early
 from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.gate.machine_code import overwritten_operands
-from kernels.triton.tuning import CARDS, card, power_of_two
 from tests.support.triton_jobs import KERNELS
 
 

@@ -95,17 +95,17 @@ def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 7, 16, 21])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_soft_capped_scores_with_a_scale_of_their_own(window: int | None, kv_heads: int) -> None:
+def test_soft_capped_scores_with_a_custom_scale(window: int | None, kv_heads: int) -> None:
     rows = [(1, 50), (1, 22), (1, 3), (33, 33), (5, 40), (2, 17)]
     shape = AttentionShape(BLOCK_SIZE, 4, kv_heads, 16, sliding_window=window, scale=0.4, softcap=1.5)
     compare_attention(rows, shape)
 
 
-def test_a_scale_of_its_own_without_a_cap() -> None:
+def test_a_custom_scale_without_a_cap() -> None:
     compare_attention([(1, 20), (18, 18), (3, 20)], AttentionShape(BLOCK_SIZE, 4, 2, 16, scale=0.05))
 
 
-def test_capped_scores_in_slices_are_those_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capped_scores_computed_in_slices_equal_those_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.cpu.attention.SCORES_MAX", 4 * 40 * 3)
     compare_attention([(33, 33), (5, 40)], AttentionShape(BLOCK_SIZE, 4, 2, 16, softcap=1.5))
 
@@ -135,12 +135,12 @@ def test_a_chunk_reads_only_the_blocks_that_its_window_shows() -> None:
     assert row.num_keys == 300 - 17 * BLOCK_SIZE
 
 
-def test_a_group_of_decodes_is_cut_where_padding_costs_more_than_a_call() -> None:
+def test_a_group_of_decodes_is_split_where_padding_costs_more_than_a_call() -> None:
     shape = AttentionShape(BLOCK_SIZE, 4, 4, 128)
     planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
     table = list(range(300))
     plan = planner.plan([AttentionRow(table, 1, length) for length in (4095, 4000, 40, 33, 1)])
-    assert [(group.first, group.last) for group in plan.groups] == [(0, 2), (2, 5)]
+    assert [(group.first, group.end) for group in plan.groups] == [(0, 2), (2, 5)]
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])
@@ -206,7 +206,7 @@ def test_a_mixture_of_experts_equals_one_token_and_one_expert_at_a_time(tokens: 
     assert_near(mixed, reference_experts.mix_experts(x, weights, expert_ids, experts))
 
 
-def test_experts_that_nobody_chose_are_not_computed() -> None:
+def test_experts_that_no_token_chose_are_not_computed() -> None:
     def unused(_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("this expert was not chosen")
 

@@ -1,4 +1,4 @@
-"""Decoding 8-bit floats on a CPU: the same numbers as torch's own conversion."""
+"""Decoding 8-bit floats on a CPU: the same values as torch's own conversion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.cpu.fp8_decode import decode_fp8, decode_kv
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_number_of_e4m3_is_decoded_as_torch_does(dtype: torch.dtype) -> None:
+def test_every_e4m3_value_is_decoded_as_by_torch(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     codes = codes[~codes.float().isnan()]
     torch.testing.assert_close(decode_fp8(codes, dtype), codes.to(dtype), rtol=0, atol=0)

@@ -36,8 +36,8 @@ class NoGraph:
 def graphs_of(num_places: int) -> CudaGraphs:
     """Its choice of what is captured and kept, and nothing that a card is needed for."""
     graphs = object.__new__(CudaGraphs)
-    graphs._max_graphs, graphs._places, graphs._graphs, graphs._failed = num_places, GraphEviction(num_places), {}, {}
-    graphs._captured = lambda _: NoGraph()  # type: ignore[method-assign,return-value,assignment]
+    graphs._max_graphs, graphs._eviction, graphs._graphs, graphs._failed = num_places, GraphEviction(num_places), {}, {}
+    graphs._warm_up_and_capture = lambda _: NoGraph()  # type: ignore[method-assign,return-value,assignment]
     return graphs
 
 
@@ -52,7 +52,7 @@ def rows_of(
         places = decode_graphs_kept(max_num_seqs, 0) if num_places is None else num_places
         engine, _parts = make_engine(max_num_seqs, calls=graphs_of(places), max_model_len=max_model_len, budget=budget)
         runner: Any = engine._overlapped._runner  # type: ignore[union-attr]
-        monkeypatch.setattr(runner.steps.decodes.step, "choose", lambda *_: None)
+        monkeypatch.setattr(runner.steps.decodes.step, "sample", lambda *_: None)
         warm_up(runner.steps)
         yield engine
 

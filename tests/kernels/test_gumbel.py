@@ -1,4 +1,4 @@
-"""Gumbel noise from a seed in the kernels equals the engine's, which computes it without torch."""
+"""The keys of the noise that kernels draw with equal those of the engine, which computes them without torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ POSITIONS = (0, 1, 4095, 2**31)
 
 
 def test_kernels_key_a_token_by_the_bits_of_the_engine() -> None:
-    """The SplitMix64 constants stand in both: `engine.sampling.randomness` works on integers, `kernels.gumbel` on tensors."""
+    """The SplitMix64 constants are in both: `engine.sampling.randomness` works on integers, `kernels.gumbel` on tensors."""
     for draw in (0, GUESS, ACCEPT, RESIDUAL):
         for seed in SEEDS:
             streams = torch.tensor([randomness.signed(randomness.stream(seed))] * len(POSITIONS))
-            made = gumbel.keys(streams, torch.tensor(POSITIONS), draw)
-            keys = [randomness.key(seed, position, draw=draw) for position in POSITIONS]
-            assert made.tolist() == [randomness.signed(key) for key in keys]
-            assert gumbel.uniform(made).tolist() == [(key >> 16) / 2.0**48 for key in keys]
+            kernel_keys = gumbel.keys(streams, torch.tensor(POSITIONS), draw)
+            engine_keys = [randomness.key(seed, position, draw=draw) for position in POSITIONS]
+            assert kernel_keys.tolist() == [randomness.signed(key) for key in engine_keys]
+            assert gumbel.uniform(kernel_keys).tolist() == [(key >> 16) / 2.0**48 for key in engine_keys]

@@ -1,4 +1,4 @@
-"""Packed weights equal the checkpoints' layouts bit by bit, and quantised ones approximate the originals."""
+"""Packed weights have exactly the values of the checkpoints' layouts, bit by bit; quantised ones are close to the originals."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_packed_gptq_weights_are_the_checkpoints(
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_gptq_columns_in_the_order_of_activations_are_sorted_and_remembered(group_size: int) -> None:
+def test_gptq_columns_in_the_order_of_activations_are_sorted_and_the_permutation_kept(group_size: int) -> None:
     shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(2)) // group_size
     tensors = random_words(32, 16), random_words(256 // group_size, 2, seed=1), random_scales(256 // group_size, 16)
     packed = pack_gptq(*tensors, shuffled.to(torch.int32), group_size)
@@ -112,7 +112,7 @@ def test_scales_of_another_shape_are_refused() -> None:
         pack_awq(random_words(256, 1), random_words(2, 1), random_scales(3, 8), 128)
 
 
-def test_float32_scales_are_taken_where_sixteen_bits_hold_them_and_refused_otherwise() -> None:
+def test_float32_scales_are_accepted_only_if_16_bits_hold_them_exactly() -> None:
     codes, zeros = torch.zeros(8, 128, dtype=torch.uint8), torch.ones(1, 8, dtype=torch.uint8)
     scales = random_scales(1, 8).float()
     assert torch.equal(reference.dequantise(pack_int4_codes(codes, scales, zeros, 128))[:, 0], -scales[0])
@@ -161,7 +161,7 @@ def test_fp8_weights_are_within_their_three_bits_of_mantissa(per_row: bool) -> N
     assert (error <= weight.abs() * 2**-4 * 1.001 + packed.scales.unsqueeze(1) * 2**-10).all()
 
 
-def test_products_with_quantised_weights_are_products_with_what_they_stand_for() -> None:
+def test_products_with_quantised_weights_equal_products_with_the_dequantised_weights() -> None:
     generator = torch.Generator().manual_seed(3)
     weight, x = torch.randn(6, 64, generator=generator), torch.randn(3, 64, generator=generator)
     int8, int4, fp8, out = pack_int8(weight), pack_int4(weight, 32), pack_fp8(weight), torch.empty(3, 6)

@@ -323,7 +323,7 @@ def test_steps_that_nobody_fetched_are_no_steps_when_that_is_said(card: Card) ->
     for number in range(6):
         steps.launch()
         steps.launch()
-        steps.back.forget()
+        steps.back.mark_unfetched()
         steps.launch()
         assert steps.fetch().tokens() == [13 + 3 * number, 23 + 3 * number]
 

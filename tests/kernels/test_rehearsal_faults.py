@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU no
 
 FOLDERS = "/engine/runner/", "/engine/sampling/", "/kernels/device_words.py", "/kernels/transfer.py"
 ONE_LINE_OF = 3000
-LAUNCHING = ((SlotRunner, "launch"), (SlotRunner, "launch_guesses"), (LaunchedStep, "complete"), (LaunchedStep, "outputs"))
+LAUNCHING = ((SlotRunner, "launch"), (SlotRunner, "launch_verification"), (LaunchedStep, "complete"), (LaunchedStep, "outputs"))
 """What may raise for any reason: the engine computes the step in the plain way."""
 WISHES = ("greedy", "sampled", "stops", "guided", "guided, sampled", "scored", "scored more", "penalised", "two answers")
 
@@ -82,9 +82,9 @@ def failing(numbers: random.Random) -> Iterator[list[str]]:
 
         return run_traced
 
-    make_graph = CudaGraphs._captured
+    make_graph = CudaGraphs._warm_up_and_capture
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(CudaGraphs, "_captured", captured))
+        stack.enter_context(mock.patch.object(CudaGraphs, "_warm_up_and_capture", captured))
         for owner, name in LAUNCHING:
             stack.enter_context(mock.patch.object(owner, name, traced(getattr(owner, name))))
         yield failed

@@ -29,15 +29,15 @@ from bench.gpu.report import document
 from bench.gpu.rows import Row
 from bench.gpu.targets import CHUNKS_ONE_BY_ONE, DIFFERING_PERCENT_MAX, SAME_TOKENS, TARGETS
 from bench.gpu.traffic import BenchRequest
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest
-from engine.runner.chunk_step import ChunkShape, ChunkStep, ToChoose
+from engine.runner.chunk_step import ChunkShape, ChunkStep, SamplingInputs
 from engine.runner.cuda_graphs import CudaGraphs
-from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
+from engine.runner.token_spans import TokenSpan
 from engine.switches import EARLY_LAUNCH
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
@@ -145,7 +145,7 @@ def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(
     sizes: set[int] = set()
     prepare = PagedDecoder.prepare
 
-    def noted(decoder: PagedDecoder, rows: Sequence[InputRow]) -> BatchInputs:
+    def noted(decoder: PagedDecoder, rows: Sequence[TokenSpan]) -> ForwardInputs:
         if all(len(row.token_ids) == 1 for row in rows):
             sizes.add(len(rows))
         return prepare(decoder, rows)
@@ -189,13 +189,13 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
 
         monkeypatch.setattr(CudaGraphs, "_capture", capture_another)
     elif fault == "chunks":
-        to_choose = ChunkStep.to_choose
+        to_choose = ChunkStep.sampling_inputs
 
-        def negated(*given: Any) -> ToChoose:
+        def negated(*given: Any) -> SamplingInputs:
             rows = to_choose(*given)
             return rows._replace(hidden=rows.hidden * -1.0)
 
-        monkeypatch.setattr(ChunkStep, "to_choose", negated)
+        monkeypatch.setattr(ChunkStep, "sampling_inputs", negated)
     else:
         monkeypatch.setattr(SlotState, "advance", cut_off)
     wrong = "3 drawn" if fault == "graphs" else "3 greedy"
@@ -262,10 +262,10 @@ def test_tokens_of_replayed_steps_are_read_behind_their_events(waits: bool, monk
 def test_a_captured_chunk_that_computes_something_else_fails_however_fast_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_choose = ChunkStep.to_choose
+    to_choose = ChunkStep.sampling_inputs
     lines: list[dict[str, Any]] = []
 
-    def negated(*given: Any) -> ToChoose:
+    def negated(*given: Any) -> SamplingInputs:
         rows = to_choose(*given)
         return rows._replace(hidden=rows.hidden * -1.0)
 
@@ -273,7 +273,7 @@ def test_a_captured_chunk_that_computes_something_else_fails_however_fast_it_is(
         context = Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600)
         with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
             serve_chunks.measure_chunk(context, engine, 64)
-            monkeypatch.setattr(ChunkStep, "to_choose", negated)
+            monkeypatch.setattr(ChunkStep, "sampling_inputs", negated)
             serve_chunks.measure_chunk(context, engine, 64)
     right, wrong = (line["row"] for line in lines)
     assert right["error"] == ""
@@ -298,13 +298,13 @@ def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is
 ) -> None:
     lines: list[dict[str, Any]] = []
     captured: list[str] = []
-    capture, name = CudaGraphs._captured, "GPU idle in steady decode, batch 256"
+    capture, name = CudaGraphs._warm_up_and_capture, "GPU idle in steady decode, batch 256"
 
     def noted(graphs: CudaGraphs, function: Callable[[], None]) -> Any:
         captured.append(os.environ.get(EARLY_LAUNCH, "1"))
         return capture(graphs, function)
 
-    monkeypatch.setattr(CudaGraphs, "_captured", noted)
+    monkeypatch.setattr(CudaGraphs, "_warm_up_and_capture", noted)
     monkeypatch.setattr(serve_idle, "measure_idle", without_a_trace)
     with rehearsal(Schedule.EARLY, total_bytes=8 << 30), replace_triton_operations():
         context = Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600)

@@ -207,7 +207,7 @@ def test_graphs_that_are_set_aside_are_captured_anew_and_back_afterwards() -> No
             graphs.run(1, lambda: None)
 
         use(1.0)
-        with graphs.set_aside():
+        with graphs.fresh_graphs():
             use(2.0)
             assert kept.tolist() == [2.0]
         use(3.0)

@@ -1,4 +1,4 @@
-"""Compiled CPU attention over pages against loops: contexts, heads, windows, chunks; the same bits alone."""
+"""Attention over pages, compiled for this processor, against the loops of the reference; and its bits in any batch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_contexts_of_several_chunks_match_the_reference(context: int, window: in
 
 
 @pytest.mark.parametrize("window", [None, 7, 21])
-def test_soft_capped_scores_with_a_scale_of_their_own(window: int | None) -> None:
+def test_soft_capped_scores_with_a_custom_scale(window: int | None) -> None:
     compare(MIXED, AttentionShape(16, 4, 2, 16, sliding_window=window, scale=0.4, softcap=1.5))
     compare(MIXED, AttentionShape(16, 4, 2, 16, sliding_window=window, scale=0.01, softcap=50.0))
 
@@ -106,7 +106,7 @@ def test_a_row_without_context_is_zero() -> None:
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 1), (40, 1), (72, 2)])
-def test_decodes_have_the_same_bits_however_many_threads_share_them(heads: int, kv_heads: int, window: int | None) -> None:
+def test_decodes_have_the_same_bits_with_any_number_of_threads(heads: int, kv_heads: int, window: int | None) -> None:
     shape = AttentionShape(16, heads, kv_heads, 32, sliding_window=window)
     lens = [CHUNK + 5, 3, 0, 40, 1, 1, 0, 77]
     qkv, cache, rows = case([(1, length) for length in lens], shape)
@@ -114,14 +114,14 @@ def test_decodes_have_the_same_bits_however_many_threads_share_them(heads: int, 
     tables = torch.zeros(len(lens), 40, dtype=torch.int32)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row.block_table)] = torch.tensor(row.block_table, dtype=torch.int32)
-    found = []
+    outputs = []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
         out = torch.full_like(queries, math.nan)
         OPERATIONS.paged_decode(queries, cache, tables, torch.tensor(lens, dtype=torch.int32), shape, out=out)
-        found.append(out)
-    assert not found[0].isnan().any()
-    assert all(torch.equal(each, found[0]) for each in found)
+        outputs.append(out)
+    assert not outputs[0].isnan().any()
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -132,14 +132,14 @@ def test_a_query_has_the_same_bits_alone_and_in_any_chunk(heads: int, kv_heads: 
     qkv, cache, (row,) = case([(total, total)], shape)
     whole = attended(qkv, cache, [row], shape)
     for first, end in ((total - 1, total), (CHUNK - 3, CHUNK + 4), (0, 1), (13, 100)):
-        part = AttentionRow(row.block_table, end - first, end)
-        beside = AttentionRow(row.block_table, 1, 40)
-        found = attended(torch.cat((qkv[39:40], qkv[first:end])), cache, [beside, part], shape)
+        chunk = AttentionRow(row.block_table, end - first, end)
+        decode = AttentionRow(row.block_table, 1, 40)
+        found = attended(torch.cat((qkv[39:40], qkv[first:end])), cache, [decode, chunk], shape)
         assert torch.equal(found[1:], whole[first:end])
         assert torch.equal(found[:1], whole[39:40])
 
 
-def test_who_attends_is_chosen_by_the_formats_and_the_heads() -> None:
+def test_formats_and_heads_choose_the_attention_implementation() -> None:
     def planner(head_dim: int, kv_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.float32) -> str:
         shape = AttentionShape(16, 4, 2, head_dim)
         return type(ops.attention_planner(shape, dtype=dtype, device=CPU, kv_dtype=kv_dtype)).__name__

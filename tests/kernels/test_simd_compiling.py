@@ -1,4 +1,4 @@
-"""Compiled CPU kernels are cached in a user's folder, or only for the process if that is impossible."""
+"""The directory of compiled kernels: in the user's cache, or one for this process only if that cannot be written."""
 
 from __future__ import annotations
 
@@ -13,77 +13,73 @@ from kernels.simd import compiling
 
 
 @pytest.fixture(autouse=True)
-def _unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the operator have named no folder."""
+def _without_numba_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator has not chosen a directory."""
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
 
 
-def test_the_first_start_says_that_it_compiles_and_later_ones_do_not(
+def test_the_first_start_logs_that_it_compiles_and_later_ones_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO, "gatehouse.engine"):
-        folder = compiling._folder()
-    assert folder.is_relative_to(tmp_path)
+        directory = compiling.cache_directory()
+    assert directory.is_relative_to(tmp_path)
     assert "once" in caplog.text
     caplog.clear()
-    (folder / "compiled").touch()
+    (directory / "compiled").touch()
     with caplog.at_level(logging.INFO, "gatehouse.engine"):
-        assert compiling._folder() == folder
+        assert compiling.cache_directory() == directory
     assert not caplog.text
 
 
-def test_a_folder_that_the_operator_names_has_one_named_after_the_sources_too(
+def test_the_operators_directory_gets_a_subdirectory_named_after_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numba alone would run what it compiled before an upgrade, where only a function that others call has changed."""
-    named = compiling._folder().name
+    """Numba alone would run code compiled before an upgrade if only a called function has changed."""
+    name = compiling.cache_directory().name
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert compiling._folder() == tmp_path / named
+    assert compiling.cache_directory() == tmp_path / name
 
 
-def test_the_folder_is_named_after_the_constants_that_are_compiled_in_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_directory_name_depends_on_constants_that_are_compiled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(compiling, "__file__", str(tmp_path / "kernels" / "simd" / "compiling.py"))
     Path(compiling.__file__).parent.mkdir(parents=True)
     names = set()
     for farthest in (31, 32):
         (tmp_path / "kernels" / "gumbel.py").write_text(f"FARTHEST = {farthest}")
-        names.add(compiling._folder().name)
+        names.add(compiling.cache_directory().name)
     assert len(names) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_another_one_taken(
+def test_an_unwritable_directory_is_logged_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "gatehouse").touch()  # no folder can be made below it
+    (tmp_path / "gatehouse").touch()  # no directory can be created below it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = compiling._folder()
-    assert folder.is_dir()
-    assert not folder.is_relative_to(tmp_path / "gatehouse")
+    directory = compiling.cache_directory()
+    assert directory.is_dir()
+    assert not directory.is_relative_to(tmp_path / "gatehouse")
     assert "cannot be kept" in caplog.text
 
 
-def test_folders_of_other_versions_are_removed_when_none_has_started_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_of_versions_not_started_for_long_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    own = compiling._folder()
+    current = compiling.cache_directory()
     unused, used, others = (tmp_path / name for name in (f"simd-{'a' * 16}", f"simd-{'b' * 16}", "simd-of-somebody"))
-    for folder in (unused, used, others):
-        folder.mkdir()
-        (folder / "compiled").touch()
+    for directory in (unused, used, others):
+        directory.mkdir()
+        (directory / "compiled").touch()
     long_ago = time.time() - compiling.UNUSED_S - 60
-    for folder in (own, unused, others):
-        os.utime(folder, (long_ago, long_ago))
-    assert compiling._folder() == own
-    assert sorted(tmp_path.iterdir()) == sorted((own, used, others))
-    assert own.stat().st_mtime > time.time() - 600, "a start is a use"
+    for directory in (current, unused, others):
+        os.utime(directory, (long_ago, long_ago))
+    assert compiling.cache_directory() == current
+    assert sorted(tmp_path.iterdir()) == sorted((current, used, others))
+    assert current.stat().st_mtime > time.time() - 600, "a start is a use"
 
 
-def test_a_folder_that_cannot_be_removed_stops_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_removed_does_not_stop_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError("not yours")
 
@@ -92,5 +88,5 @@ def test_a_folder_that_cannot_be_removed_stops_no_start(tmp_path: Path, monkeypa
     unused.mkdir()
     os.utime(unused, (0, 0))
     monkeypatch.setattr(Path, "rename", refused)
-    compiling._folder()
+    compiling.cache_directory()
     assert unused.is_dir()

@@ -14,7 +14,7 @@ from kernels.reference import elementwise as reference_elementwise
 from kernels.reference import norm as reference_norm
 from kernels.reference import rope_and_cache as reference_rope
 from kernels.simd import table as simd_table
-from kernels.simd.linear import COLUMNS, COLUMNS_WIDEST, DEPTH, OUTPUTS_WIDEST
+from kernels.simd.linear import COLUMNS, DEPTH, WIDE_COLUMNS, WIDE_OUTPUTS_MIN
 from kernels.simd.threads import WORK_PER_THREAD, pool
 
 OPERATIONS = simd_table.OPERATIONS
@@ -36,9 +36,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_work_is_shared_as_far_as_it_is_worth_it_and_torch_allows(threads: int) -> None:
-    assert pool().threads(2 * WORK_PER_THREAD - 1) == 1
-    assert pool().threads(100 * WORK_PER_THREAD) == threads
+def test_the_number_of_threads_follows_the_work_up_to_torchs_limit(threads: int) -> None:
+    assert pool().num_threads(2 * WORK_PER_THREAD - 1) == 1
+    assert pool().num_threads(100 * WORK_PER_THREAD) == threads
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 15, 16, 17, 33])
@@ -50,8 +50,8 @@ def test_work_is_shared_as_far_as_it_is_worth_it_and_torch_allows(threads: int) 
         (COLUMNS + 1, 33),
         (3 * COLUMNS - 1, 257),
         (640, 130),
-        (OUTPUTS_WIDEST, 65),
-        (OUTPUTS_WIDEST + COLUMNS_WIDEST - 1, 18),
+        (WIDE_OUTPUTS_MIN, 65),
+        (WIDE_OUTPUTS_MIN + WIDE_COLUMNS - 1, 18),
     ],
 )
 def test_a_product_equals_its_definition(num_rows: int, outputs: int, columns: int, threads: int) -> None:
@@ -62,9 +62,9 @@ def test_a_product_equals_its_definition(num_rows: int, outputs: int, columns: i
     torch.testing.assert_close(OPERATIONS.pack_linear(weight, bias)(x), expected + bias, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("outputs", [COLUMNS + 5, OUTPUTS_WIDEST + 5])
+@pytest.mark.parametrize("outputs", [COLUMNS + 5, WIDE_OUTPUTS_MIN + 5])
 @pytest.mark.parametrize("num_rows", [7, 11, 30])
-def test_a_product_with_more_columns_than_are_passed_at_a_time(outputs: int, num_rows: int, threads: int) -> None:
+def test_a_product_with_more_columns_than_are_processed_at_a_time(outputs: int, num_rows: int, threads: int) -> None:
     torch.manual_seed(2)
     weight, x = torch.randn(outputs, 2 * DEPTH + 3), torch.randn(num_rows, 2 * DEPTH + 3)
     expected = (x.double() @ weight.double().T).float()
@@ -135,7 +135,7 @@ def test_a_gate_is_right_from_end_to_end_and_keeps_nan() -> None:
     ("heads", "kv_heads", "size", "rotary_dim"), [(4, 2, 64, 64), (5, 1, 80, 32), (2, 2, 12, 12), (3, 1, 96, 96)]
 )
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
-def test_queries_and_keys_turn_and_the_cache_gets_its_slots_only(
+def test_queries_and_keys_are_rotated_and_only_their_slots_are_written(
     tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int, norm: str, threads: int
 ) -> None:
     torch.manual_seed(6)
@@ -145,13 +145,13 @@ def test_queries_and_keys_turn_and_the_cache_gets_its_slots_only(
     slots = torch.randperm(160)[:tokens]
     slots[0] = -1
     cache = torch.full((10, 16, 2, kv_heads, size), SENTINEL)
-    kind: dict[str, Any] = {"num_kv_heads": kv_heads, "rotary_dim": rotary_dim, "eps": 1e-5}
+    options: dict[str, Any] = {"num_kv_heads": kv_heads, "rotary_dim": rotary_dim, "eps": 1e-5}
     if norm != "none":
         widths = (size, size) if norm == "head" else (heads * size, kv_heads * size)
-        kind |= {"q_weight": torch.randn(widths[0]), "k_weight": torch.randn(widths[1])}
+        options |= {"q_weight": torch.randn(widths[0]), "k_weight": torch.randn(widths[1])}
     expected, expected_cache = qkv.clone(), cache.clone()
-    reference_rope.rope_and_cache(expected, cos, sin, expected_cache, slots, **kind)
-    OPERATIONS.rope_and_cache(qkv, cos, sin, cache, slots, **kind)
+    reference_rope.rope_and_cache(expected, cos, sin, expected_cache, slots, **options)
+    OPERATIONS.rope_and_cache(qkv, cos, sin, cache, slots, **options)
     assert_near(qkv, expected)
     assert_near(cache, expected_cache)
 

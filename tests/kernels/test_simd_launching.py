@@ -1,4 +1,4 @@
-"""A sequence of operations has the bits of single calls, for any number of rows, and omits none."""
+"""Recorded sequences: the bits of operations that are called one by one, for any number of rows, and none left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Layers:
-    """Three layers with every operation that a sequence may hold, the last numbers of each row in the cache."""
+    """Three layers with every operation that a sequence may hold; each row's newest keys and values go to the cache."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -63,22 +63,22 @@ def inputs(num_rows: int) -> list[torch.Tensor]:
 
 def test_a_sequence_gives_the_bits_of_its_operations_for_any_number_of_rows() -> None:
     layers, x = Layers(), torch.zeros(MAX_ROWS, HIDDEN)
-    room = [torch.zeros(MAX_ROWS, *each.shape[1:], dtype=each.dtype) for each in inputs(MAX_ROWS)]
+    buffers = [torch.zeros(MAX_ROWS, *each.shape[1:], dtype=each.dtype) for each in inputs(MAX_ROWS)]
     sequence, cache = OperationSequence(MAX_ROWS), layers.cache.clone()
     with sequence.recording():
-        found = layers(x, room, sequence)
-    assert torch.equal(layers.cache, cache), "what is put down is not run"
+        result = layers(x, buffers, sequence)
+    assert torch.equal(layers.cache, cache), "recorded operations are not run"
     for num_rows in (MAX_ROWS, 1, 7, 16, 2, MAX_ROWS):
-        x[:] = room[0][:] = math.nan  # of rows that are not asked for
+        x[:] = buffers[0][:] = math.nan  # for rows that are not requested
         x[:num_rows] = torch.randn(num_rows, HIDDEN)
-        for kept, given in zip(room, inputs(num_rows), strict=True):
-            kept[:num_rows] = given
+        for buffer, value in zip(buffers, inputs(num_rows), strict=True):
+            buffer[:num_rows] = value
         before = layers.cache.clone()
         expected = layers(x[:num_rows].clone(), inputs(num_rows))
         after = layers.cache.clone()
         layers.cache.copy_(before)
         sequence.run(num_rows)
-        assert torch.equal(found[:num_rows], expected)
+        assert torch.equal(result[:num_rows], expected)
         assert torch.equal(layers.cache, after)
 
 
@@ -86,13 +86,13 @@ def test_a_sequence_follows_the_number_of_torchs_threads() -> None:
     x, weight = torch.randn(8, 64), torch.ones(64)
     sequence = OperationSequence(8)
     with sequence.recording():
-        found = OPERATIONS.rms_norm(x, weight, 1e-5)
+        result = OPERATIONS.rms_norm(x, weight, 1e-5)
     before = torch.get_num_threads()
     for threads in (2, 1, 2):
         torch.set_num_threads(threads)
-        found.fill_(math.nan)
+        result.fill_(math.nan)
         sequence.run(8)
-        assert torch.equal(found, OPERATIONS.rms_norm(x, weight, 1e-5))
+        assert torch.equal(result, OPERATIONS.rms_norm(x, weight, 1e-5))
     torch.set_num_threads(before)
 
 
@@ -110,19 +110,19 @@ def test_what_torch_computes_between_operations_is_refused_and_nothing_is_record
     assert torch.isfinite(OPERATIONS.rms_norm(x, weight, 1e-5)).all()
 
 
-def test_layers_take_the_memory_of_those_before_the_last_one() -> None:
+def test_a_layer_reuses_the_memory_of_the_layer_before_the_last_one() -> None:
     x, weight = torch.randn(4, 32), torch.ones(32)
-    sequence, places = OperationSequence(4), []
+    sequence, addresses = OperationSequence(4), []
     with sequence.recording():
         for _ in range(4):
             sequence.next_layer()
             x = OPERATIONS.rms_norm(x, weight, 1e-5)
-            places.append(x.data_ptr())
-    assert places[0] == places[2] != places[1] == places[3]
+            addresses.append(x.data_ptr())
+    assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
 
 
-def test_what_was_made_before_the_first_layer_stays_for_all_of_them() -> None:
-    """Rotations, say, also where a record beside this one had large tensors in these places."""
+def test_tensors_made_before_the_first_layer_are_kept_for_all_layers() -> None:
+    """Rotations, for example, also if a record that shares the buffers had larger tensors there."""
     x, weight, wide, wide_weight = torch.randn(4, 32), torch.ones(32), torch.randn(4, 64), torch.ones(64)
     first = OperationSequence(4)
     sequences = first, first.sharing_buffers(4)
@@ -137,23 +137,23 @@ def test_what_was_made_before_the_first_layer_stays_for_all_of_them() -> None:
         assert torch.equal(again, OPERATIONS.rms_norm(OPERATIONS.rms_norm(x, weight, 1e-5), weight, 1e-5))
 
 
-def test_sequences_beside_each_other_take_the_same_memory_and_each_gives_its_own_results() -> None:
+def test_sequences_that_share_buffers_use_the_same_memory_and_give_their_own_results() -> None:
     x, weight = torch.randn(4, 32), torch.ones(32)
     first = OperationSequence(4)
     with first.recording():
-        found = OPERATIONS.rms_norm(x, weight, 1e-5)
+        first_result = OPERATIONS.rms_norm(x, weight, 1e-5)
     wider, weights = torch.randn(4, 64), torch.ones(64)
     second = first.sharing_buffers(4)
     with second.recording():
-        inner = OPERATIONS.rms_norm(wider, weights, 1e-5)  # larger than what stood in its place
-        found_wider = OPERATIONS.rms_norm(inner, weights, 1e-5)
+        inner = OPERATIONS.rms_norm(wider, weights, 1e-5)  # larger than the tensor before in this buffer
+        wider_result = OPERATIONS.rms_norm(inner, weights, 1e-5)
     third = second.sharing_buffers(4)
     with third.recording():
         again = OPERATIONS.rms_norm(x, weight, 1e-5)
     assert again.data_ptr() == inner.data_ptr()
     for _ in range(2):
-        for sequence, result, rows, ones in ((first, found, x, weight), (third, again, x, weight)):
+        for sequence, result, rows, ones in ((first, first_result, x, weight), (third, again, x, weight)):
             sequence.run(4)
             assert torch.equal(result, OPERATIONS.rms_norm(rows, ones, 1e-5))
         second.run(4)
-        assert torch.equal(found_wider, OPERATIONS.rms_norm(OPERATIONS.rms_norm(wider, weights, 1e-5), weights, 1e-5))
+        assert torch.equal(wider_result, OPERATIONS.rms_norm(OPERATIONS.rms_norm(wider, weights, 1e-5), weights, 1e-5))

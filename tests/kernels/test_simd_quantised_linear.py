@@ -1,4 +1,4 @@
-"""Compiled CPU products with 8- and 4-bit weights against an element-wise decoder."""
+"""Products with weights in 8 and 4 bits, compiled for this processor, against the reference that reads single elements."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from kernels.quantised_weights import Fp8Weight, pack_fp8, pack_int4, pack_int4_codes, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
-from kernels.simd.coded_panels import DEPTH
-from kernels.simd.coded_tiles import PANEL
 from kernels.simd.fp8_linear import bind_fp8
 from kernels.simd.int4_linear import bind_int4
 from kernels.simd.int8_linear import bind_int8
 from kernels.simd.linear import pack_linear
+from kernels.simd.quantised_panels import DEPTH
+from kernels.simd.quantised_tiles import PANEL
 from kernels.simd.tiles import ROWS
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
@@ -35,7 +35,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def bound(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Kernel, Kernel]:
+def product_and_reference(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Kernel, Kernel]:
     """The product of a format and its reference."""
     if name == "int8":
         int8 = pack_int8(weight)
@@ -52,8 +52,8 @@ def rows_of(count: int, columns: int) -> torch.Tensor:
     return rows
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -63,7 +63,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 def test_a_product_equals_its_reference(name: str, outputs: int, columns: int, threads: int) -> None:
     torch.manual_seed(outputs)
     for bias in (None, torch.randn(outputs)):
-        multiply, expected = bound(name, torch.randn(outputs, columns), bias)
+        multiply, expected = product_and_reference(name, torch.randn(outputs, columns), bias)
         for count in (1, 2, ROWS // 2, ROWS // 2 + 1, ROWS - 1, ROWS, ROWS + 1, 5 * ROWS + 1):
             x = rows_of(count, columns)
             assert_close(multiply(x), expected(x))
@@ -88,12 +88,12 @@ def test_reordered_columns_and_zero_points_of_sixteen_match_the_reference(group_
     assert_close(bind_int4(weight, None)(x), reference.linear_int4(x, weight))
 
 
-def test_every_number_of_e4m3_is_multiplied_as_itself() -> None:
+def test_every_e4m3_value_is_multiplied_exactly() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
     weight = Fp8Weight(codes, torch.ones(1))
-    found = bind_fp8(weight, None)(torch.ones(1, 1))[0]
+    products = bind_fp8(weight, None)(torch.ones(1, 1))[0]
     finite = ~codes[:, 0].float().isnan()
-    assert torch.equal(found[finite], codes[finite, 0].float())
+    assert torch.equal(products[finite], codes[finite, 0].float())
 
 
 @pytest.mark.parametrize("num_scales", [1, 40])
@@ -102,17 +102,17 @@ def test_inputs_in_e4m3_come_with_a_scale_of_each_row_or_of_all(num_scales: int)
     weight, bias, x = pack_fp8(torch.randn(40, 96), per_row=num_scales > 1), torch.randn(40), rows_of(5, 96)
     values, scales = quantize_rows_fp8(x)
     for x_scales in (scales, torch.tensor([0.01])):
-        found = bind_fp8(weight, bias)(values, x_scales=x_scales, out_dtype=torch.float32)
+        actual = bind_fp8(weight, bias)(values, x_scales=x_scales, out_dtype=torch.float32)
         expected = reference.linear_fp8(values, weight, x_scales=x_scales, out_dtype=torch.float32, bias=bias)
-        assert_close(found, expected)
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("columns", [300, DEPTH + 100])
 def test_a_row_has_the_same_bits_in_any_batch(name: str, columns: int, threads: int) -> None:
-    """Weights are decoded in registers for few rows, once and kept for many, DEPTH columns at a time."""
+    """Weights are decoded in registers for few rows, once and stored for many, DEPTH columns at a time."""
     torch.manual_seed(5)
-    multiply, _ = bound(name, torch.randn(PANEL + 9, columns), torch.randn(PANEL + 9))
+    multiply, _ = product_and_reference(name, torch.randn(PANEL + 9, columns), torch.randn(PANEL + 9))
     x = rows_of(512, columns)
     one_by_one = torch.cat([multiply(row[None]) for row in x])
     for count in (*range(2, 65), 128, 512):
@@ -121,7 +121,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, columns: int, threads: 
 
 @pytest.mark.parametrize("group_size", [32, 128, 384, -1])
 @pytest.mark.parametrize("count", [1, ROWS, 5 * ROWS + 3])
-def test_weights_of_four_bits_have_the_bits_of_float32_ones_that_are_what_they_stand_for(group_size: int, count: int) -> None:
+def test_int4_products_have_the_bits_of_float32_products_of_the_dequantised_weights(group_size: int, count: int) -> None:
     torch.manual_seed(7)
     columns = DEPTH + 96
     groups = 1 if group_size == -1 else -(-columns // group_size)
@@ -133,20 +133,20 @@ def test_weights_of_four_bits_have_the_bits_of_float32_ones_that_are_what_they_s
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
-def test_results_have_the_type_of_the_inputs_which_are_left_alone(name: str, dtype: torch.dtype) -> None:
+def test_results_have_the_dtype_of_the_inputs_which_are_not_changed(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(6)
-    multiply, expected = bound(name, torch.randn(40, 64), None)
+    multiply, expected = product_and_reference(name, torch.randn(40, 64), None)
     x = rows_of(3, 128).to(dtype)[:, ::2]
     before = x.clone()
-    found = multiply(x)
-    assert found.dtype is dtype
-    assert_close(found, expected(x), ROUNDED[dtype])
+    actual = multiply(x)
+    assert actual.dtype is dtype
+    assert_close(actual, expected(x), ROUNDED[dtype])
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_not_finite_stays_in_its_row_and_no_rows_give_none(name: str) -> None:
-    multiply, _ = bound(name, torch.ones(PANEL + 16, 32), None)
+def test_non_finite_inputs_affect_only_their_row_and_no_rows_give_no_rows(name: str) -> None:
+    multiply, _ = product_and_reference(name, torch.ones(PANEL + 16, 32), None)
     for odd, count in product((math.nan, math.inf), (2, 5 * ROWS)):
         for row in {1, count - 1}:
             x = torch.ones(count, 32)

@@ -1,4 +1,4 @@
-"""Compiled CPU sampling gives the definition's tokens, for any options and number of threads."""
+"""Sampling in compiled vectors: exactly the tokens of the definition, with any settings and any number of threads."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"repetition": 0.7, "frequency": 0.4, "presence": -0.3, "top_p": 0.9},
     {"frequency": 1.5, "rule": 0},
     {"rule": 1, "temperature": 0.0},
-    {"held": [0, 3], "temperature": 0.0},
-    {"held": [1], "rule": 1, "presence": 2.0, "top_k": 7},
-    {"held": [1], "rule": 1, "repetition": 1.2, "typical_p": 0.7},
+    {"suppressed": [0, 3], "temperature": 0.0},
+    {"suppressed": [1], "rule": 1, "presence": 2.0, "top_k": 7},
+    {"suppressed": [1], "rule": 1, "repetition": 1.2, "typical_p": 0.7},
 ]
 VOCABS = (1, LANES - 1, LANES, 129, 4093)
 
@@ -77,9 +77,9 @@ def columns_of(settings: list[dict[str, Any]], vocab_size: int) -> SamplingColum
         columns.repetition[slot] = each.get("repetition", 1.0)
         columns.frequency[slot], columns.presence[slot] = each.get("frequency", 0.0), each.get("presence", 0.0)
         columns.rules[slot] = each.get("rule", -1)
-        columns.min_tokens_until[slot] = 9 if "held" in each else 0
-        for place, token_id in enumerate(token_id for token_id in each.get("held", ()) if token_id < vocab_size):
-            columns.suppressed_ids[slot, place] = token_id
+        columns.min_tokens_until[slot] = 9 if "suppressed" in each else 0
+        for index, token_id in enumerate(token_id for token_id in each.get("suppressed", ()) if token_id < vocab_size):
+            columns.suppressed_ids[slot, index] = token_id
     return columns
 
 
@@ -90,22 +90,22 @@ def compare(
     positions: torch.Tensor,
     masks: torch.Tensor | None = None,
 ) -> list[int]:
-    """The tokens, which must be the definition's and torch's."""
+    """The tokens; they must equal those of the definition and of torch."""
     before = logits.clone()
-    found: list[int] = sampling.sample(logits, slots, positions, columns, masks=masks).tolist()
+    tokens: list[int] = sampling.sample(logits, slots, positions, columns, masks=masks).tolist()
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0)), "the logits were changed"
-    assert found == torch_sampling.sample(logits, slots, positions, columns, masks=masks).tolist()
-    assert found == reference.sample(logits, slots, positions, columns, masks=masks).tolist()
-    return found
+    assert tokens == torch_sampling.sample(logits, slots, positions, columns, masks=masks).tolist()
+    assert tokens == reference.sample(logits, slots, positions, columns, masks=masks).tolist()
+    return tokens
 
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
 @pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_whatever_a_row_asks_for_it_gets_the_token_of_its_definition(vocab_size: int, spread: float) -> None:
+def test_rows_with_any_settings_get_the_tokens_of_the_definition(vocab_size: int, spread: float) -> None:
     columns, count = columns_of(SETTINGS, vocab_size), len(SETTINGS)
     generator = torch.Generator().manual_seed(1)
     wide = torch.full((count, vocab_size + 5), math.nan)
-    logits = wide[:, :vocab_size]  # rows that lie apart, poison between them
+    logits = wide[:, :vocab_size]  # strided rows with poison between them
     for step in range(3):
         logits.copy_(torch.randn(count, vocab_size, generator=generator) * spread)
         slots = torch.randperm(count, generator=generator).int()
@@ -114,7 +114,7 @@ def test_whatever_a_row_asks_for_it_gets_the_token_of_its_definition(vocab_size:
         assert compare(logits, columns, slots, positions)[step] == NO_TOKEN
 
 
-def test_equal_logits_stand_or_fall_together() -> None:
+def test_equal_logits_are_kept_or_dropped_together() -> None:
     settings: list[dict[str, Any]] = [
         {"top_k": 3},
         {"top_p": 0.5},
@@ -141,8 +141,8 @@ def test_zeros_of_either_sign_are_equal() -> None:
         compare(logits, columns, torch.arange(3, dtype=torch.int32), torch.full((3,), step))
 
 
-def test_a_mask_leaves_what_it_allows_and_forbidding_hides_no_failure() -> None:
-    settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.7}, {"held": [3]}, {"rule": 1}]
+def test_a_mask_keeps_allowed_tokens_and_does_not_hide_failures() -> None:
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.7}, {"suppressed": [3]}, {"rule": 1}]
     settings.append({"typical_p": 0.6})
     columns = columns_of(settings, 70)
     generator = torch.Generator().manual_seed(3)
@@ -153,8 +153,8 @@ def test_a_mask_leaves_what_it_allows_and_forbidding_hides_no_failure() -> None:
         assert masks[row, token_id // 32] >> token_id % 32 & 1
     masks[0], masks[1:, 0] = 0, ~8
     logits[2:4, 3], logits[4, 3], logits[5, 3] = math.nan, math.inf, -math.inf
-    found = compare(logits, columns, slots, slots.long(), masks)
-    assert [token_id == NO_TOKEN for token_id in found] == [True, False, True, True, True, False, False]
+    tokens = compare(logits, columns, slots, slots.long(), masks)
+    assert [token_id == NO_TOKEN for token_id in tokens] == [True, False, True, True, True, False, False]
 
 
 def test_a_row_without_a_finite_largest_logit_has_no_token_and_leaves_the_others_alone() -> None:
@@ -162,25 +162,25 @@ def test_a_row_without_a_finite_largest_logit_has_no_token_and_leaves_the_others
     columns = columns_of(settings, 300)
     logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(4))
     logits[0:5, 130], logits[5:10, 299], logits[10:15] = math.nan, math.inf, -math.inf
-    found = compare(logits, columns, torch.arange(20, dtype=torch.int32) % 5, torch.full((20,), 5))
-    assert [token_id == NO_TOKEN for token_id in found] == [True] * 15 + [False] * 5
+    tokens = compare(logits, columns, torch.arange(20, dtype=torch.int32) % 5, torch.full((20,), 5))
+    assert [token_id == NO_TOKEN for token_id in tokens] == [True] * 15 + [False] * 5
 
 
-def test_fewer_tokens_than_top_k_asks_for_are_all_that_there_are() -> None:
+def test_top_k_keeps_all_tokens_if_there_are_fewer_than_k() -> None:
     columns = columns_of([{"top_k": 9}, {"top_k": 9, "top_p": 0.9}, {"top_k": 9, "typical_p": 0.99}], 200)
     logits = torch.full((3, 200), -math.inf)
     logits[:, [3, 77, 150]] = torch.tensor([1.0, 2.0, 0.5])
-    found = [compare(logits, columns, torch.tensor([0, 1, 2], dtype=torch.int32), torch.full((3,), at)) for at in range(20)]
-    assert {row[0] for row in found} == {3, 77, 150}
+    tokens = [compare(logits, columns, torch.tensor([0, 1, 2], dtype=torch.int32), torch.full((3,), at)) for at in range(20)]
+    assert {row[0] for row in tokens} == {3, 77, 150}
 
 
-def test_more_threads_than_there_is_room_for_leave_the_work_to_the_others() -> None:
+def test_threads_without_workspace_leave_the_work_to_the_others() -> None:
     columns, slots = columns_of(SETTINGS, 40), torch.arange(len(SETTINGS), dtype=torch.int32)
     logits = torch.randn(len(SETTINGS), 40, generator=torch.Generator().manual_seed(5))
-    room = torch.full((2, 3, 40), math.nan)
+    workspace = torch.full((2, 3, 40), math.nan)
     expected = torch_sampling.sample(logits, slots, slots, columns).tolist()
-    assert sampling.sample(logits, slots, slots, columns, workspace=room[:1]).tolist() == expected
-    assert bool(room[1].isnan().all())
+    assert sampling.sample(logits, slots, slots, columns, workspace=workspace[:1]).tolist() == expected
+    assert bool(workspace[1].isnan().all())
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
@@ -189,8 +189,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     slots = torch.zeros(4000, dtype=torch.int32)
     chosen = sampling.sample(logits, slots, torch.arange(4000), columns)
     assert torch.equal(chosen, torch_sampling.draw(logits, columns.scale[:1].expand(4000), keys(columns, 4000)))
-    shares = torch.bincount(chosen, minlength=4) / 4000
-    assert shares.tolist() == pytest.approx([0.5, 0.25, 0.2, 0.05], abs=0.025)
+    frequencies = torch.bincount(chosen, minlength=4) / 4000
+    assert frequencies.tolist() == pytest.approx([0.5, 0.25, 0.2, 0.05], abs=0.025)
 
 
 def keys(columns: SamplingColumns, count: int) -> torch.Tensor:

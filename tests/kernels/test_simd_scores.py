@@ -28,9 +28,9 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def table_of(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
-    made = Guarded((len(tokens), scores.width(num_top)), torch.int64, CPU)
-    score_tokens(logits, tokens, num_top, out=made.tensor)
-    return made.check()
+    guarded = Guarded((len(tokens), scores.width(num_top)), torch.int64, CPU)
+    score_tokens(logits, tokens, num_top, out=guarded.tensor)
+    return guarded.check()
 
 
 @pytest.mark.parametrize("num_top", [1, 5, 20])
@@ -48,8 +48,8 @@ def test_numbers_ranks_and_likeliest_tokens_are_those_of_the_whole_table(vocab_s
     expected, ranks = reference.token_logprobs(logits, ids)
     assert torch.equal(table[:, 0].int(), ranks)
     assert torch.equal(table[:, 1 : 2 + num_top], ids)
-    found = table[:, 2 + num_top :].contiguous().view(torch.float64).float()
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6, equal_nan=True)
+    logprobs = table[:, 2 + num_top :].contiguous().view(torch.float64).float()
+    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=2e-6, equal_nan=True)
 
 
 def test_of_equal_logits_the_first_are_the_likeliest_and_share_their_rank() -> None:
@@ -59,7 +59,7 @@ def test_of_equal_logits_the_first_are_the_likeliest_and_share_their_rank() -> N
     assert table[0, :6].tolist() == [2, LANES + 1, 2 * LANES + 1, 0, 1, 2]
 
 
-def test_tokens_that_cannot_come_and_rows_that_failed_have_a_table_all_the_same() -> None:
+def test_impossible_tokens_and_failed_rows_have_a_table_too() -> None:
     logits = torch.full((3, 40), -math.inf)
     logits[0, 7], logits[1, 3] = 2.0, math.nan
     logits[2] = torch.arange(40.0)

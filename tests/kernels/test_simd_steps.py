@@ -1,4 +1,4 @@
-"""Compiled CPU operations between slots and layers against their definition, with guarded outputs."""
+"""Operations of a decode step between slots and layers, in compiled vectors, against their definitions; guarded outputs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("rows", [[0], [6, 2, 0], [3, 1, 4, 5, 6, 0, 2], [-1, 2, -1, 4, -1], [-1]])
-def test_rows_are_made_from_their_slots(rows: list[int], block_size: int) -> None:
-    slots, held = torch.tensor(rows, dtype=torch.int32), state([1, 15, 16, 17, 33, 96, 2], CPU)
-    made = prepared(OPERATIONS, slots, held, block_size)  # type: ignore[arg-type]
-    for name, expected in prepared(reference_inputs, slots, held, block_size).items():
-        assert torch.equal(made[name], expected), name
+def test_rows_are_prepared_from_their_slots(rows: list[int], block_size: int) -> None:
+    slots, slot_state = torch.tensor(rows, dtype=torch.int32), state([1, 15, 16, 17, 33, 96, 2], CPU)
+    inputs = prepared(OPERATIONS, slots, slot_state, block_size)  # type: ignore[arg-type]
+    for name, expected in prepared(reference_inputs, slots, slot_state, block_size).items():
+        assert torch.equal(inputs[name], expected), name
 
 
 def test_a_position_beyond_the_table_is_not_written_and_an_empty_slot_is_empty() -> None:
-    made = prepared(OPERATIONS, torch.tensor([0, 1, 2], dtype=torch.int32), state([97, 0, 96], CPU))  # type: ignore[arg-type]
-    assert made["slot_mapping"].tolist()[:2] == [-1, -1]
-    assert made["slot_mapping"].tolist()[2] >= 0
-    assert made["context_lens"].tolist() == [97, 0, 96]
-    assert made["block_tables"][1].tolist() == [-5] * (COLUMNS + 2)
+    inputs = prepared(OPERATIONS, torch.tensor([0, 1, 2], dtype=torch.int32), state([97, 0, 96], CPU))  # type: ignore[arg-type]
+    assert inputs["slot_mapping"].tolist()[:2] == [-1, -1]
+    assert inputs["slot_mapping"].tolist()[2] >= 0
+    assert inputs["context_lens"].tolist() == [97, 0, 96]
+    assert inputs["block_tables"][1].tolist() == [-5] * (COLUMNS + 2)
 
 
 @pytest.mark.parametrize("rows", [[0], [6, 2, 0], [-1, 2, -1, 4, -1], [-1]])
@@ -47,11 +47,11 @@ def test_sampled_tokens_become_the_last_of_their_slots(rows: list[int]) -> None:
     slots, sampled = torch.tensor(rows, dtype=torch.int32), torch.arange(100, 100 + len(rows))
     sampled[-1] = -1  # no token could be drawn
     out = Guarded((len(rows),), torch.int64, CPU)
-    made, expected = (tuple(part.clone() for part in state([3] * NUM_SLOTS, CPU)[:2]) for _ in "ab")
-    OPERATIONS.advance_slots(slots, sampled, *made, out=out.tensor)
+    actual, expected = (tuple(part.clone() for part in state([3] * NUM_SLOTS, CPU)[:2]) for _ in "ab")
+    OPERATIONS.advance_slots(slots, sampled, *actual, out=out.tensor)
     reference_inputs.advance_slots(slots, sampled, *expected)
     assert torch.equal(out.check(), sampled)
-    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -62,14 +62,14 @@ def test_rows_are_looked_up(hidden: int, dtype: torch.dtype) -> None:
         expected = reference_embedding.embed(ids, table, multiplier=multiplier)
         assert torch.equal(OPERATIONS.embed(ids, table, multiplier=multiplier), expected)
     angles = table[:, None]
-    made = OPERATIONS.rotation_rows(angles, -angles, ids)
+    actual = OPERATIONS.rotation_rows(angles, -angles, ids)
     expected_rows = reference_embedding.rotation_rows(angles, -angles, ids)
-    assert all(torch.equal(one, other) for one, other in zip(made, expected_rows, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected_rows, strict=True))
     assert OPERATIONS.embed(ids[:0], table).shape == (0, hidden)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 130])
-def test_generated_tokens_are_counted_where_they_stand(rows: int) -> None:
+def test_generated_tokens_are_counted_in_their_slots(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     slots = torch.randperm(rows + 2, generator=generator)[:rows].int()
     tokens = torch.randint(-1, 37, (rows,), generator=generator)

@@ -21,7 +21,7 @@ import triton.language as tl  # noqa: E402
 
 from kernels.triton import attention_decode as decode  # noqa: E402
 from kernels.triton import attention_splits as splits  # noqa: E402
-from kernels.triton.tuning import CARDS, card  # noqa: E402
+from kernels.triton.card_properties import CARDS, card  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)
@@ -99,7 +99,7 @@ def test_every_head_size_matches_the_reference(head_dim: int, device: torch.devi
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_ratio_of_query_to_key_heads_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
     Batch([37, 5], AttentionShape(BLOCK, *heads, 16), device).compare()
 
 
@@ -170,10 +170,10 @@ def test_registers_are_left_for_all_programs_over_an_fp8_cache(number: int, rows
         (8, 128, 90, (64, 4, 4)), (8, 64, 90, (128, 4, 4)), (8, 256, 100, (32, 4, 4)), (8, 128, 89, (64, 4, 2)),
     ],
 )  # fmt: skip
-def test_tiles_over_an_fp8_cache_are_short_for_few_queries_and_where_a_thread_would_lack_registers(
+def test_tiles_over_an_fp8_cache_are_short_for_few_queries_and_where_registers_would_not_suffice(
     rows: int, head_dim: int, number: int, expected: tuple[int, int, int]
 ) -> None:
-    """Tokens of a tile, warps, programs of a multiprocessor. A split stays what the workspace has room for."""
+    """expected: tokens per tile, warps, programs per multiprocessor. The split, which sizes the workspace, does not change."""
     tiling = splits.decode_tiling(head_dim, 1, rows, number, 4)
     assert (tiling.tile, tiling.num_warps, tiling.programs) == expected
     assert tiling.split == splits.decode_tiling(head_dim, 1, 1, number).split
@@ -190,7 +190,7 @@ def test_tiles_over_an_fp8_cache_are_short_for_few_queries_and_where_a_thread_wo
 def test_few_queries_over_an_fp8_cache_are_columns_of_its_products(
     heads: tuple[int, int, int], query_len: int, window: int | None, device: torch.device
 ) -> None:
-    """Up to eight of a key head, be they heads or guesses; those of nine heads are rows."""
+    """Up to eight queries per KV head, from heads or guesses; the queries of nine heads are rows."""
     shape = AttentionShape(BLOCK, *heads, sliding_window=window)
     is_columns = splits.tile_rows(shape, query_len, 1) == splits.COLUMNS_MAX
     assert is_columns == (splits.query_rows(shape, query_len) <= splits.COLUMNS_MAX)
@@ -212,23 +212,23 @@ def test_drafts_of_large_groups_of_heads_over_an_fp8_cache_match_the_reference(
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 21])
-def test_guesses_see_what_is_before_them_and_no_more(window: int | None, device: torch.device) -> None:
+def test_guesses_attend_to_earlier_tokens_only(window: int | None, device: torch.device) -> None:
     shape = replace(SHAPE, sliding_window=window)
     Batch([4, 70, 17, 130], shape, device, query_lens=[4, 1, 3, 4]).compare()
 
 
-def grouped(rows: list[tuple[int, int]], together: int) -> list[tuple[int, int, int]]:
+def grouped(rows: list[tuple[int, int]], group_size: int) -> list[tuple[int, int, int]]:
     """rows: (rows, length of the context of the last one) of each request → (request, rows, length) of its groups"""
     groups = []
     for request, (count, length) in enumerate(rows):
-        for first in range(0, count, together):
-            last = min(first + together, count)
+        for first in range(0, count, group_size):
+            last = min(first + group_size, count)
             groups.append((request, last - first, length and length - (count - last)))
     return groups
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("together", [4, 8])
+@pytest.mark.parametrize("group_size", [4, 8])
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize(
     "rows",
@@ -240,12 +240,12 @@ def grouped(rows: list[tuple[int, int]], together: int) -> list[tuple[int, int, 
     ids=["with and without guesses", "padding", "more padding"],
 )
 def test_rows_in_groups_have_what_each_has_alone(
-    rows: list[tuple[int, int]], window: int | None, together: int, device: torch.device
+    rows: list[tuple[int, int]], window: int | None, group_size: int, device: torch.device
 ) -> None:
-    """Groups of one request read its blocks; padding sees nothing; two groups of the launch have no rows."""
+    """Groups of one request share its blocks; padding has no visible keys; two groups of the launch have no rows."""
     shape, num_rows = replace(SHAPE, sliding_window=window), sum(count for count, _ in rows)
     batch = Batch([length for _, length in rows], shape, device, query_lens=[count for count, _ in rows])
-    groups = grouped(rows, together)
+    groups = grouped(rows, group_size)
     tables = batch.tables[[request for request, _, _ in groups] + [0, 0]]
     lens = torch.tensor([length for _, _, length in groups] + [0, 0], dtype=torch.int32, device=device)
     ends = [*accumulate(count for _, count, _ in groups), num_rows, num_rows]
@@ -256,27 +256,27 @@ def test_rows_in_groups_have_what_each_has_alone(
     out = Guarded(tuple(batch.q.shape), torch.float32, device)
     decode.paged_decode(
         batch.q, batch.cache, tables, lens, shape,
-        query_starts=starts, max_query_len=together, out=out.tensor, workspace=workspace,
+        query_starts=starts, max_query_len=group_size, out=out.tensor, workspace=workspace,
     )  # fmt: skip
     owners = [request for request, (count, _) in enumerate(rows) for _ in range(count)]
-    seen = [max(0, length - behind) for count, length in rows for behind in reversed(range(count))]
-    own_lens = torch.tensor(seen, dtype=torch.int32, device=device)
+    visible_lens = [max(0, length - num_later) for count, length in rows for num_later in reversed(range(count))]
+    own_lens = torch.tensor(visible_lens, dtype=torch.int32, device=device)
     assert_near(out.check(), reference.paged_decode(batch.q, batch.cache, batch.tables[owners], own_lens, shape), "attention")
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_dtype", "number", "together"),
+    ("heads", "kv_dtype", "number", "group_size"),
     [
         ((32, 8, 128), torch.bfloat16, 90, 8), ((16, 8, 128), FP8, 90, 8), ((8, 8, 128), FP8, 90, 8),
         ((64, 8, 128), torch.bfloat16, 90, 4), ((28, 4, 128), torch.bfloat16, 90, 4), ((32, 8, 128), FP8, 90, 4),
         ((32, 8, 128), torch.bfloat16, 80, 4), ((64, 4, 128), FP8, 90, 4), ((32, 8, 64), FP8, 90, 8), ((14, 2, 64), FP8, 90, 4),
     ],
 )  # fmt: skip
-def test_as_many_queries_are_attended_together_as_leave_room_for_a_second_program(
-    heads: tuple[int, int, int], kv_dtype: torch.dtype, number: int, together: int, monkeypatch: pytest.MonkeyPatch
+def test_groups_are_as_large_as_two_programs_per_multiprocessor_allow(
+    heads: tuple[int, int, int], kv_dtype: torch.dtype, number: int, group_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "capability", lambda _: number)
-    assert splits.max_verify_group(AttentionShape(BLOCK, *heads), kv_dtype, torch.device("cpu")) == together
+    assert splits.max_verify_group(AttentionShape(BLOCK, *heads), kv_dtype, torch.device("cpu")) == group_size
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -294,16 +294,16 @@ def test_a_row_has_the_same_bits_in_any_batch(device: torch.device) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("query_lens", [None, [4, 1, 3, 4, 1]])
-def test_which_program_does_a_split_changes_no_bit(
+def test_which_program_computes_a_split_changes_no_bit(
     query_lens: list[int] | None, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One program for each key head does all of them in turn, and there are enough for one each."""
+    """With one program per KV head, which computes all splits in turn, and with one per split."""
     batch = Batch([130, 1, 70, 257, 33], replace(SHAPE, sliding_window=window), device, query_lens=query_lens)
-    found = []
+    outputs = []
     for number in (1, 64):
         monkeypatch.setattr(decode, "multiprocessors", lambda _, number=number: number)
-        found.append(batch.actual())
-    assert_same(*found)
+        outputs.append(batch.actual())
+    assert_same(*outputs)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -318,77 +318,81 @@ def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> N
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def shares_kernel(context_lens, query_starts, shares, num_requests, card_groups, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What each group of programs would do: first request, first split, number of splits."""
+def schedule_kernel(context_lens, query_starts, schedules, num_requests, resident_groups, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores the part of each group of programs: first request, first split, number of splits."""
     group, num_groups = tl.program_id(0), tl.num_programs(0)
     request, split, count = splits.schedule(
-        context_lens, query_starts, num_requests, group, num_groups, card_groups, 0, 1, 64, 128, REQUESTS
+        context_lens, query_starts, num_requests, group, num_groups, resident_groups, 0, 1, 64, 128, REQUESTS
     )
-    tl.store(shares + group * 3, request)
-    tl.store(shares + group * 3 + 1, split)
-    tl.store(shares + group * 3 + 2, count)
+    tl.store(schedules + group * 3, request)
+    tl.store(schedules + group * 3 + 1, split)
+    tl.store(schedules + group * 3 + 2, count)
 
 
 def split_length(length: int, split: int) -> int:
-    """Tokens of the splits of a request of this length, before they are made alike; `split` at least."""
-    return split * next((times for times, most in ((1, 4), (2, 16), (4, 128)) if length <= most * split), 8)
+    """Tokens per split of a request of this length, at least `split`, before splits are equalised."""
+    return split * next((factor for factor, splits_max in ((1, 4), (2, 16), (4, 128)) if length <= splits_max * split), 8)
 
 
-def cut(length: int, card_groups: int) -> list[int]:
-    """Tiles of 64 tokens in each split of a request of this length, splits being at least 128 tokens."""
+def split_tiles(length: int, resident_groups: int) -> list[int]:
+    """Tiles of 64 tokens in each split of a request of this length, with splits of at least 128 tokens."""
     count = max(1, -(-length // split_length(length, 128)))
-    if length > 2048 and count >= card_groups:
-        count -= count % card_groups
+    if length > 2048 and count >= resident_groups:
+        count -= count % resident_groups
     tiles = max(1, -(-length // (64 * count)))
     return [tiles] * max(1, -(-length // (64 * tiles)))
 
 
-@pytest.mark.parametrize("card_groups", [1, 49])
+@pytest.mark.parametrize("resident_groups", [1, 49])
 @pytest.mark.parametrize("num_absent", [0, 20])
 @pytest.mark.parametrize(
     "lengths",
     [[131072, *[4096] * 31], [4096] * 64, [1025] * 50, [1] * 40, [0, 0, 700, 0], list(range(1, 3000, 97)), [1000]],
     ids=["one long", "uniform", "odd", "ones", "padding", "all sorts", "alone"],
 )
-def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
-    lengths: list[int], num_absent: int, card_groups: int, device: torch.device
+def test_every_split_is_scheduled_once_and_the_load_is_balanced(
+    lengths: list[int], num_absent: int, resident_groups: int, device: torch.device
 ) -> None:
-    """Requests without a query have no part in it."""
+    """Requests without queries have no splits."""
     num_groups = 49
     lens = torch.tensor(lengths + [0] * num_absent, dtype=torch.int32, device=device)
     ends = [*range(1, len(lengths) + 1), *[len(lengths)] * num_absent]
     starts = torch.tensor([0, *ends], dtype=torch.int32, device=device) if num_absent else None
-    shares = torch.full((num_groups, 3), -1, dtype=torch.int32, device=device)
-    shares_kernel[(num_groups,)](lens, starts, shares, len(lens), card_groups, REQUESTS=128)
-    cuts = [cut(length, card_groups) for length in lengths]
-    every = [(request, split, tiles + 1) for request, each in enumerate(cuts) for split, tiles in enumerate(each)]
-    place, costs = 0, []
-    for request, split, count in shares.tolist():
+    schedules = torch.full((num_groups, 3), -1, dtype=torch.int32, device=device)
+    schedule_kernel[(num_groups,)](lens, starts, schedules, len(lens), resident_groups, REQUESTS=128)
+    tiles_by_request = [split_tiles(length, resident_groups) for length in lengths]
+    all_splits = [
+        (request, split, tiles + 1)
+        for request, request_tiles in enumerate(tiles_by_request)
+        for split, tiles in enumerate(request_tiles)
+    ]
+    position, costs = 0, []
+    for request, split, count in schedules.tolist():
         if count:
-            assert (request, split) == every[place][:2]
-        costs.append(sum(cost for _, _, cost in every[place : place + count]))
-        place += count
-    assert place == len(every)
-    assert max(costs) < sum(costs) / num_groups + max(cost for _, _, cost in every)
+            assert (request, split) == all_splits[position][:2]
+        costs.append(sum(cost for _, _, cost in all_splits[position : position + count]))
+        position += count
+    assert position == len(all_splits)
+    assert max(costs) < sum(costs) / num_groups + max(cost for _, _, cost in all_splits)
 
 
 @pytest.mark.parametrize("length", [50_176, 65_536, 100_352, 131_072])
-def test_alone_a_long_request_loads_the_groups_of_a_card_alike(length: int) -> None:
-    """The busiest group's tiles against its share, which would be 1.5 times that at 64k with all splits of sixteen tiles."""
+def test_a_single_long_request_is_balanced_over_the_card(length: int) -> None:
+    """The busiest group has at most 1.15 times the mean load; with splits of sixteen tiles throughout, 1.5 times at 64k."""
     groups = 49
-    tiles = cut(length, groups)
+    tiles = split_tiles(length, groups)
     assert -(-len(tiles) // groups) * tiles[0] <= 1.15 * length / 64 / groups
 
 
-def test_the_bytes_of_a_workspace_are_those_it_takes(device: torch.device) -> None:
+def test_workspace_bytes_are_those_allocated(device: torch.device) -> None:
     workspace = splits.decode_workspace(SHAPE, 3, 70, torch.float16, device)
-    taken = sum(tensor.numel() * tensor.element_size() for tensor in workspace)
-    assert taken == splits.workspace_bytes(SHAPE, 3, 70, torch.float16, device)
+    allocated = sum(tensor.numel() * tensor.element_size() for tensor in workspace)
+    assert allocated == splits.workspace_bytes(SHAPE, 3, 70, torch.float16, device)
 
 
 def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
     split = 128
-    edges = [times * split + more for times in (4, 16, 64, 128) for more in (0, 1)]
+    edges = [factor * split + extra for factor in (4, 16, 64, 128) for extra in (0, 1)]
     for length in [*range(1, 140 * split, 61), *edges, 131_072]:
         assert -(-length // split_length(length, split)) <= splits.max_splits(length, split)
         assert splits.max_splits(length, split) <= splits.max_splits(length + 1, split)
@@ -397,10 +401,8 @@ def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
 @pytest.mark.parametrize("number", CARDS)
 @pytest.mark.parametrize("kv_bytes", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_beyond_a_window_a_split_has_room_for_the_queries_that_are_attended_together(
-    head_dim: int, kv_bytes: int, number: int
-) -> None:
-    """The first token that any of them sees begins in the middle of a tile."""
+def test_beyond_a_window_a_split_has_room_for_a_group_of_queries(head_dim: int, kv_bytes: int, number: int) -> None:
+    """The first visible token of the group may be in the middle of a tile."""
     tiling = splits.decode_tiling(head_dim, kv_bytes, 16, number)
     assert (tiling.tile - 1) + (splits.SPLIT_QUERIES[-1] - 1) <= tiling.split
 
@@ -415,7 +417,7 @@ def test_an_empty_batch_gives_nothing(device: torch.device) -> None:
 @pytest.mark.parametrize("window", [None, 512])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_the_memory_plan_knows_the_workspace(
+def test_the_memory_plan_matches_the_workspace(
     head_dim: int, dtype: torch.dtype, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (80, 89, 90, 100):

@@ -20,7 +20,7 @@ interpret_without_gpu()
 from kernels.triton import attention_prefill as prefill  # noqa: E402
 from kernels.triton.attention_decode import paged_decode  # noqa: E402
 from kernels.triton.attention_splits import DecodeWorkspace, decode_workspace  # noqa: E402
-from kernels.triton.tuning import CARDS  # noqa: E402
+from kernels.triton.card_properties import CARDS  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)
@@ -30,14 +30,14 @@ Rows = list[tuple[int, int]]  # (query_len, context_len)
 
 @pytest.fixture(params=[(16, 32), (64, 32)], ids=["tiles of 16", "tiles of 64"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sizes of tiles for whatever chunks, and no splitting of short ones."""
+    """Both tile sizes for all chunks, without splitting short ones."""
     rows, keys = request.param
     monkeypatch.setattr(prefill, "prefill_tiling", lambda *_: prefill.PrefillTiling(rows, keys, num_warps=4, num_stages=2))
     monkeypatch.setattr(prefill, "SPLIT_QUERIES", ())
 
 
 class Chunks:
-    """Chunks of prompts in a poisoned cache, their queries in a poisoned projection, behind `before` rows of nobody."""
+    """Chunks of prompts in a poisoned cache, their queries in a poisoned projection, after `unused_rows` rows of no request."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class Chunks:
         *,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
-        before: int = 0,
+        unused_rows: int = 0,
     ) -> None:
-        self.shape, self.dtype, self.before = shape, dtype, before
+        self.shape, self.dtype, self.unused_rows = shape, dtype, unused_rows
         lengths = [context_len for _, context_len in rows]
         tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        starts = [*accumulate((query_len for query_len, _ in rows), initial=before)]
+        starts = [*accumulate((query_len for query_len, _ in rows), initial=unused_rows)]
         self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
         self.max_query_len = max(query_len for query_len, _ in rows)
         queries = normal(starts[-1], shape.num_heads * shape.head_dim, dtype=dtype, device=device)
@@ -68,9 +68,9 @@ class Chunks:
         given = (self.q, self.cache, self.tables, self.query_starts, self.context_lens, self.shape)
         sizes: dict[str, Any] = {"max_query_len": self.max_query_len, "kv_scales": kv_scales}
         prefill.paged_prefill(*given, **sizes, out=out.tensor, workspace=workspace)
-        expected = reference.paged_prefill(*given, **sizes)[self.before :]
-        assert_near(out.check()[self.before :], expected, "attention")
-        assert out.tensor[: self.before].isnan().all(), "rows of nobody were written"
+        expected = reference.paged_prefill(*given, **sizes)[self.unused_rows :]
+        assert_near(out.check()[self.unused_rows :], expected, "attention")
+        assert out.tensor[: self.unused_rows].isnan().all(), "unused rows were written"
 
 
 @pytest.mark.usefixtures("tiles")
@@ -80,9 +80,9 @@ def test_first_and_later_chunks_equal_the_loops(rows: Rows, device: torch.device
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("before", [1, 8, 33, 70])
-def test_rows_before_the_first_chunk_stay_as_they_are(before: int, device: torch.device) -> None:
-    Chunks([(17, 17), (2, 16), (40, 90)], SHAPE, device, before=before).compare()
+@pytest.mark.parametrize("unused_rows", [1, 8, 33, 70])
+def test_unused_rows_before_the_first_chunk_are_not_written(unused_rows: int, device: torch.device) -> None:
+    Chunks([(17, 17), (2, 16), (40, 90)], SHAPE, device, unused_rows=unused_rows).compare()
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -92,7 +92,7 @@ def test_every_head_size_matches_the_reference(head_dim: int, device: torch.devi
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (7, 1)])
-def test_every_ratio_of_query_to_key_heads_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
     Chunks([(18, 37), (5, 5)], AttentionShape(BLOCK, *heads, 16), device).compare()
 
 
@@ -140,7 +140,7 @@ def test_an_fp8_cache_matches_the_reference_with_and_without_scales(
 def test_short_chunks_over_long_contexts_are_split_like_decodes_where_there_is_room(
     room: int | None, bytes_max: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """room: rows of the workspace, for 13"""
+    """room: rows of the workspace, of which 13 are needed"""
     monkeypatch.setattr(prefill, "SPLIT_BYTES_MAX", bytes_max)
     split = mock.Mock(wraps=paged_decode)
     monkeypatch.setattr(prefill, "paged_decode", split)
@@ -162,16 +162,16 @@ def test_the_tiles_of_an_h200_and_of_an_l40_equal_the_loops(device: torch.device
 @pytest.mark.parametrize("rows", [1, 16, 20, 4096])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_of_float32_fit_the_smallest_card(head_dim: int, rows: int) -> None:
-    """Queries and a weight for each pair, and two tiles of keys and of values on their way."""
+    """Queries, weights, and two tiles each of keys and of values in flight."""
     for number in CARDS:
         tiling = prefill.prefill_tiling(head_dim, 4, rows, windowed=False, capability=number)
-        held = 4 * (tiling.rows * (head_dim + tiling.keys) + 2 * tiling.num_stages * tiling.keys * head_dim)
-        assert held <= CARDS[number].shared_bytes_max
+        shared_bytes = 4 * (tiling.rows * (head_dim + tiling.keys) + 2 * tiling.num_stages * tiling.keys * head_dim)
+        assert shared_bytes <= CARDS[number].shared_bytes_max
 
 
 @pytest.mark.usefixtures("tiles")
-def test_how_a_prompt_is_cut_changes_no_bit(device: torch.device) -> None:
-    """Cut where a query keeps its place in a tile: the interpreter's matrix product, unlike a GPU's, minds the place."""
+def test_how_a_prompt_is_chunked_changes_no_bit(device: torch.device) -> None:
+    """Chunks where a query keeps its row of a tile: the interpreter's matrix product, unlike a GPU's, depends on the row."""
     whole = Chunks([(75, 115)], SHAPE, device)
     given = (whole.cache, whole.tables)
     together = prefill.paged_prefill(whole.q, *given, whole.query_starts, whole.context_lens, SHAPE, max_query_len=75)

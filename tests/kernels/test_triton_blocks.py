@@ -40,7 +40,7 @@ def test_blocks_of_all_layers_are_copied(kernels: ModuleType, dtype: torch.dtype
 
 @BOTH
 @DTYPES
-def test_what_is_staged_comes_back_to_other_blocks(kernels: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
+def test_staged_blocks_are_scattered_to_other_blocks(kernels: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
     made, before = caches(dtype, device), caches(dtype, device)
     staging = Guarded((4, LAYERS, *BLOCK_SHAPE), dtype, device)
     expected = poisoned(4, LAYERS, *BLOCK_SHAPE, dtype=dtype, device=device)
@@ -65,8 +65,8 @@ def test_a_block_longer_than_a_program_is_moved_whole(monkeypatch: pytest.Monkey
         assert_same(one, other)
 
 
-def test_blocks_may_lie_apart(device: torch.device) -> None:
-    """As they do where one pool holds several layers."""
+def test_blocks_may_be_strided(device: torch.device) -> None:
+    """As in a pool that holds several layers."""
     pool = normal(NUM_BLOCKS, LAYERS, *BLOCK_SHAPE, dtype=torch.float32, device=device)
     expected = pool.clone()
     triton_blocks.copy_blocks([pool[:, layer] for layer in range(LAYERS)], ids(4, device=device), ids(0, device=device))
@@ -87,7 +87,7 @@ def test_no_blocks_are_no_work(kernels: ModuleType, device: torch.device) -> Non
 
 def test_blocks_that_cannot_be_moved_in_words_are_refused(device: torch.device) -> None:
     one = ids(0, device=device)
-    with pytest.raises(AssertionError, match="no multiple of 16"):
+    with pytest.raises(AssertionError, match="not a multiple of 16"):
         triton_blocks.copy_blocks([torch.zeros(4, 3, device=device)], one, one)
-    with pytest.raises(AssertionError, match="one kind at a time"):
+    with pytest.raises(AssertionError, match="same layout"):
         triton_blocks.copy_blocks([torch.zeros(4, 4, device=device), torch.zeros(4, 8, device=device)], one, one)

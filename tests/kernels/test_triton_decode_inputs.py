@@ -22,7 +22,7 @@ OUTPUTS = {
 
 
 def state(lengths: list[int], device: torch.device, *, columns: int = COLUMNS) -> tuple[torch.Tensor, ...]:
-    """last_tokens, num_tokens, slot_tables of slots of these lengths; what no context reaches is an id that no pool has."""
+    """last_tokens, num_tokens, slot_tables of slots of these lengths; entries beyond a context are ids that no pool has."""
     tables = torch.full((len(lengths), columns), 2**30, dtype=torch.int32)
     generator = torch.Generator().manual_seed(4)
     for slot, length in enumerate(lengths):
@@ -107,7 +107,7 @@ def test_more_rows_than_a_program_holds(kernels: ModuleType, device: torch.devic
 
 @BOTH
 def test_steps_leave_their_tokens_for_the_host_in_turn(kernels: ModuleType, device: torch.device) -> None:
-    """Steps of several sizes, one of nothing but padding, and one with more rows than the kernel takes at once."""
+    """Steps of several sizes, one of padding alone, and one with more rows than the kernel advances per iteration."""
     steps = [[3], [0, 5, -1, 4], [-1, -1], [*range(299)], [2, -1], [6, 1, 3], [5]]
     found, expected = (state([3] * 300, device)[:2] for _ in "ab")
     guards = [Guarded((3, 301), torch.int64, device) for _ in "ab"]

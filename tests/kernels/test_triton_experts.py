@@ -36,7 +36,7 @@ def chosen(num_tokens: int, num_experts: int, num_chosen: int, device: torch.dev
 
 
 def aligned(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    """Matrices that begin on 16 bytes, whatever their width, with NaN behind each row."""
+    """Matrices aligned to 16 bytes, whatever their width, with NaN after each row."""
     rows = (normal(*shape, dtype=dtype, device=device, seed=seed) * 0.3).flatten(0, 1)
     padded = padded_rows(rows, -(-shape[2] // 8) * 8 + 8)
     return padded.as_strided(shape, (shape[1] * padded.stride(0), padded.stride(0), 1))
@@ -81,12 +81,12 @@ def test_the_mixture_of_a_few_tokens_matches_the_reference(
     assert_near(out.check(), expected, "matmul", scale=float(expected.abs().max()) * 2)
 
 
-@pytest.mark.parametrize("rows_each", [16, 32, 64, 128])
+@pytest.mark.parametrize("tokens_per_expert", [16, 32, 64, 128])
 def test_every_tile_of_a_crowded_expert_matches_the_reference(
-    rows_each: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tokens_per_expert: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles for `rows_each` tokens an expert, with all tokens at one expert and then none at another."""
-    sized = group_tiles(rows_each, 90, gated=True)
+    """Tiles for `tokens_per_expert`; nearly all tokens choose one expert, and none chooses the first."""
+    sized = group_tiles(tokens_per_expert, 90, gated=True)
     monkeypatch.setattr(kernel, "group_tiles", lambda *_, **__: sized)
     num_tokens = sized.block_m + 3
     expert_ids = torch.tensor([[1]] * (num_tokens - 2) + [[2]] * 2, device=device)
@@ -94,7 +94,7 @@ def test_every_tile_of_a_crowded_expert_matches_the_reference(
     x = normal(num_tokens, 40, dtype=torch.float32, device=device)
     gate_up = aligned(3, 18, 40, dtype=torch.float32, device=device, seed=1)
     down = aligned(3, 40, 9, dtype=torch.float32, device=device, seed=2)
-    gate_up[0] = down[0] = float("nan")  # nobody chose it, so nobody may read it
+    gate_up[0] = down[0] = float("nan")  # no token chose it, so no program may read it
     mix = bind_experts(gate_up.unbind(), down.unbind(), "silu")
     assert mix is not None
     mixed = mix(x, weights, expert_ids)
@@ -156,16 +156,16 @@ def test_experts_in_codes_are_the_experts_that_their_codes_stand_for(
 
 
 @pytest.mark.parametrize("packer", ["int8", "int4"])
-@pytest.mark.parametrize("rows_each", [16, 32, 64, 128])
+@pytest.mark.parametrize("tokens_per_expert", [16, 32, 64, 128])
 def test_every_tile_of_a_crowded_quantised_expert_matches_the_reference(
-    rows_each: int, packer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tokens_per_expert: int, packer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above, and the scales of the expert that nobody chose are poisoned."""
+    """As above, and the scales of the expert that no token chose are poisoned."""
     pack = PACKERS[packer]
     for module, name in ((kernel, "group_tiles"), (experts_int4, "group_int4_tiles")):
-        sized = {gated: getattr(module, name)(rows_each, 90, gated=gated) for gated in (False, True)}
+        sized = {gated: getattr(module, name)(tokens_per_expert, 90, gated=gated) for gated in (False, True)}
         monkeypatch.setattr(module, name, lambda *_, gated, sized=sized: sized[gated])
-    num_tokens = rows_each + 3
+    num_tokens = tokens_per_expert + 3
     expert_ids = torch.tensor([[1]] * (num_tokens - 2) + [[2]] * 2, device=device)
     weights = normal(num_tokens, 1, dtype=torch.float16, device=device, seed=5)
     x = normal(num_tokens, 64, dtype=torch.float16, device=device)

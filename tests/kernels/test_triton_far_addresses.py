@@ -1,6 +1,6 @@
-"""Kernels reach what lies more than 2³¹ numbers behind the beginning of a tensor, where an index of 32 bits ends.
+"""Kernels address elements more than 2³¹ beyond the start of a tensor, where 32-bit offsets overflow.
 
-What a call gives is the same wherever its rows and blocks lie; only the pages that it touches take memory.
+The result of a call is the same wherever its rows and blocks are; only the pages that it touches are allocated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kernels.triton.token_counts import count_tokens  # noqa: E402
 
 FAR = 2**31
 LARGE_VOCABULARY = 262_208
-MAP_NORESERVE = 0x4000  # of Linux: nothing is set aside for pages that nobody touches
+MAP_NORESERVE = 0x4000  # of Linux: no swap is reserved for pages that are not touched
 SHAPE = AttentionShape(16, 4, 2, 64)
 BLOCK_SHAPE = (SHAPE.block_size, 2, SHAPE.num_kv_heads, SHAPE.head_dim)
 
@@ -47,8 +47,8 @@ def untouched(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.frombuffer(memory, dtype=torch.uint8, offset=before).view(dtype).view(shape)
 
 
-def apart(rows: torch.Tensor) -> torch.Tensor:
-    """rows: [R, …] → the same values as a view whose last row begins FAR elements behind the first."""
+def far_apart(rows: torch.Tensor) -> torch.Tensor:
+    """rows: [R, …] → the same values as a view whose last row begins FAR elements after the first."""
     stride = -(-FAR // (rows.shape[0] - 1) // 64) * 64
     memory = untouched(stride * (rows.shape[0] - 1) + rows[0].numel(), dtype=rows.dtype, device=rows.device)
     far = memory.as_strided(rows.shape, (stride, *rows.stride()[1:]))
@@ -57,7 +57,7 @@ def apart(rows: torch.Tensor) -> torch.Tensor:
 
 
 def far_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A cache that ends with these blocks, and the first one's number, all beyond FAR elements."""
+    """→ a cache that ends with these blocks, all of them beyond FAR elements, and the number of the first"""
     first = FAR // blocks[0].numel() + 1
     cache = untouched(first + blocks.shape[0], *blocks.shape[1:], dtype=blocks.dtype, device=blocks.device)
     cache[first:] = blocks
@@ -70,7 +70,7 @@ def integers(*numbers: int, device: torch.device, dtype: torch.dtype = torch.int
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kernels", [attention_decode, invariant_attention])
-def test_decodes_look_at_far_blocks(kernels: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
+def test_decodes_read_far_blocks(kernels: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
     near = normal(3, *BLOCK_SHAPE, dtype=torch.float32, device=device).to(dtype)
     far, first = far_blocks(near)
     tables, lengths = integers(2, 0, 1, device=device).view(1, 3), integers(41, device=device)
@@ -81,19 +81,19 @@ def test_decodes_look_at_far_blocks(kernels: ModuleType, dtype: torch.dtype, dev
 
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("kernels", [attention_prefill, invariant_attention])
-def test_chunks_look_at_far_blocks_for_far_queries(kernels: ModuleType, window: int | None, device: torch.device) -> None:
+def test_chunks_read_far_blocks_for_far_queries(kernels: ModuleType, window: int | None, device: torch.device) -> None:
     near = normal(3, *BLOCK_SHAPE, dtype=torch.float16, device=device)
     far, first = far_blocks(near)
     tables, lengths = integers(2, 0, 1, device=device).view(1, 3), integers(41, device=device)
     starts, shape = integers(0, 10, device=device), replace(SHAPE, sliding_window=window)
     q = normal(10, SHAPE.num_heads, SHAPE.head_dim, dtype=torch.float16, device=device, seed=1)
     expected = kernels.paged_prefill(q, near, tables, starts, lengths, shape, max_query_len=10)
-    found = kernels.paged_prefill(apart(q), far, tables + first, starts, lengths, shape, max_query_len=10)
+    found = kernels.paged_prefill(far_apart(q), far, tables + first, starts, lengths, shape, max_query_len=10)
     assert_same(found, expected)
 
 
-def test_rows_leave_their_splits_at_far_places(device: torch.device) -> None:
-    """Three rows of one request and one of another, FAR numbers apart."""
+def test_partial_results_are_stored_at_far_offsets(device: torch.device) -> None:
+    """Three rows of one request and one of another, FAR elements apart."""
     lengths, heads, size = (600, 530), SHAPE.num_heads, SHAPE.head_dim
     cache = normal(40, *BLOCK_SHAPE, dtype=torch.float16, device=device)
     tables = torch.arange(40, device=device).roll(7).view(1, 40).expand(2, 40).int()
@@ -113,7 +113,7 @@ def test_far_rows_are_rotated_and_written_to_far_blocks(device: torch.device) ->
     near_qkv = normal(3, heads, size, dtype=torch.float16, device=device)
     angles = normal(3, 1, size, dtype=torch.float16, device=device, seed=1)
     near = torch.zeros(3, *BLOCK_SHAPE, dtype=torch.float16, device=device)
-    (far, first), far_qkv = far_blocks(near), apart(near_qkv)
+    (far, first), far_qkv = far_blocks(near), far_apart(near_qkv)
     slots = integers(20, 3, 47, device=device, dtype=torch.int64)
     for qkv, cache, places in ((near_qkv, near, slots), (far_qkv, far, slots + first * SHAPE.block_size)):
         rope_and_cache(qkv, angles, angles, cache, places, num_kv_heads=2, rotary_dim=size)
@@ -122,9 +122,9 @@ def test_far_rows_are_rotated_and_written_to_far_blocks(device: torch.device) ->
 
 
 def test_far_blocks_are_copied_and_staged_in_far_rows(device: torch.device) -> None:
-    """Of these, far in words of eight bytes."""
+    """FAR in words of eight bytes."""
     blocks = normal(3, 64, dtype=torch.float32, device=device).view(torch.int64)
-    caches = [apart(blocks), apart(blocks + 1)]
+    caches = [far_apart(blocks), far_apart(blocks + 1)]
     copy_blocks(caches, integers(0, device=device), integers(2, device=device))
     first = FAR // 64 + 1
     staging, row = untouched(first + 1, 2, 32, dtype=torch.int64, device=device), integers(first, device=device)
@@ -136,7 +136,7 @@ def test_far_blocks_are_copied_and_staged_in_far_rows(device: torch.device) -> N
         assert torch.equal(cache, expected[0].expand(3, -1))
 
 
-def test_the_last_rows_of_a_large_embedding_are_found(device: torch.device) -> None:
+def test_the_last_rows_of_a_large_embedding_are_read(device: torch.device) -> None:
     width = FAR // (LARGE_VOCABULARY - 1) + 1
     table = untouched(LARGE_VOCABULARY, width, dtype=torch.float16, device=device)
     table[-1] = normal(width, dtype=torch.float16, device=device)
@@ -144,7 +144,7 @@ def test_the_last_rows_of_a_large_embedding_are_found(device: torch.device) -> N
 
 
 def far_outputs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix whose rows are 2²⁰ numbers apart, so that its last ones are far; and rows that its last output is largest of."""
+    """→ a matrix whose rows are 2²⁰ elements apart, so that the last ones are far; an input whose largest output is the last"""
     outputs, stride = FAR // 2**20 + 16, 2**20
     memory = untouched((outputs - 1) * stride + 32, dtype=torch.float16, device=device)
     weight = memory.as_strided((outputs, 32), (stride, 1))
@@ -164,7 +164,7 @@ def drawn(logits: torch.Tensor, columns: SamplingColumns, slots: torch.Tensor) -
 
 
 def masked(logits: torch.Tensor) -> torch.Tensor:
-    masks = apart(integers(*[0x0F0F0F0F] * 16, device=logits.device).view(2, 8))
+    masks = far_apart(integers(*[0x0F0F0F0F] * 16, device=logits.device).view(2, 8))
     apply_bitmask(logits, masks, integers(0, 2, device=logits.device))
     return logits
 
@@ -174,7 +174,7 @@ def masked(logits: torch.Tensor) -> torch.Tensor:
 )
 def test_far_rows_of_logits_are_judged(judge: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
     logits = normal(3, 256, dtype=torch.float32, device=device)
-    far = apart(logits)
+    far = far_apart(logits)
     assert_same(judge(far), judge(logits))
 
 
@@ -198,4 +198,4 @@ def test_tokens_are_drawn_from_far_rows_by_far_counts_and_biases(top_p: float, d
     slots = integers(0, 1, 2, device=device)
     expected = drawn(logits, near, slots)
     assert expected[2] < 1000
-    assert drawn(apart(logits), far, slots + first) == expected
+    assert drawn(far_apart(logits), far, slots + first) == expected

@@ -1,4 +1,4 @@
-"""Products with residual sum, with the norm's root and with a gated activation: the Triton kernels against float32."""
+"""Fused products (residual sum, norm, gated activation): the Triton kernels against float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GATES: tuple[Gate | None, ...] = (None, "silu", "gelu_tanh")
 SPLITS = pytest.mark.parametrize("splits", [1, 4])
 
 
-def divide(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+def set_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     tiles = FusedTiles(16, 16, 32, num_warps=4, num_stages=3, splits=splits)
     monkeypatch.setattr(fused_linear, "fused_tiles", lambda *_, **__: tiles)
 
@@ -46,15 +46,15 @@ def test_a_product_is_added_to_the_stream(
     rows: int, width: int, columns: int, dtype: torch.dtype, splits: int,
     monkeypatch: pytest.MonkeyPatch, device: torch.device,
 ) -> None:  # fmt: skip
-    divide(monkeypatch, splits)
-    given = inputs(rows, width, columns, dtype, device)
+    set_splits(monkeypatch, splits)
+    operands = inputs(rows, width, columns, dtype, device)
     plain: dict[str, Any] = {}
     for options in (plain, {"alpha": 0.25, "bias": normal(width, dtype=dtype, device=device, seed=4)}):
-        made = fused_linear.linear_add(**given, **options)
-        expected = reference.linear_add(**given, **options)
-        assert_near(made.total, expected.total, "matmul")
-        assert_near(made.weighted, expected.weighted, "matmul", scale=4)
-        assert_near(made.squares.sum(0), made.total.float().square().sum(-1), "matmul")
+        actual = fused_linear.linear_add(**operands, **options)
+        expected = reference.linear_add(**operands, **options)
+        assert_near(actual.total, expected.total, "matmul")
+        assert_near(actual.weighted, expected.weighted, "matmul", scale=4)
+        assert_near(actual.squares.sum(0), actual.total.float().square().sum(-1), "matmul")
 
 
 @SPLITS
@@ -65,7 +65,7 @@ def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
     rows: int, width: int, columns: int, dtype: torch.dtype, gate: Gate | None, splits: int,
     monkeypatch: pytest.MonkeyPatch, device: torch.device,
 ) -> None:  # fmt: skip
-    divide(monkeypatch, splits)
+    set_splits(monkeypatch, splits)
     total = normal(rows, columns, dtype=dtype, device=device) * 3
     norm_weight = normal(columns, dtype=dtype, device=device, seed=1)
     squares = total.float().square().view(rows, -1, columns // (7 if columns == 91 else 8)).sum(-1).T.contiguous()
@@ -73,11 +73,11 @@ def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
     outputs = width * (1 if gate is None else 2)
     weight = (normal(outputs, columns, dtype=torch.float32, device=device, seed=2) / math.sqrt(columns)).to(dtype)
     for bias in (None, normal(outputs, dtype=dtype, device=device, seed=3)):
-        made = fused_linear.normed_linear(stream, weight, EPS, bias=bias, gate=gate)
-        assert_near(made, reference.normed_linear(stream, weight, EPS, bias=bias, gate=gate), "matmul", scale=8)
+        actual = fused_linear.normed_linear(stream, weight, EPS, bias=bias, gate=gate)
+        assert_near(actual, reference.normed_linear(stream, weight, EPS, bias=bias, gate=gate), "matmul", scale=8)
         if gate is None and bias is None:
             normed = rms_norm(total.float(), norm_weight, EPS)
-            assert_near(made, (normed @ weight.float().T).to(dtype), "matmul", scale=8)
+            assert_near(actual, (normed @ weight.float().T).to(dtype), "matmul", scale=8)
 
 
 @SPLITS
@@ -85,11 +85,11 @@ def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
 def test_weights_of_8_bits_are_scaled_behind_the_sum(
     pack: Callable[[torch.Tensor], Int8Weight | Fp8Weight], splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    divide(monkeypatch, splits)
-    given = inputs(3, 40, 128, torch.float16, device)
-    given["weight"] = pack(given["weight"])
-    made, expected = fused_linear.linear_add(**given), reference.linear_add(**given)
-    assert_near(made.total, expected.total, "matmul", scale=2)
+    set_splits(monkeypatch, splits)
+    operands = inputs(3, 40, 128, torch.float16, device)
+    operands["weight"] = pack(operands["weight"])
+    actual, expected = fused_linear.linear_add(**operands), reference.linear_add(**operands)
+    assert_near(actual.total, expected.total, "matmul", scale=2)
     weight = pack(normal(48, 40, dtype=torch.float16, device=device, seed=9))
     for gate in GATES:
         product = fused_linear.normed_linear(expected, weight, EPS, gate=gate)
@@ -109,24 +109,24 @@ def test_rows_that_were_divided_by_a_power_of_two_are_multiplied_by_it_behind_th
     squares = total.float().square().sum(-1)[None]
     bias = normal(48, dtype=torch.float16, device=device, seed=3)
     divided = Stream(total, total * (norm_weight / 64), squares)
-    made = fused_linear.normed_linear(divided, weight, EPS, bias=bias, gate=gate, factor=64.0)
+    actual = fused_linear.normed_linear(divided, weight, EPS, bias=bias, gate=gate, factor=64.0)
     wide = Stream(total, total.float() * norm_weight.float(), squares)
     expected = reference.normed_linear(wide, weight, EPS, bias=bias, gate=gate)
-    assert_near(made, expected.half(), "matmul", scale=16 if gate is None else 256)
+    assert_near(actual, expected.half(), "matmul", scale=16 if gate is None else 256)
 
 
 @SPLITS
 def test_a_row_has_the_same_bits_whatever_is_beside_it(
     splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    divide(monkeypatch, splits)
-    given = inputs(7, 48, 128, torch.float16, device)
-    together = fused_linear.linear_add(**given)
+    set_splits(monkeypatch, splits)
+    operands = inputs(7, 48, 128, torch.float16, device)
+    together = fused_linear.linear_add(**operands)
     weight = normal(32, 48, dtype=torch.float16, device=device, seed=9)
     gated = fused_linear.normed_linear(together, weight, EPS, gate="silu")
     for row in (0, 5):
         alone = fused_linear.linear_add(
-            given["x"][row : row + 2], given["weight"], given["residual"][row : row + 2], given["norm_weight"]
+            operands["x"][row : row + 2], operands["weight"], operands["residual"][row : row + 2], operands["norm_weight"]
         )
         for one, other in zip(alone[:2], together[:2], strict=True):
             assert_same(one[0], other[row])
@@ -142,7 +142,7 @@ def test_no_rows_are_no_work_and_many_are_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_rows_of_32_bits_have_tiles_of_their_own_whatever_the_weights_are(gated: bool) -> None:
-    """No tensor core multiplies them: with the tiles for bytes a thread kept thousands of bytes on its stack."""
+    """No tensor core multiplies them: with the tiles for 8-bit weights a thread spilled thousands of bytes."""
     for weight_bytes in (1, 4):
         tiles = fused_linear.fused_tiles(4096, 1024, 90, 132, gated=gated, weight_bytes=weight_bytes, row_bytes=4)
         assert (tiles.block_n, tiles.block_k, tiles.column_warps) == (16, 64, 1)

@@ -1,4 +1,4 @@
-"""Fused products of one row, with 16- and 8-bit weights, against float32."""
+"""Fused GEMV with weights of 16 and 8 bits against float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.quantised_weights import pack_fp8, pack_int8
 from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_linear, fused_row
-from kernels.triton.fused_row import RowTiles, row_tiles
+from kernels.triton.fused_row import GemvTiles, gemv_tiles
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near
@@ -34,14 +34,14 @@ TILES = ((2, 16), (4, 64), (8, 512))
 
 
 def with_one_of(values: Sequence[Any]) -> list[tuple[str, tuple[int, int], Any]]:
-    """Every kind of weight with every tile, each of which meets every value."""
+    """Every kind of weight with every tile, so that each kind and each tile is combined with every value."""
     pairs = product(enumerate(PACKERS), enumerate(TILES))
     return [(kind, sizes, values[(one + other) % len(values)]) for (one, kind), (other, sizes) in pairs]
 
 
 @pytest.fixture
 def tiles(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_row, "row_tiles", lambda *_, **__: RowTiles(*sizes))
+    monkeypatch.setattr(fused_row, "gemv_tiles", lambda *_, **__: GemvTiles(*sizes))
     correct_e4m3(monkeypatch)
 
 
@@ -55,7 +55,7 @@ def weight_of(kind: str, outputs: int, columns: int, device: torch.device, seed:
 def test_a_product_is_added_to_the_stream(kind: str, shape: tuple[int, int], device: torch.device) -> None:
     width, columns = shape
     float16 = partial(normal, dtype=torch.float16, device=device)
-    given = {
+    operands = {
         "x": float16(1, columns),
         "weight": weight_of(kind, width, columns, device),
         "residual": float16(1, width, seed=2),
@@ -63,10 +63,10 @@ def test_a_product_is_added_to_the_stream(kind: str, shape: tuple[int, int], dev
     }
     plain: dict[str, Any] = {}
     for options in (plain, {"alpha": 0.25, "bias": float16(width, seed=4)}):
-        made, expected = fused_linear.linear_add(**given, **options), reference.linear_add(**given, **options)
-        assert_near(made.total, expected.total, "matmul", scale=2)
-        assert_near(made.weighted, expected.weighted, "matmul", scale=4)
-        assert_near(made.squares.sum(0), made.total.float().square().sum(-1), "matmul")
+        actual, expected = fused_linear.linear_add(**operands, **options), reference.linear_add(**operands, **options)
+        assert_near(actual.total, expected.total, "matmul", scale=2)
+        assert_near(actual.weighted, expected.weighted, "matmul", scale=4)
+        assert_near(actual.squares.sum(0), actual.total.float().square().sum(-1), "matmul")
 
 
 @pytest.mark.usefixtures("tiles")
@@ -81,18 +81,18 @@ def test_a_product_of_what_is_not_yet_normalised(
     outputs = 24 * (1 if gate is None else 2)
     weight = weight_of(kind, outputs, columns, device)
     for bias in (None, float16(outputs, seed=3)):
-        made = fused_linear.normed_linear(stream, weight, EPS, bias=bias, gate=gate)
-        assert_near(made, reference.normed_linear(stream, weight, EPS, bias=bias, gate=gate), "matmul", scale=64)
+        actual = fused_linear.normed_linear(stream, weight, EPS, bias=bias, gate=gate)
+        assert_near(actual, reference.normed_linear(stream, weight, EPS, bias=bias, gate=gate), "matmul", scale=64)
 
 
 def test_rows_that_others_stand_beside(device: torch.device) -> None:
-    """Among rows that are NaN and values behind its end, neither of which is read."""
+    """The row lies among NaN rows and before NaN values, neither of which may be read."""
     poisoned = torch.full((3, 272), float("nan"), dtype=torch.float16, device=device)
     poisoned[1, :256] = normal(256, dtype=torch.float16, device=device)
     x, weight = poisoned[1:2, :256], weight_of("plain", 16, 256, device)
     residual, norm_weight = (normal(*size, dtype=torch.float16, device=device, seed=5) for size in ((1, 16), (16,)))
-    made = fused_linear.linear_add(x, weight, residual, norm_weight)
-    assert_near(made.total, reference.linear_add(x.clone(), weight, residual, norm_weight).total, "matmul", scale=2)
+    actual = fused_linear.linear_add(x, weight, residual, norm_weight)
+    assert_near(actual.total, reference.linear_add(x.clone(), weight, residual, norm_weight).total, "matmul", scale=2)
 
 
 def test_one_row_of_16_bits_alone_comes_here(device: torch.device) -> None:
@@ -112,6 +112,6 @@ def test_one_row_of_16_bits_alone_comes_here(device: torch.device) -> None:
 def test_programs_are_many_and_steps_no_longer_than_rows() -> None:
     for outputs, columns, gated in ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (1024, 2048, False)):
         for weight_bytes in (1, 2):
-            tiles = row_tiles(columns, gated=gated, is_summed=not gated, weight_bytes=weight_bytes)
+            tiles = gemv_tiles(columns, gated=gated, has_squares_out=not gated, weight_bytes=weight_bytes)
             assert outputs // tiles.block_n >= 132
             assert tiles.block_k <= columns

@@ -1,4 +1,4 @@
-"""Kernels of batch-invariant engines: correct, and a row has the same bits in any batch, chunk and position."""
+"""Kernels of batch-invariant engines: correct, and a row has the same bits at any position in any batch and chunk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kernels.triton.linear_tiles import Tiles  # noqa: E402
 from kernels.triton.logprobs import token_logprobs  # noqa: E402
 from kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 
-# Neighbours are NaN, of which the interpreter takes the largest.
+# Other requests are NaN, whose maximum the interpreter computes.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 
 BLOCK = 16
@@ -70,35 +70,35 @@ class Request:
     def ints(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def chunk(self, first: int, count: int, *, neighbours: tuple[int, int] = (0, 0), behind: int = 0) -> torch.Tensor:
-        """Queries first … first + count - 1, as a chunk between two of the NaN requests of so many queries, all of it `behind`
-        so many rows of nobody."""
+    def chunk(self, first: int, count: int, *, neighbours: tuple[int, int] = (0, 0), unused_rows: int = 0) -> torch.Tensor:
+        """Queries first … first + count - 1 as a chunk, between chunks of `neighbours` queries of the NaN requests, after
+        `unused_rows` rows of no request."""
         before, after = neighbours
-        around = [(1, before, 40), (0, count, first + count), (2, after, 3)]
-        rows = [each for each in around if each[1]]
+        chunks = [(1, before, 40), (0, count, first + count), (2, after, 3)]
+        rows = [each for each in chunks if each[1]]
         q = [self.q[first : first + count] if row == 0 else poisoned(
             many, *self.q.shape[1:], dtype=self.q.dtype, device=self.device) for row, many, _ in rows]  # fmt: skip
-        q.insert(0, poisoned(behind, *self.q.shape[1:], dtype=self.q.dtype, device=self.device))
-        starts = self.ints([behind + sum(each[1] for each in rows[:index]) for index in range(len(rows) + 1)])
+        q.insert(0, poisoned(unused_rows, *self.q.shape[1:], dtype=self.q.dtype, device=self.device))
+        starts = self.ints([unused_rows + sum(each[1] for each in rows[:index]) for index in range(len(rows) + 1)])
         out = Guarded((int(starts[-1]), *self.q.shape[1:]), self.q.dtype, self.device)
         attention.paged_prefill(
             torch.cat(q), self.cache, self.tables[[row for row, *_ in rows]], starts, self.ints([each[2] for each in rows]),
             self.shape, max_query_len=max(each[1] for each in rows), kv_scales=self.kv_scales, out=out.tensor,
         )  # fmt: skip
-        found = out.check()[behind:]
-        assert out.tensor[:behind].isnan().all(), "rows of nobody were written"
-        return found[before : before + count] if before else found[:count]
+        outputs = out.check()[unused_rows:]
+        assert out.tensor[:unused_rows].isnan().all(), "unused rows were written"
+        return outputs[before : before + count] if before else outputs[:count]
 
     def decode(self, position: int, batch: int) -> torch.Tensor:
-        """The query as a decode, the last of `batch` requests, of which the others are NaN."""
-        place = batch - 1
+        """The query as a decode, the last of `batch` requests, the others of which are NaN."""
+        last = batch - 1
         q = poisoned(batch, *self.q.shape[1:], dtype=self.q.dtype, device=self.device)
-        q[place] = self.q[position]
-        tables = self.tables[[1] * place + [0]]
-        lens = self.ints([0 if other % 3 == 2 else 40 for other in range(place)] + [position + 1])
+        q[last] = self.q[position]
+        tables = self.tables[[1] * last + [0]]
+        lens = self.ints([0 if other % 3 == 2 else 40 for other in range(last)] + [position + 1])
         out = Guarded(tuple(q.shape), q.dtype, self.device)
         attention.paged_decode(q, self.cache, tables, lens, self.shape, kv_scales=self.kv_scales, out=out.tensor)
-        return out.check()[place]
+        return out.check()[last]
 
     def expected(self) -> torch.Tensor:
         return reference.paged_prefill(
@@ -125,13 +125,13 @@ def test_a_query_has_the_same_bits_in_any_chunk_and_as_a_decode(
     shape, options = CASES[name]
     request = Request(shape, device, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "WORKSPACE_BYTES_MAX", 0)  # one program takes all splits of its queries
+        patch.setattr(attention, "WORKSPACE_BYTES_MAX", 0)  # one program computes all splits of its queries
         whole = request.chunk(0, LENGTH)
     assert_near(whole, request.expected(), "attention")
     for first, count in ((0, 5), (31, 2), (32, 39)):
         assert_same(request.chunk(first, count), whole[first : first + count])
     for first, count in ((0, 1), (3, 29), (63, 8)):
-        assert_same(request.chunk(first, count, neighbours=(2, 3), behind=70), whole[first : first + count])
+        assert_same(request.chunk(first, count, neighbours=(2, 3), unused_rows=70), whole[first : first + count])
     for position in (0, 31, 32, 70):
         assert_same(request.decode(position, 1), whole[position])
 
@@ -144,7 +144,9 @@ def test_a_decode_has_the_same_bits_among_any_number_of_others(batch: int, devic
 
 
 @pytest.mark.usefixtures("small_splits")
-def test_decodes_for_which_there_is_no_room_are_taken_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_that_do_not_fit_the_workspace_are_computed_in_several_launches(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = Request(SHAPE, device)
     together = request.decode(70, 17)
     monkeypatch.setattr(attention, "WORKSPACE_BYTES_MAX", 5 * 4 * 3 * (16 + 2) * 4)
@@ -160,42 +162,42 @@ def test_the_tiles_that_serve_are_right_too(device: torch.device) -> None:
 
 @pytest.fixture
 def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns in four parts. What no program stored of a part is NaN."""
+    """Columns in four splits. Partial sums that no program stored are NaN."""
     tiles = Tiles(32, 32, 32, num_warps=4, num_stages=2, splits=4)
 
-    def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
+    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
         return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
 
     monkeypatch.setattr(invariant_linear, "invariant_tiles", lambda *_: tiles)
-    monkeypatch.setattr(invariant_linear, "partial_sums", partial_sums)
-    given = invariant_int4.invariant_int4_tiles
-    monkeypatch.setattr(invariant_int4, "invariant_int4_tiles", lambda *sizes: given(4096, 4096, 132) if sizes else None)
+    monkeypatch.setattr(invariant_linear, "allocate_partials", allocate_partials)
+    tiles_for = invariant_int4.invariant_int4_tiles
+    monkeypatch.setattr(invariant_int4, "invariant_int4_tiles", lambda *sizes: tiles_for(4096, 4096, 132) if sizes else None)
 
 
 NUM_OUTPUTS, NUM_COLUMNS = 45, 300
 
 
 def product(name: str, device: torch.device) -> tuple[invariant_table.InvariantProduct, torch.Tensor, torch.dtype]:
-    """A product with a bias, the weight that it stands for, and the type of its rows."""
+    """→ a product with a bias, its dequantised weight, and the dtype of its rows"""
     dtype = torch.float32 if name in ("float32", "static fp8 rows") else torch.float16
     weight = normal(NUM_OUTPUTS, NUM_COLUMNS, dtype=dtype, device=device, seed=1) * 0.1
     bias = normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7)
     packed: torch.Tensor | Int8Weight | Fp8Weight | Int4Weight = weight
-    decoded = weight
+    dequantised = weight
     if name == "int8":
         packed = pack_int8(weight)
-        decoded = exact.dequantise(packed)
+        dequantised = exact.dequantise(packed)
     elif name.endswith(("fp8", "fp8 rows")):
         packed = pack_fp8(weight)
-        decoded = exact.dequantise(packed)
+        dequantised = exact.dequantise(packed)
     elif name == "int4":
         packed = pack_int4(weight[:, :256], 32)
-        decoded = exact.dequantise(packed)
-    return invariant_table.InvariantProduct(packed, bias), decoded, dtype
+        dequantised = exact.dequantise(packed)
+    return invariant_table.InvariantProduct(packed, bias), dequantised, dtype
 
 
-def together_and_alone(multiply: Any, x: torch.Tensor) -> torch.Tensor:
-    """The product of all rows, which those of other batches equal, NaN beside them included."""
+def check_every_batch(multiply: Any, x: torch.Tensor) -> torch.Tensor:
+    """→ the product of all rows, after a check that the rows of smaller batches, and beside NaN, have the same bits"""
     whole: torch.Tensor = multiply(x)
     for batch in BATCHES:
         for first in {0, 5, len(x) - batch}:
@@ -214,11 +216,11 @@ def test_a_row_has_the_same_product_in_any_number_of_rows(
     multiply, weight, dtype = product(name, device)
     columns = weight.shape[1]
     x = padded_rows(normal(70, columns, dtype=dtype, device=device), columns + 20)
-    whole = together_and_alone(multiply, x)
-    wanted = x.double() @ weight.double().T + normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7).double()
-    assert_near(whole, wanted.to(dtype), "matmul", scale=math.sqrt(columns))
+    whole = check_every_batch(multiply, x)
+    expected = x.double() @ weight.double().T + normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7).double()
+    assert_near(whole, expected.to(dtype), "matmul", scale=math.sqrt(columns))
     for module in (invariant_linear, invariant_int4):
-        monkeypatch.setattr(module, "shares_parts", lambda *_: False)  # one program sums all parts of its columns
+        monkeypatch.setattr(module, "has_program_per_split", lambda *_: False)  # one program sums all splits of its columns
     assert_same(multiply(x), whole)
 
 
@@ -237,16 +239,16 @@ def test_a_row_that_is_rounded_to_8_bits_has_the_same_product_in_any_number_of_r
     x = normal(40, NUM_COLUMNS, dtype=torch.float32, device=device)
     values, scales = quantize_rows_fp8(x)
     rounded = {by_row: values.float() * scales, by_one_scale: (x / one).to(FP8).float() * one}
-    for multiply, seen in rounded.items():
+    for multiply, dequantised in rounded.items():
         whole = multiply(x)
         for batch in BATCHES:
             assert_same(multiply(x[4 : 4 + batch]), whole[4 : 4 + batch])
-        assert_near(whole, seen @ exact.dequantise(weight).T, "matmul", scale=20.0)
+        assert_near(whole, dequantised @ exact.dequantise(weight).T, "matmul", scale=20.0)
 
 
 @pytest.mark.parametrize("name", ["float16", "fp8", "int4"])
 def test_a_token_has_the_same_mixture_of_experts_in_any_number_of_tokens(name: str, device: torch.device) -> None:
-    """70 tokens are enough for another tile in engines that choose it by the batch."""
+    """With 70 tokens, engines that choose tiles by the batch would choose another."""
     pack: Any = {"float16": lambda weight: weight, "fp8": pack_fp8, "int4": lambda weight: pack_int4(weight, 32)}[name]
     x = normal(70, 192, dtype=torch.float16, device=device)
     gate_ups = [pack(each) for each in normal(4, 64, 192, dtype=torch.float16, device=device, seed=1) * 0.3]
@@ -268,23 +270,23 @@ def test_norms_and_log_probabilities_are_row_by_row(device: torch.device) -> Non
     x, weight = normal(33, 320, dtype=torch.float32, device=device), normal(320, dtype=torch.float32, device=device)
     ids = torch.arange(66, device=device).view(33, 2)
     logits = normal(33, 9000, dtype=torch.float32, device=device)
-    together_and_alone(lambda rows: rms_norm(rows, weight, 1e-5), x)
-    together_and_alone(lambda rows: add_rms_norm(rows, rows, weight, 1e-5)[1], x)
+    check_every_batch(lambda rows: rms_norm(rows, weight, 1e-5), x)
+    check_every_batch(lambda rows: add_rms_norm(rows, rows, weight, 1e-5)[1], x)
     whole = token_logprobs(logits, ids)
     for batch in BATCHES:
         for found, wanted in zip(token_logprobs(logits[:batch], ids[:batch]), whole, strict=True):
             assert_same(found, wanted[:batch])
 
 
-def test_a_product_that_shows_no_weight_is_refused() -> None:
-    with pytest.raises(TypeError, match="shows no weight"):
+def test_a_product_that_exposes_no_weight_is_refused() -> None:
+    with pytest.raises(TypeError, match="exposes no weight"):
         invariant_table.row_invariant(lambda x: x)
 
 
 @pytest.mark.parametrize("window", [None, 512])
-def test_the_memory_plan_knows_the_workspace(window: int | None) -> None:
+def test_the_memory_plan_matches_the_workspace(window: int | None) -> None:
     for blocks, requests, head_dim in ((16, 256, 128), (17, 5, 96), (512, 256, 128), (8192, 256, 64), (8192, 1, 256)):
         shape = AttentionShape(BLOCK, 32, 8, head_dim, sliding_window=window)
-        kept = attention.decode_workspace(shape, requests, blocks, torch.float16, torch.device("meta"))
-        taken = 0 if kept is None else kept.attended.nbytes + kept.sums.nbytes
-        assert taken == invariant_bytes(requests, BLOCK * blocks, 32, head_dim, window)
+        workspace = attention.decode_workspace(shape, requests, blocks, torch.float16, torch.device("meta"))
+        allocated = 0 if workspace is None else workspace.partial_acc.nbytes + workspace.partial_stats.nbytes
+        assert allocated == invariant_bytes(requests, BLOCK * blocks, 32, head_dim, window)

@@ -37,10 +37,10 @@ def on_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator
     make_dot_row_invariant(monkeypatch)
     correct_e4m3(monkeypatch)
     monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
     with replace_table("cpu", "cuda"):
         yield
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
 
 
 def bits(events: list[TokenEvent]) -> list[tuple[int, float]]:

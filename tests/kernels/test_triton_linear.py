@@ -1,4 +1,4 @@
-"""Products with 16- and 8-bit weights against exact ones: awkward sizes, poison around inputs, split columns."""
+"""Products with weights of 16 and 8 bits against exact ones: awkward sizes, poison around what may be read, split-K."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
-from kernels.triton import linear_tiles, split_sum
+from kernels.triton import linear_tiles, split_k
+from kernels.triton.card_properties import CARDS, card
+from kernels.triton.card_properties import capability as capability_of
 from kernels.triton.greedy_head import head_tiles
 from kernels.triton.linear import linear, skinny_tiles
-from kernels.triton.linear_fp8 import _library as library_fp8
+from kernels.triton.linear_fp8 import _scaled_mm as scaled_mm_fp8
 from kernels.triton.linear_fp8 import check_fp8, linear_fp8
 from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
-from kernels.triton.split_sum import counters, split_cost, split_count
-from kernels.triton.tuning import CARDS, card
-from kernels.triton.tuning import capability as capability_of
+from kernels.triton.split_k import arrival_counters, choose_splits, split_cost
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -33,21 +33,21 @@ LARGER = [(17, 5, 65), (64, 67, 130), (67, 131, 200)]
 
 @pytest.fixture(autouse=True)
 def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no program stored is NaN, so adding it shows."""
+    """Poisons partial sums with NaN, so that adding one that no program stored shows."""
 
-    def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
+    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
         return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
 
-    monkeypatch.setattr(linear_tiles, "partial_sums", partial_sums)
+    monkeypatch.setattr(linear_tiles, "allocate_partials", allocate_partials)
 
 
 def rows(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows with NaN behind each, 16 bytes apart."""
+    """Rows at multiples of 16 bytes, with NaN after each."""
     return padded_rows(normal(num_rows, num_columns, dtype=dtype, device=device), -(-num_columns // 8) * 8 + 8)
 
 
 def int8_weight(num_rows: int, num_columns: int, device: torch.device) -> Int8Weight:
-    """Rows with -128 behind each, which no packed weight has."""
+    """Rows with -128 after each, a code that packing never produces."""
     packed = pack_int8(normal(num_rows, num_columns, dtype=torch.float32, device=device, seed=1) * 0.1)
     return Int8Weight(padded_rows(packed.values, -(-num_columns // 16) * 16 + 16), packed.scales)
 
@@ -114,24 +114,24 @@ def test_divided_columns_are_added_in_their_order(
     x, weight = rows(num_rows, num_columns, torch.float32, device), rows(num_outputs, num_columns, torch.float32, device)
     tiles = Tiles(16, 16, 32, num_warps=4, num_stages=3)
     out = Guarded((num_rows, num_outputs), torch.float32, device)
-    divided = launch(x, weight, tiles.divided(splits), out.tensor)
+    split_product = launch(x, weight, tiles.with_splits(splits), out.tensor)
     out.check()
-    assert_near(divided, exact(x, weight), "matmul", scale=math.sqrt(num_columns))
-    part = math.ceil(math.ceil(num_columns / 32) / splits) * 32
-    total = torch.zeros_like(divided)
-    for first in range(0, splits * part, part):
-        single = torch.zeros_like(divided)
+    assert_near(split_product, exact(x, weight), "matmul", scale=math.sqrt(num_columns))
+    split_columns = math.ceil(math.ceil(num_columns / 32) / splits) * 32
+    total = torch.zeros_like(split_product)
+    for first in range(0, splits * split_columns, split_columns):
+        single = torch.zeros_like(split_product)
         if first < num_columns:
-            launch(x[:, first : first + part], weight[:, first : first + part], tiles, single)
+            launch(x[:, first : first + split_columns], weight[:, first : first + split_columns], tiles, single)
         total += single
-    assert_same(divided, total)
-    assert not counters(x.device).any(), "the next launch finds the counters at zero"
+    assert_same(split_product, total)
+    assert not arrival_counters(x.device).any(), "the counters are zero for the next launch"
 
 
 def test_a_part_without_columns_adds_nothing(device: torch.device) -> None:
     x, weight = rows(2, 40, torch.float32, device), rows(16, 40, torch.float32, device)
-    divided = launch(x, weight, Tiles(16, 16, 32, 4, 3, splits=8), x.new_empty(2, 16))
-    assert_near(divided, exact(x, weight), "matmul", scale=6.0)
+    product = launch(x, weight, Tiles(16, 16, 32, 4, 3, splits=8), x.new_empty(2, 16))
+    assert_near(product, exact(x, weight), "matmul", scale=6.0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -179,18 +179,18 @@ def test_e4m3_rows_times_an_e4m3_weight_match_the_reference(
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("x_per_row", [True, False])
 def test_many_rows_of_e4m3_are_left_to_the_library(x_per_row: bool, per_row: bool, device: torch.device) -> None:
-    """Whether it takes them is the card's; here it is asked as it would be there."""
+    """Whether torch supports them depends on the card; here it is called as on a card that does."""
     if device.type == "cpu" and (x_per_row or per_row) and torch.__version__ < "2.13":
-        pytest.skip("this torch takes scales of rows on GPUs alone; 2.13 takes them on CPUs too")
+        pytest.skip("this torch supports scales per row on GPUs alone; 2.13 supports them on CPUs too")
     weight = pack_fp8(normal(48, 64, dtype=torch.float32, device=device, seed=1) * 0.1, per_row=per_row)
     values, scales = quantize_rows_fp8(normal(80, 64, dtype=torch.float32, device=device))
     scales = scales if x_per_row else scales.amax().reshape(1)
     for bias in (None, normal(48, dtype=torch.bfloat16, device=device, seed=2)):
         expected = reference.linear_fp8(values, weight, x_scales=scales, bias=bias, out_dtype=torch.bfloat16)
         out = Guarded((80, 48), torch.bfloat16, device)
-        library_fp8(values, weight, scales, bias, out.tensor)
+        scaled_mm_fp8(values, weight, scales, bias, out.tensor)
         assert_near(out.check(), expected, "matmul")
-        assert_near(library_fp8(values, weight, scales, bias, None), expected, "matmul")
+        assert_near(scaled_mm_fp8(values, weight, scales, bias, None), expected, "matmul")
 
 
 def test_rows_of_e4m3_need_their_scales_and_a_type_for_the_result(device: torch.device) -> None:
@@ -218,23 +218,23 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
 
 
 def test_a_matrix_is_divided_where_the_card_would_wait() -> None:
-    count = partial(split_count, multiprocessors=132, step_bytes=16384)
+    count = partial(choose_splits, multiprocessors=132, step_bytes=16384)
     assert count(tiles=128, steps=16) == 1
     assert count(tiles=32, steps=64) == 8
     assert count(tiles=1, steps=64) == 8
     assert count(tiles=1, steps=2) == 1
-    assert count(tiles=128, steps=56, pace=split_sum.CONVERT) == 2
-    assert count(tiles=32, steps=112, step_bytes=8192, pace=split_sum.UNPACK) == 8
-    assert split_count(split_sum.COUNTERS + 1, 64, 10**6, 16384) == 1
+    assert count(tiles=128, steps=56, occupancy=split_k.CONVERT) == 2
+    assert count(tiles=32, steps=112, step_bytes=8192, occupancy=split_k.UNPACK) == 8
+    assert choose_splits(split_k.NUM_COUNTERS + 1, 64, 10**6, 16384) == 1
 
 
 def test_a_small_matrix_is_read_before_its_parts_would_be_added() -> None:
-    assert split_count(tiles=64, steps=8, multiprocessors=132, step_bytes=8192) == 1
+    assert choose_splits(tiles=64, steps=8, multiprocessors=132, step_bytes=8192) == 1
 
 
 def test_programs_of_one_wave_cost_less_than_as_many_bytes_in_two() -> None:
     one_wave, two_waves = split_cost(264, 64, 132, 8192, 1), split_cost(528, 32, 132, 8192, 1)
-    assert one_wave + split_sum.WAVE_BYTES == two_waves
+    assert one_wave + split_k.WAVE_BYTES == two_waves
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,6 @@ def test_rows_up_to_64_have_the_lowest_tile_that_holds_them(capability: int) -> 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65])
 def test_rows_of_32_bits_times_bytes_have_tiles_that_registers_hold(num_rows: int) -> None:
-    """No tensor core multiplies them: with the tiles for rows of 16 bits a thread kept thousands of bytes on its stack."""
+    """No tensor core multiplies them: with the tiles for rows of 16 bits a thread spilled thousands of bytes."""
     tiles = byte_tiles(num_rows, (4096, 4096), 90, 132, row_bytes=4)
     assert tiles.block_m * tiles.block_n <= 32 * 64

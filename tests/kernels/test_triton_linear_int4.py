@@ -12,7 +12,7 @@ from kernels.quantised_weights import Int4Weight, pack_gptq, pack_int4
 from kernels.reference import quantised as reference
 from kernels.triton import linear_int4 as kernel
 from kernels.triton.linear_int4 import Int4Tiles, int4_tiles, linear_int4
-from kernels.triton.split_sum import counters
+from kernels.triton.split_k import arrival_counters
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -25,10 +25,10 @@ SIZES = [(1, 8, 128), (3, 67, 96), (16, 33, 200), (17, 8, 300), (40, 130, 256)] 
 def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no program stored is NaN, so adding it shows."""
 
-    def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
+    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
         return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
 
-    monkeypatch.setattr(kernel, "partial_sums", partial_sums)
+    monkeypatch.setattr(kernel, "allocate_partials", allocate_partials)
 
 
 def rows(num_rows: int, num_columns: int, device: torch.device, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_divided_columns_give_the_same_sum(
     kernel._launch(x, weight, replace(tiles, splits=splits), None, out.tensor)
     whole = kernel._launch(x, weight, tiles, None, torch.empty_like(out.tensor))
     torch.testing.assert_close(out.check(), whole, rtol=1e-5, atol=1e-5)
-    assert not counters(device).any(), "the next launch finds the counters at zero"
+    assert not arrival_counters(device).any(), "the next launch finds the counters at zero"
 
 
 def test_more_rows_than_a_low_tile_holds(device: torch.device) -> None:
@@ -116,7 +116,7 @@ def test_more_rows_than_a_low_tile_holds(device: torch.device) -> None:
 def test_many_rows_are_multiplied_with_unpacked_rows_of_the_weight(
     group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "ROWS_TILED", 2)
+    monkeypatch.setattr(kernel, "UNPACK_PER_TILE_ROWS_MAX", 2)
     monkeypatch.setattr(kernel, "SLAB_ELEMENTS", 256 * 32)
     bias = normal(70, dtype=HALF, device=device, seed=7)
     compare(rows(3, 200, device), int4_weight(70, 200, device, group_size), bias)

@@ -16,7 +16,7 @@ from tests.support.kernel_tolerances import assert_same
 interpret_without_gpu()
 from kernels.triton import lone_decode as lone  # noqa: E402
 from kernels.triton.rotated_decode import rotated_decode  # noqa: E402
-from kernels.triton.split_sum import counters  # noqa: E402
+from kernels.triton.split_k import arrival_counters  # noqa: E402
 
 SHAPE = AttentionShape(16, 4, 2, 64)
 FP8 = torch.float8_e4m3fn
@@ -29,13 +29,13 @@ def _fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compare(batch: RotatedDecodeBatch) -> torch.Tensor:
     found = batch.compare(rotated_decode)
-    assert not counters(found.device).any(), "whoever came last leaves zeros"
+    assert not arrival_counters(found.device).any(), "the last program resets the counters"
     return found
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 127, 193, 449, 1000])
 def test_awkward_lengths_equal_the_two_operations(length: int, device: torch.device) -> None:
-    """Up to six splits fit the card: beyond 192 tokens they have several tiles."""
+    """The card holds six splits at a time: beyond 192 tokens they have several tiles."""
     compare(RotatedDecodeBatch([length], SHAPE, device))
 
 
@@ -62,7 +62,7 @@ def test_every_head_size_matches_the_reference(head_dim: int, is_normed: bool, d
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_ratio_of_query_to_key_heads_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
     compare(RotatedDecodeBatch([67], AttentionShape(16, *heads, 16), device))
 
 
@@ -72,7 +72,7 @@ def test_every_block_size_matches_the_reference(block_size: int, length: int, de
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (64, 16), (96, 64), (128, 96)])
-def test_a_part_of_the_dimensions_turns(head_dim: int, rotary_dim: int, device: torch.device) -> None:
+def test_partial_rotation(head_dim: int, rotary_dim: int, device: torch.device) -> None:
     compare(RotatedDecodeBatch([65], AttentionShape(32, 4, 2, head_dim), device, rotary_dim=rotary_dim, is_normed=True))
 
 
@@ -83,8 +83,8 @@ def test_a_window_with_capped_scores_matches_the_reference(window: int, length: 
     compare(RotatedDecodeBatch([length], shape, device, is_normed=True))
 
 
-def test_what_stands_before_the_window_is_not_seen(device: torch.device) -> None:
-    """Blocks that no window holds any more are somebody else's, whatever stands in them."""
+def test_tokens_before_the_window_are_not_read(device: torch.device) -> None:
+    """Blocks that are entirely before the window may belong to another request by now."""
     shape = AttentionShape(16, 2, 1, 32, sliding_window=40)
     batch = RotatedDecodeBatch([150], shape, device)
     found = compare(batch)
@@ -111,7 +111,7 @@ def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
     assert written.abs().max() == 448
 
 
-def test_a_row_without_a_place_is_attended_and_not_stored(device: torch.device) -> None:
+def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -> None:
     batch = RotatedDecodeBatch([40], SHAPE, device)
     cache = batch.cache.clone()
     stored = rotated_decode(*batch.given(cache), **batch.options)

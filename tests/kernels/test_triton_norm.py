@@ -101,7 +101,7 @@ def test_a_branch_is_normalised_before_it_is_added(kernels: ModuleType, dtype: t
         assert_near(normed, expected, "normed", scale=4)
 
 
-def test_sums_may_be_written_over_the_residual_and_never_beside_it(device: torch.device) -> None:
+def test_the_sum_may_overwrite_the_residual_and_nothing_else(device: torch.device) -> None:
     x, weight = normal(5, 130, dtype=torch.float16, device=device), normal(130, dtype=torch.float16, device=device, seed=1)
     normed, total = Guarded((5, 130), torch.float16, device), Guarded((5, 130), torch.float16, device)
     total.tensor.copy_(normal(5, 130, dtype=torch.float16, device=device, seed=2))
@@ -118,7 +118,7 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 128), (17, 96), (2, 1031)])
-def test_quantised_norms_hold_the_norm(tokens: int, hidden: int, device: torch.device) -> None:
+def test_quantised_norms_equal_their_definition(tokens: int, hidden: int, device: torch.device) -> None:
     x = normal(tokens, hidden, dtype=torch.float16, device=device) * 3
     residual = normal(tokens, hidden, dtype=torch.float16, device=device, seed=2)
     weight = normal(hidden, dtype=torch.float32, device=device, seed=1)
@@ -142,14 +142,14 @@ def test_rows_are_quantised_to_their_own_largest_element(
     assert_near(scales[:, 0] * 448, x.float().abs().amax(-1), "pointwise")
 
 
-def test_the_nearest_e4m3_value_is_the_one_that_torch_takes() -> None:
+def test_rounding_to_e4m3_is_that_of_torch() -> None:
     torch.manual_seed(1)
     x = torch.cat([torch.randn(4000) * 10.0**exponent for exponent in range(-4, 3)] + [torch.tensor([0.0, 448.0, -448.0])])
     assert_same(reference_fp8_rows.to_fp8(x).float().abs(), x.clamp(-448, 448).to(torch.float8_e4m3fn).float().abs())
 
 
 def compare_fp8(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Scales are float32 sums; values may fall to either neighbour."""
+    """Compares codes and scales. Scales are computed in float32; values may be rounded to either neighbour."""
     assert actual[0].dtype == torch.float8_e4m3fn
     assert actual[1].shape == (actual[0].shape[0], 1)
     assert_near(actual[1], expected[1], "normed")

@@ -1,4 +1,4 @@
-"""Products with quantised weights use their device's kernels, which accept the engine's inputs."""
+"""Products with quantised weights use the kernels of their device, which accept what the engine passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.kernel_tables import replace_table
 from tests.support.tiny_models import make_model
 
 ROUNDED = 0.01  # float16 results of 64 products near one
-FEW, MANY = 3, 17  # up to 16 rows are multiplied as they are
+FEW, MANY = 3, 17  # inputs of up to 16 rows are not quantised
 OUTPUTS, COLUMNS = 32, 64
 CPU_MODULES = quantised_linear._MODULES["cpu"]
 
@@ -31,9 +31,9 @@ CPU_MODULES = quantised_linear._MODULES["cpu"]
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors on the CPU go to the Triton kernels, which the interpreter runs."""
     monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
     yield
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_8_bit_floats_match_the_reference_with_inputs_rounded_or_not(
 
 @pytest.mark.usefixtures("on_triton")
 def test_rows_of_one_weight_have_inputs_rounded_by_scales_of_their_own(x: torch.Tensor, bias: torch.Tensor) -> None:
-    """A few rows of inputs are multiplied with all of it at once, as they are."""
+    """A few rows of inputs are not quantised, and multiplied with the whole weight at once."""
     packed = ops.pack_fp8(weight())
     product = fp8_product(packed, bias, Activations.STATIC, [(16, torch.tensor([0.01])), (16, torch.tensor([0.002]))])
     found = product(x)
@@ -118,6 +118,6 @@ def test_a_model_in_8_bits_says_the_same_with_norms_fused_into_its_products(tmp_
         assert isinstance(engine.runner, ModelRunner)
         assert engine.runner.target._decoder._fused is not None
         found = tokens(run_to_end(engine, [request])["a"])
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
     quantised_linear._MODULES["cpu"] = CPU_MODULES
     assert found == tokens(run_to_end(small_engine(tmp_path, **options), [request])["a"])

@@ -17,7 +17,7 @@ from engine.loop import Engine
 from kernels import ops, quantised_linear
 from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import fused_linear, greedy_head
-from kernels.triton.linear_tiles import FLOAT32_FEW
+from kernels.triton.linear_tiles import FLOAT32_FEW_ROWS
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, overlapped_engine, run_to_end, small_engine, tokens
 from tests.support.interpreted_bf16 import correct_bf16
@@ -39,9 +39,9 @@ def on_triton(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator
         pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
     correct_bf16(monkeypatch)
     monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
     yield
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
 
 
 def answers(make: Callable[..., Engine], model: Path, **options: Any) -> dict[str, list[int]]:
@@ -159,7 +159,7 @@ def test_few_rows_are_rounded_nowhere(family: str, tmp_path: Path, monkeypatch: 
     make_model(family, tmp_path, **{**layouts.SIZES, "num_hidden_layers": 2, "head_dim": 16, **ALONE[family]})
     rounded = mock.Mock()
     for module in ("norm", "activation", "fp8_rows"):
-        monkeypatch.setattr(f"kernels.triton.{module}.fp8_outputs", rounded)
+        monkeypatch.setattr(f"kernels.triton.{module}.allocate_fp8_rows", rounded)
     answers(overlapped_engine, tmp_path, quantization="fp8", dtype="bfloat16")
     assert not rounded.called
 
@@ -186,9 +186,9 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return choose
 
     table = replace(ops.operations(torch.device("cuda")), bind_greedy_head=bound)
-    monkeypatch.setattr(ops, "_table", lambda _: table)
+    monkeypatch.setattr(ops, "_load_table", lambda _: table)
     for module in ("linear_int8", "linear_fp8"):
-        monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_, **__: FLOAT32_FEW)
+        monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_, **__: FLOAT32_FEW_ROWS)
     return found
 
 

@@ -34,7 +34,7 @@ def _e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case:
-    """Inputs of one call, twice: for what is tested and for the reference."""
+    """Inputs of a call, which `run` copies for the tested kernels and for the reference."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Case:
 
 
 def compare(kernels: ModuleType, case: Case, kind: Kind = "pointwise") -> None:
-    """Elements that nobody wrote keep their poison: as bits they are the same, as numbers they would equal nothing."""
+    """Compares outputs and cache with the reference. Elements that are not written remain NaN, in the same places."""
     qkv, cache = case.run(kernels)
     expected, expected_cache = case.run(reference)
-    # cos · x - sin · y cancels: the error is that of its terms.
+    # cos · x - sin · y may cancel: the error is relative to its terms.
     assert_near(qkv, expected, kind, scale=2**6)
     untouched = expected_cache.float().isnan()
     assert_same(untouched, cache.float().isnan())
@@ -92,7 +92,7 @@ def compare(kernels: ModuleType, case: Case, kind: Kind = "pointwise") -> None:
 @BOTH_IN_THEIR_DTYPES
 @pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 128), (3, 3, 96), (4, 4, 16), (6, 2, 256)])
 @pytest.mark.parametrize("tokens", [1, 17])
-def test_queries_and_keys_turn_and_slots_are_filled(
+def test_queries_and_keys_are_rotated_and_slots_are_filled(
     kernels: ModuleType, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     compare(kernels, Case(tokens, heads, dtype=dtype, device=device))
@@ -101,7 +101,7 @@ def test_queries_and_keys_turn_and_slots_are_filled(
 @BOTH
 @pytest.mark.parametrize(("size", "rotary_dim"), [(64, 32), (128, 96), (80, 32), (96, 64)])
 @pytest.mark.parametrize("norm", [None, torch.float32])
-def test_a_part_of_the_dimensions_may_turn(
+def test_partial_rotation(
     kernels: ModuleType, size: int, rotary_dim: int, norm: torch.dtype | None, device: torch.device
 ) -> None:
     compare(kernels, Case(5, (4, 2, size), rotary_dim=rotary_dim, norm=norm, device=device), "normed")
@@ -110,7 +110,7 @@ def test_a_part_of_the_dimensions_may_turn(
 @BOTH
 @pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128), (4, 4, 96)])
 @pytest.mark.parametrize("together", [False, True])
-def test_heads_are_normalised_each_by_itself_or_a_token_at_a_time(
+def test_heads_are_normalised_separately_or_all_heads_of_a_token_together(
     kernels: ModuleType, together: bool, heads: tuple[int, int, int], device: torch.device
 ) -> None:
     compare(kernels, Case(5, heads, norm=torch.float32, together=together, device=device), "normed")
@@ -123,14 +123,14 @@ def test_norms_in_half_precision_have_weights_of_either_dtype(norm: torch.dtype,
 
 @BOTH
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_tokens_without_a_slot_are_turned_and_not_written(kernels: ModuleType, tokens: int, device: torch.device) -> None:
+def test_tokens_without_a_slot_are_rotated_and_not_written(kernels: ModuleType, tokens: int, device: torch.device) -> None:
     slots = [-1, 40, -1, 3, -1][:tokens]
     compare(kernels, Case(tokens, (4, 2, 64), slots=slots, device=device))
 
 
 @BOTH_IN_THEIR_DTYPES
 @pytest.mark.parametrize("scales", [None, (0.5, 0.031), (2.0, 1.0)])
-def test_a_cache_of_8_bits_holds_quotients_of_its_scales(
+def test_an_fp8_cache_holds_values_divided_by_its_scales(
     kernels: ModuleType, scales: tuple[float, float] | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     slots = [79, -1, 16, 0, 17]
@@ -138,7 +138,7 @@ def test_a_cache_of_8_bits_holds_quotients_of_its_scales(
 
 
 @BOTH
-def test_values_beyond_8_bits_become_the_largest(kernels: ModuleType, device: torch.device) -> None:
+def test_values_beyond_the_range_of_e4m3_saturate(kernels: ModuleType, device: torch.device) -> None:
     case = Case(1, (4, 2, 64), cache_dtype=FP8, scales=(1e-4, 1e-4), device=device)
     _, cache = case.run(kernels)
     held = cache.float()[case.slots // BLOCK_SIZE, case.slots % BLOCK_SIZE]
@@ -147,15 +147,15 @@ def test_values_beyond_8_bits_become_the_largest(kernels: ModuleType, device: to
 
 
 @BOTH
-def test_without_a_cache_queries_and_keys_turn_all_the_same(kernels: ModuleType, device: torch.device) -> None:
+def test_without_a_cache_queries_and_keys_are_rotated_too(kernels: ModuleType, device: torch.device) -> None:
     case = Case(3, (4, 2, 64), device=device)
     qkv, cache = case.run(kernels, cached=False)
     assert_near(qkv, case.run(reference)[0], "pointwise", scale=2**6)
     assert bool(cache.isnan().all())
 
 
-def test_slots_may_lie_apart(device: torch.device) -> None:
-    """As they do where one pool holds several layers."""
+def test_slots_may_be_strided(device: torch.device) -> None:
+    """As in a pool that holds several layers."""
     case = Case(17, (4, 2, 64), device=device)
     layers = poisoned(NUM_BLOCKS, BLOCK_SIZE, 3, 2, 2, 64, dtype=torch.float32, device=device)
     qkv, expected = case.run(reference)
@@ -177,7 +177,7 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (16, 8, 128), (8, 1, 256), (9, 3, 64), (24, 8, 96)])
-def test_a_head_is_laid_over_as_many_threads_in_few_tokens_as_in_many(heads: tuple[int, int, int]) -> None:
+def test_a_head_has_as_many_threads_with_few_tokens_as_with_many(heads: tuple[int, int, int]) -> None:
     few, many = (triton_rope.head_tile(tokens, heads[0], heads[1], heads[2]) for tokens in (1, 4096))
     assert few.heads == many.heads
     assert heads[0] % few.heads == heads[1] % few.heads == 0
@@ -185,7 +185,7 @@ def test_a_head_is_laid_over_as_many_threads_in_few_tokens_as_in_many(heads: tup
     assert min(tile.tokens * tile.heads * half // (32 * tile.num_warps) for tile in (few, many)) >= 8
 
 
-def test_many_tokens_take_wider_tiles_to_the_same_result(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_wider_tiles_for_many_tokens_change_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     case = Case(33, (4, 2, 64), norm=torch.float32, device=device)
     few = case.run(triton_rope)
     monkeypatch.setattr(triton_rope, "TOKENS_MANY", 1)

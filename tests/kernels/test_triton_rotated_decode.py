@@ -25,7 +25,7 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short requests have many splits, and programs several of them."""
+    """Short requests have many splits, and programs process several of them."""
     tiling = splits.DecodeTiling(tile=32, split=32, num_warps=4, num_stages=2, programs=2)
     monkeypatch.setattr(splits, "decode_tiling", lambda *_: tiling)
     correct_e4m3(monkeypatch)
@@ -47,12 +47,12 @@ def test_every_head_size_matches_the_reference(head_dim: int, is_normed: bool, d
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_ratio_of_query_to_key_heads_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
     compare(RotatedDecodeBatch([37, 5], AttentionShape(16, *heads, 16), device))
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (64, 16), (96, 64), (128, 96)])
-def test_a_part_of_the_dimensions_turns(head_dim: int, rotary_dim: int, device: torch.device) -> None:
+def test_partial_rotation(head_dim: int, rotary_dim: int, device: torch.device) -> None:
     shape = AttentionShape(32, 4, 2, head_dim)
     compare(RotatedDecodeBatch([65, 40, 2], shape, device, rotary_dim=rotary_dim, is_normed=True))
 
@@ -77,7 +77,7 @@ def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
     assert written.abs().max() == 448
 
 
-def test_a_row_without_a_place_is_attended_and_not_stored(device: torch.device) -> None:
+def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -> None:
     batch = RotatedDecodeBatch([40, 3], SHAPE, device)
     batch.slots[0] = -1
     before = batch.cache.clone()
@@ -88,7 +88,7 @@ def test_a_row_without_a_place_is_attended_and_not_stored(device: torch.device) 
 
 
 def test_a_row_has_the_same_bits_among_others(device: torch.device) -> None:
-    """One alone has a kernel of its own (`lone_decode`)."""
+    """A single row has a kernel of its own (`lone_decode`)."""
     lengths = [257, 3, 64, 0, 129]
     batch = RotatedDecodeBatch(lengths, SHAPE, device, is_normed=True)
     together = rotated_rows(batch, slice(None))

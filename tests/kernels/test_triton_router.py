@@ -1,4 +1,4 @@
-"""Expert selection in one launch against its definition: awkward values, ties, NaN, padding rows."""
+"""Expert routing in one launch against its definition: awkward numbers, ties, NaN and infinities, rows of padding."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def compare(
     positions: list[int],
     masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Tokens of the kernels, which must be the definition's."""
+    """The kernels' tokens; checks that they are those of the definition."""
     device = logits.device
     slot_ids = torch.tensor(slots, dtype=torch.int32, device=device)
     places = torch.tensor(positions, dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ def test_equal_logits_stand_or_fall_together(device: torch.device) -> None:
 
 
 def test_equal_logits_all_over_a_long_row_are_searched_in_passes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(sampling, "LISTED", 64)
+    monkeypatch.setattr(sampling, "LIST_SIZE", 64)
     settings: list[dict[str, float]] = [
         {"top_k": 3},
         {"top_p": 0.5},
@@ -128,7 +128,7 @@ def test_equal_logits_all_over_a_long_row_are_searched_in_passes(monkeypatch: py
 def test_too_many_candidates_for_registers_make_no_difference(
     monkeypatch: pytest.MonkeyPatch, spread: float, device: torch.device
 ) -> None:
-    monkeypatch.setattr(sampling, "LISTED", 64)
+    monkeypatch.setattr(sampling, "LIST_SIZE", 64)
     settings: list[dict[str, float]] = [
         {"top_p": 0.9},
         {"top_p": 0.99, "temperature": 0.5},
@@ -233,7 +233,7 @@ def test_a_workspace_serves_any_number_of_rows_up_to_its_own(device: torch.devic
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of categories that are expected five times at least, the others together."""
+    """χ² per degree of freedom; categories expected fewer than five times are merged into one."""
     often = expected >= 5
     counts = torch.cat([counts[often], counts[~often].sum()[None]])
     expected = torch.cat([expected[often], expected[~often].sum()[None]])
@@ -244,12 +244,12 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.2}], ids=str)
 def test_draws_over_seeds_and_positions_follow_the_softmax(settings: dict[str, Any], device: torch.device) -> None:
-    """Of the definition, whose tokens the kernels draw: 40,000 draws of 40 tokens."""
+    """40,000 draws from 40 tokens by the definition, whose tokens the kernels draw."""
     logits = normal(1, 40, dtype=torch.float32, device=device)[0] * 1.5
     columns = columns_of([settings], 40, device)
     scale = columns.scale[0]
     filters = int(columns.top_k[0]), columns.top_p[0], columns.neg_log2_min_p[0], columns.typical_p[0]
-    kept = reference.keep(logits.max() - logits, scale, *filters)
+    kept = reference.filter_mask(logits.max() - logits, scale, *filters)
     streams = torch.tensor([random.Random(i).getrandbits(63) for i in range(400)], device=device)
     keys = gumbel.keys(streams.repeat_interleave(100), torch.arange(100, device=device).repeat(400))
     score = logits * scale + gumbel.noise(keys, torch.arange(40, device=device)[None])

@@ -1,4 +1,4 @@
-"""Kernels around the sampler: grammar masks, log-probabilities, token counts, rejection of drafts, head and argmax."""
+"""Kernels beside the sampler: grammar masks, log-probabilities, token counts, rejection of drafts, output head with argmax."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kernels.reference import greedy_head as reference_head
 from kernels.reference import logprobs as reference_logprobs
 from kernels.reference import token_counts as reference_counts
 from kernels.triton import bitmask, drafts, greedy_head, logprobs, token_counts
+from kernels.triton.card_properties import capability, multiprocessors
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import byte_tiles, launch
-from kernels.triton.tuning import capability, multiprocessors
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -141,8 +141,8 @@ def test_a_head_of_8_bits_finds_the_token_of_its_product(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Of whole numbers that of the reference, of any others that with the largest logit of the product of 8-bit weights, to the
-    last bit."""
+    """For whole numbers the token of the reference; for any others the one with the largest logit of the product with 8-bit
+    weights, to the last bit."""
     codes, pack = (torch.int8, pack_int8) if kind is Int8Weight else (torch.float8_e4m3fn, pack_fp8)
     values = padded_rows(normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round(), hidden_size + 16)
     whole = kind(values.to(codes), torch.full((vocab_size,), 0.5, device=device))

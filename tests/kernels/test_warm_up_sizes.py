@@ -7,7 +7,14 @@ import itertools
 import pytest
 
 from engine.options import SEATS_MAX
-from engine.runner.warm_up import DECODES, FEW, MANY, SEARCHED, SOME, _steps_of_each_kind
+from engine.runner.warm_up import (
+    DECODE_BATCH_SIZES,
+    FEW_REQUESTS,
+    MANY_REQUESTS,
+    SEARCH_BATCH_SIZES,
+    SOME_REQUESTS,
+    _steps_of_each_kind,
+)
 from engine.scheduling.limits import STEP_GUESSES_MAX, SchedulerLimits
 from kernels.triton.attention_splits import SPLIT_QUERIES, scheduled_requests
 from kernels.triton.early_launch import EARLY_ROWS_MAX
@@ -16,7 +23,7 @@ ROWS_MAX = SEATS_MAX + STEP_GUESSES_MAX
 
 
 def test_every_number_of_decodes_and_of_chunks_is_of_a_size_that_was_compiled() -> None:
-    for compiled in (DECODES, (FEW, SOME, MANY, *SEARCHED)):
+    for compiled in (DECODE_BATCH_SIZES, (FEW_REQUESTS, SOME_REQUESTS, MANY_REQUESTS, *SEARCH_BATCH_SIZES)):
         for most in (1, 33, 256, 257, 600, 1024, ROWS_MAX):
             asked = {scheduled_requests(min(number, most)) for number in compiled}
             assert {scheduled_requests(number) for number in range(1, most + 1)} <= asked, f"{compiled} up to {most}"
@@ -41,4 +48,4 @@ def test_short_chunks_of_any_number_of_requests_are_launched_as_some_that_were_c
 
 
 def test_no_size_is_compiled_that_no_engine_has_requests_for() -> None:
-    assert max(DECODES) <= ROWS_MAX
+    assert max(DECODE_BATCH_SIZES) <= ROWS_MAX

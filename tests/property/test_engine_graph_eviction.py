@@ -33,10 +33,10 @@ class Steps:
             self.ended_with_logits += 1
         if key not in self.places:
             self.captures += 1
-            given_up = self.places.make_room()
+            given_up = self.places.evict_if_full()
             assert given_up not in self.places
-            self.places.hold(key, instead_of=given_up)
-        self.places.use(key)
+            self.places.add(key, evicted=given_up)
+        self.places.record_use(key)
 
     def walk(self, num_steps: int, kinds: Sequence[str]) -> tuple[int, int]:
         """As requests begin and end, mostly one at a time: captures of these steps, and how many ended with their logits."""
@@ -88,40 +88,40 @@ def test_when_the_traffic_is_another_one_its_steps_get_the_places() -> None:
 def test_a_place_is_given_to_who_is_met_more_often_though_never_twice_in_a_row() -> None:
     places = GraphEviction(2)
     for key in ("often", "once"):
-        places.hold(key)
-        places.use(key)
+        places.add(key)
+        places.record_use(key)
     misses = 0
     while not places.admits("as often"):
         misses += 1
-        places.use("often")
+        places.record_use("often")
     assert misses == WORTH
-    assert places.make_room() == "once"
+    assert places.evict_if_full() == "once"
 
 
 def test_newcomers_that_need_a_place_at_once_do_not_take_it_from_each_other_by_turns() -> None:
     places = GraphEviction(3)
     for key, times in {"often": 1000, "seldom": 10, "once": 1}.items():
-        places.hold(key)
+        places.add(key)
         for _ in range(times):
-            places.use(key)
+            places.record_use(key)
     captures = 0
     for key in ("newcomer", "another") * 50:
         if key not in places:
             captures += 1
-            places.hold(key, instead_of=places.make_room())
-        places.use(key)
+            places.add(key, evicted=places.evict_if_full())
+        places.record_use(key)
     assert captures == 2
     assert "often" in places
 
 
 def test_what_was_met_long_ago_counts_no_more() -> None:
     places = GraphEviction(1)
-    places.hold("old")
+    places.add("old")
     for _ in range(WINDOW // 2):
-        places.use("old")
+        places.record_use("old")
     admitted = [number for number in range(1, 2 * WINDOW) if places.admits("new")]
     assert WORTH < admitted[0] < 2 * WINDOW
-    assert places.make_room() == "old"
+    assert places.evict_if_full() == "old"
 
 
 @given(num_places=st.integers(1, 4), keys=st.lists(st.integers(0, 8), max_size=300))
@@ -131,12 +131,12 @@ def test_places_are_never_more_than_there_are(num_places: int, keys: list[int]) 
     for key in keys:
         assert places.admits(key) is (key in held or len(held) < num_places), "too few uses to take a place"
         if key not in places:
-            given_up = places.make_room()
+            given_up = places.evict_if_full()
             assert (given_up in held) is (len(held) == num_places)
             held.discard(given_up)
-            places.hold(key, instead_of=given_up)
+            places.add(key, evicted=given_up)
             held.add(key)
-        places.use(key)
+        places.record_use(key)
         assert len(places) == len(held) <= num_places
         assert all(each in places for each in held)
 

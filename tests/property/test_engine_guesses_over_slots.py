@@ -241,7 +241,7 @@ def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_th
     state = slot_state(2, 4)
     table, request = slot_table(state), make_request("a", 5)
     request.block_table.extend([3, 1])
-    (slot,) = table.update_beside_guesses([ScheduledRequest(request, 4, 3, True, 2, [8, 9])])
+    (slot,) = table.update_for_verification([ScheduledRequest(request, 4, 3, True, 2, [8, 9])])
     state.last_tokens[slot], state.num_tokens[slot] = 99, 99
     request.token_ids += [8, 9, 6]
     assert table.update([ScheduledRequest(request, 7, 1, True)]).tolist() == [slot]
@@ -256,9 +256,9 @@ def test_blocks_that_did_not_reach_a_slot_are_sent_again_where_the_tokens_come_w
     request.block_table.extend([3, 1])
     items = [ScheduledRequest(request, 4, 3, True, 2, [8, 9])]
     with mock.patch.object(state, "write", side_effect=RuntimeError), pytest.raises(RuntimeError):
-        table.update_beside_guesses(items)
-    table.forget()
-    (slot,) = table.update_beside_guesses(items)
+        table.update_for_verification(items)
+    table.clear()
+    (slot,) = table.update_for_verification(items)
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
 
 

@@ -15,7 +15,7 @@ from engine.loop import Engine
 from engine.protocol import TokenEvent
 from engine.speculation.options import SpeculativeOptions
 from kernels.cpu.linear import pack_linear
-from kernels.cpu.row_tiles import TILE_ROWS, agreeing_sizes, in_agreeing_tiles
+from kernels.cpu.row_tiles import TILE_ROWS, in_invariant_tiles, invariant_tile_sizes
 from kernels.simd.vectors import LANES
 from tests.support.engines import evict_all, generation_request, preempt_all, run_to_end, small_engine
 from tests.support.tiny_models import VOCAB_SIZE, make_model
@@ -158,7 +158,7 @@ def test_a_row_has_the_same_product_in_any_number_of_rows(rows: int, columns: in
         generator = torch.Generator().manual_seed(1)
         weight = torch.randn(rows, columns, generator=generator)
         x = torch.randn(150, columns, generator=generator)
-        multiply = in_agreeing_tiles(pack_linear(weight.clone(), None), columns, dtype=weight.dtype, device=weight.device)
+        multiply = in_invariant_tiles(pack_linear(weight.clone(), None), columns, dtype=weight.dtype, device=weight.device)
         whole = multiply(x)
         torch.testing.assert_close(whole, x @ weight.T, rtol=1e-4, atol=1e-3)
         for first, count in ((0, 1), (3, 2), (7, 5), (40, 17), (60, 70), (149, 1)):
@@ -175,5 +175,5 @@ def test_only_tile_sizes_that_agree_are_used() -> None:
         return x[:, :4] + torch.arange(x.shape[0])[:, None]
 
     kind: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    assert agreeing_sizes(by_size, 8, **kind) == TILE_ROWS[1:]
-    assert agreeing_sizes(by_place, 8, **kind) == (1,)
+    assert invariant_tile_sizes(by_size, 8, **kind) == TILE_ROWS[1:]
+    assert invariant_tile_sizes(by_place, 8, **kind) == (1,)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol import FinishReason, PlainReason
-from engine.runner.input_rows import InputRow
-from engine.runner.rows import FIRST, NONE
+from engine.runner.scheduled_rows import EMPTY, FIRST_OUTPUT
+from engine.runner.token_spans import TokenSpan
 from engine.sampling.columns import Kind
 from kernels import ops
 from kernels.simd.vectors import LANES
@@ -134,7 +134,7 @@ def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_t
         engine.submit(generation_request(name, [5, 6, 7], max_tokens=8, stop_token_ids=stops))
     events = [engine.step() for _ in range(3)]
     assert [len(each) for each in events] == [0, 2, 1], "a's first token, b's only one; then a's second"
-    launched = engine._under_way
+    launched = engine._in_flight_step
     assert launched is not None
     assert len(launched.in_flight.requests) == 1, "nobody plans a request that has ended"
     ended = next(event for event in events[1] if event.request_id == "b")
@@ -151,8 +151,8 @@ def test_steps_with_prompts_attend_in_the_workspaces_of_decode_steps(folder: Pat
     shapes = decoder.attention_shapes
     assert len(shapes) == 2, "a window and none"
     decoder._planners = [ops.PagedPlanner(shape, device=CPU) for shape in shapes]
-    decoder.keep_workspaces(16, 4)
-    plans = decoder.prepare([InputRow([1], 4, [0], FIRST), InputRow([1, 2, 3], 0, [1], NONE)]).attention
+    decoder.allocate_workspaces(16, 4)
+    plans = decoder.prepare([TokenSpan([1], 4, [0], FIRST_OUTPUT), TokenSpan([1, 2, 3], 0, [1], EMPTY)]).attention
     assert [plan.workspace for plan in plans] == [(shape, 16, 4) for shape in shapes]
 
 
@@ -162,7 +162,7 @@ def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
     sizes = []
     while engine.has_requests:
         engine.step()
-        sizes.append(0 if engine._under_way is None else len(engine._under_way.in_flight.requests))
+        sizes.append(0 if engine._in_flight_step is None else len(engine._in_flight_step.in_flight.requests))
     assert sizes == [1, 1, 1, 0]
 
 

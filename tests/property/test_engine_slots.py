@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.slots import NO_NUMBERS, Numbers, SlotState, SlotTable, slot_words
+from engine.runner.slots import EMPTY_INT64, Int64Array, SlotState, SlotTable, slot_words
 from engine.sampling.columns import ColumnSampler
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
@@ -106,7 +106,7 @@ class Lives:
 @given(seed=st.integers(0, 2**32))
 def test_slots_hold_what_the_scheduler_has(seed: int, *, is_host: bool) -> None:
     lives = Lives(random.Random(seed), is_host=is_host)
-    before: tuple[Numbers, list[Request]] = NO_NUMBERS, []
+    before: tuple[Int64Array, list[Request]] = EMPTY_INT64, []
     for _ in range(STEPS):
         decodes, more = lives.plan()
         items = decodes + more
@@ -121,7 +121,7 @@ def test_slots_hold_what_the_scheduler_has(seed: int, *, is_host: bool) -> None:
         if doubt < 0.1:
             lives.settle(lives.decoding)
             if doubt < 0.05:
-                lives.table.forget()
+                lives.table.clear()
             else:
                 lives.table.invalidate(lives.decoding[:2])
 

@@ -37,14 +37,14 @@ elif not IS_LATE:
     atexit.register(CACHE.cleanup)
     os.environ["TRITON_CACHE_DIR"] = CACHE.name
     from engine.environment import prepare_environment
-    from kernels.triton import early_launch, tuning
+    from kernels.triton import card_properties, early_launch
     from tests.support.ptx.block import LOCKSTEP
     from tests.support.ptx.card import MULTIPROCESSORS, clear_programs, install
 
     prepare_environment()
     CARDS.append(install())
     replaced: tuple[tuple[Any, str, Any], ...] = (  # as on an H200; whoever imports these finds them so
-        (tuning, "multiprocessors", lambda _: MULTIPROCESSORS),
+        (card_properties, "multiprocessors", lambda _: MULTIPROCESSORS),
         (early_launch, "early_launch", lambda *_: {"EARLY": True, "launch_pdl": True}),
     )
     for owner, name, value in replaced:

@@ -22,7 +22,7 @@ from kernels.triton import (
     rotated_decode,
 )
 from kernels.triton import table as triton_table
-from kernels.triton.split_sum import counters
+from kernels.triton.split_k import arrival_counters
 from tests.support.kernel_cases import (
     Guarded,
     RotatedDecodeBatch,
@@ -43,7 +43,7 @@ SCALES = torch.tensor([0.5, 2.0])
 
 
 class Batch:
-    """Requests of `lengths` tokens in a cache that is NaN elsewhere, the last `counts` of each as queries among NaN."""
+    """Requests of `lengths` tokens in a cache that is NaN elsewhere; queries are the last `counts` of each, among NaN."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class Batch:
         kv_dtype: torch.dtype = BF16,
         dtype: torch.dtype = BF16,
         *,
-        before: int = 0,
+        unused_rows: int = 0,
     ) -> None:
-        """`before`: rows of nobody."""
-        self.shape, self.dtype, self.before = shape, dtype, before
+        """`unused_rows`: rows of no request, before those of the first."""
+        self.shape, self.dtype, self.unused_rows = shape, dtype, unused_rows
         tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
         self.tables = table_tensor(tables, CPU)
         self.lens = torch.tensor(lengths, dtype=torch.int32)
-        self.starts = torch.tensor([*accumulate(counts, initial=before)], dtype=torch.int32)
+        self.starts = torch.tensor([*accumulate(counts, initial=unused_rows)], dtype=torch.int32)
         self.max_query_len = max(counts)
-        queries = normal(before + sum(counts), shape.num_heads * shape.head_dim, dtype=dtype, device=CPU)
+        queries = normal(unused_rows + sum(counts), shape.num_heads * shape.head_dim, dtype=dtype, device=CPU)
         wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
         self.q = wide.view(-1, shape.num_heads, shape.head_dim)
         self.scales = SCALES if kv_dtype == FP8 else None
@@ -72,7 +72,7 @@ class Batch:
     def out(self) -> Guarded:
         return Guarded(tuple(self.q.shape), self.dtype, CPU)
 
-    def decoded(self) -> None:
+    def check_decode(self) -> None:
         out = self.out()
         arguments = (self.q, self.cache, self.tables, self.lens, self.shape)
         attention_decode.paged_decode(*arguments, kv_scales=self.scales, out=out.tensor)
@@ -84,22 +84,22 @@ class Batch:
             max_query_len=self.max_query_len, kv_scales=self.scales,
         )  # fmt: skip
 
-    def prefilled(self) -> None:
+    def check_prefill(self) -> None:
         out = self.out()
         attention_prefill.paged_prefill(
             self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
             max_query_len=self.max_query_len, kv_scales=self.scales, out=out.tensor,
         )  # fmt: skip
-        assert_near(out.check()[self.before :], self.expected()[self.before :], "attention")
-        assert out.tensor[: self.before].isnan().all(), "rows of nobody were written"
+        assert_near(out.check()[self.unused_rows :], self.expected()[self.unused_rows :], "attention")
+        assert out.tensor[: self.unused_rows].isnan().all(), "unused rows were written"
 
 
 @pytest.mark.parametrize(
     ("shape", "is_invariant"),
     [(AttentionShape(BLOCK, 4, 1, 128), False), (AttentionShape(BLOCK, 4, 2, 64, sliding_window=30), True)],
 )
-def test_a_captured_step_with_chunks_tells_decodes_chunks_and_padding_apart(shape: AttentionShape, is_invariant: bool) -> None:
-    """Two decodes where there may be four, two chunks and an empty one, and padding as a chunk of its own."""
+def test_a_captured_step_with_decodes_chunks_and_padding(shape: AttentionShape, is_invariant: bool) -> None:
+    """Two decodes of at most four, two chunks and an empty one, and padding as another chunk."""
     counts, num_decodes, num_tokens = [1, 1, 21, 9], 4, 48
     batch = Batch(shape, [35, 18, 40, 130], counts)
     padding = num_tokens - sum(counts)
@@ -131,11 +131,11 @@ def test_a_captured_step_with_chunks_tells_decodes_chunks_and_padding_apart(shap
 def test_rotated_decode_steps_match_the_reference(
     shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool
 ) -> None:
-    rotated(RotatedDecodeBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+    check_rotated(RotatedDecodeBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
 
 
-def rotated(batch: RotatedDecodeBatch) -> None:
-    """Outputs and the cache, against the reference."""
+def check_rotated(batch: RotatedDecodeBatch) -> None:
+    """Compares outputs and the cache with the reference."""
     cache = batch.cache.clone()
     expected = exact.rotated_decode(*batch.given(cache), **batch.options)
     found = rotated_decode.rotated_decode(*batch.given(batch.cache), **batch.options)
@@ -157,18 +157,18 @@ def rotated(batch: RotatedDecodeBatch) -> None:
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, REVERSE),
     ],
 )
-def test_the_decode_of_a_lone_request_matches_the_reference(
+def test_the_decode_of_a_single_request_matches_the_reference(
     shape: AttentionShape, length: int, kv_dtype: torch.dtype, is_normed: bool, order: str, card: EmulatedCard
 ) -> None:
-    """In reverse the first split comes last, and puts the others together."""
+    """In reverse order the first split is the last to finish, and merges all."""
     card.order = order
-    rotated(RotatedDecodeBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
-    assert not counters(CPU).any()
+    check_rotated(RotatedDecodeBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+    assert not arrival_counters(CPU).any()
 
 
 def test_splits_of_several_tiles_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lone_decode, "multiprocessors", lambda _: 2)
-    rotated(RotatedDecodeBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
+    check_rotated(RotatedDecodeBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_splits_of_several_tiles_match_the_reference(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_decode_steps_match_the_reference(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype) -> None:
-    Batch(shape, lengths, [1] * len(lengths), kv_dtype).decoded()
+    Batch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
 
 
 @pytest.mark.parametrize(
@@ -194,23 +194,23 @@ def test_decode_steps_match_the_reference(shape: AttentionShape, lengths: list[i
 def test_decode_steps_of_several_splits_for_each_program(
     shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a split begins with is asked for behind the one before it, and nothing behind the last."""
+    """The operands of a split are prefetched during the previous one, and nothing during the last."""
     monkeypatch.setattr(attention_decode, "multiprocessors", lambda _: 1)
-    Batch(shape, lengths, [1] * len(lengths), kv_dtype).decoded()
+    Batch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
 
 
 def test_guesses_of_several_splits_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "multiprocessors", lambda _: 1)
-    Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).prefilled()
+    Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).check_prefill()
 
 
 def test_half_precision_matches_the_reference() -> None:
-    Batch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).decoded()
-    Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).prefilled()
+    Batch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).check_decode()
+    Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).check_prefill()
 
 
 def test_guesses_are_verified_by_the_decode_kernel() -> None:
-    Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 150], [3, 2, 4]).prefilled()
+    Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 150], [3, 2, 4]).check_prefill()
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_guesses_of_one_request_are_verified_in_groups(
 ) -> None:
     """1 + 10 rows of one request, one of another, padding, and groups without rows."""
     batch = Batch(shape, [310, 17, 0], [11, 1, 3], kv_dtype, dtype)
-    together = attention_splits.max_verify_group(shape, kv_dtype, CPU)
-    ends = [*range(together, 11, together), 11]
+    group_size = attention_splits.max_verify_group(shape, kv_dtype, CPU)
+    ends = [*range(group_size, 11, group_size), 11]
     tables = batch.tables[[0] * len(ends) + [1, 2, 0, 0]]
     lens = torch.tensor([310 - 11 + end for end in ends] + [17, 0, 0, 0], dtype=torch.int32)
     starts = torch.tensor([0, *ends, 12, 15, 15, 15], dtype=torch.int32)
@@ -236,7 +236,7 @@ def test_guesses_of_one_request_are_verified_in_groups(
     out = batch.out()
     attention_prefill.paged_prefill(
         batch.q, batch.cache, tables, starts, lens, shape,
-        max_query_len=together, kv_scales=batch.scales, out=out.tensor, workspace=workspace,
+        max_query_len=group_size, kv_scales=batch.scales, out=out.tensor, workspace=workspace,
     )  # fmt: skip
     own_tables = batch.tables[[0] * 11 + [1, 2, 2, 2]]
     own_lens = torch.tensor([*range(300, 311), 17, 0, 0, 0], dtype=torch.int32)
@@ -251,7 +251,7 @@ def test_guesses_of_one_request_are_verified_in_groups(
         (AttentionShape(BLOCK, 2, 1, 256, sliding_window=140, softcap=50.0), [200], [40], BF16),
     ],
 )
-def test_keys_of_few_queries_are_cut_into_splits(
+def test_keys_of_few_queries_are_split(
     shape: AttentionShape,
     lengths: list[int],
     counts: list[int],
@@ -261,9 +261,9 @@ def test_keys_of_few_queries_are_cut_into_splits(
 ) -> None:
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 64)
     monkeypatch.setattr(chunk_splits, "SPLIT_FROM", 2)
-    before = card.launched.get("merge_chunks_kernel", 0)
-    Batch(shape, lengths, counts, kv_dtype).prefilled()
-    assert card.launched["merge_chunks_kernel"] > before
+    launched = card.launched.get("merge_chunks_kernel", 0)
+    Batch(shape, lengths, counts, kv_dtype).check_prefill()
+    assert card.launched["merge_chunks_kernel"] > launched
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_keys_of_few_queries_are_cut_into_splits(
 def test_prompt_chunks_match_the_reference(
     shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype
 ) -> None:
-    Batch(shape, lengths, counts, kv_dtype).prefilled()
+    Batch(shape, lengths, counts, kv_dtype).check_prefill()
 
 
 def test_a_query_has_the_same_bits_in_any_chunk_and_in_a_decode_step() -> None:

@@ -371,5 +371,5 @@ def test_no_wait_of_a_product_can_be_taken_away(card: EmulatedCard, line: str, s
 )
 def test_waits_fences_and_barriers_of_a_prompt_are_missed(card: EmulatedCard, line: str, seen: str) -> None:
     batch = Batch(AttentionShape(16, 4, 1, 64), [80], [33])
-    faults = Mutated(card, batch.prefilled).faults(line)
+    faults = Mutated(card, batch.check_prefill).faults(line)
     assert any(re.search(seen, fault) for fault in faults), faults

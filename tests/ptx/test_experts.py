@@ -1,4 +1,4 @@
-"""Mixtures of experts as machine-level code, whose weights are found by tables of addresses."""
+"""PTX of mixtures of experts, whose weights are read through tables of addresses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_mixtures_of_experts_match_the_reference(card: EmulatedCard, kind: str, 
     weights, ids = reference.route(normal(count, EXPERTS, dtype=torch.float32, device=CPU, seed=4), CHOSEN, normalised=True)
     bound = [bind_weights(each) for each in packed]
     out = Guarded((count, HIDDEN), torch.bfloat16, CPU)
-    with card.with_reachable(*bound[0].kept, *bound[1].kept):
+    with card.with_reachable(*bound[0].tensors, *bound[1].tensors):
         mix_gated_experts(x, weights.bfloat16(), ids, *bound, activation="silu", out=out.tensor)
     expected = reference.mix_gated_experts(x.float(), weights, ids, gate_up, down, activation="silu")
     assert_near(out.check(), expected, "matmul", scale=2)
@@ -47,7 +47,7 @@ def test_routers_match_the_reference(
 ) -> None:
     logits = padded_rows(normal(4, num_experts, dtype=dtype, device=CPU) * 3, num_experts + 9)
     logits[2] = logits[2].round()
-    slots = torch.tensor([0, -1, 7, 3, -1])[1:]  # begins where no vector may
+    slots = torch.tensor([0, -1, 7, 3, -1])[1:]  # not aligned for vector loads
     weights, ids = Guarded((4, num_chosen), dtype, CPU), Guarded((4, num_chosen), torch.int64, CPU)
     route_live(logits, num_chosen, normalised=normalised, slots=slots, out=(weights.tensor, ids.tensor))
     expected, expected_ids = reference.route_live(logits, num_chosen, normalised=normalised, slots=slots)
@@ -56,7 +56,7 @@ def test_routers_match_the_reference(
 
 
 def test_rows_of_padding_are_nothing(card: EmulatedCard) -> None:
-    """Neither their rows nor the experts that nobody chose are numbers."""
+    """Their rows, and the experts that no token chose, are NaN."""
     slots = torch.tensor([3, -1, -1])
     weights, ids = route_live(torch.tensor([[0.0, 1.0, 2.0, -1.0]] * 3), CHOSEN, normalised=True, slots=slots)
     assert ids.tolist() == [[2, 1], [4, 4], [4, 4]]
@@ -69,7 +69,7 @@ def test_rows_of_padding_are_nothing(card: EmulatedCard) -> None:
     gate_up[[0, 3]] = down[[0, 3]] = math.nan
     bound = bind_weights(gate_up.unbind()), bind_weights(down.unbind())
     out = Guarded((3, HIDDEN), torch.bfloat16, CPU)
-    with card.with_reachable(*bound[0].kept, *bound[1].kept):
+    with card.with_reachable(*bound[0].tensors, *bound[1].tensors):
         mix_gated_experts(x, weights.bfloat16(), ids, *bound, activation="silu", out=out.tensor)
     expected = reference.mix_gated_experts(x.float(), weights, ids, gate_up, down, activation="silu")
     assert_near(out.check(), expected, "matmul", scale=2)

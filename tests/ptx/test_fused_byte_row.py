@@ -1,4 +1,4 @@
-"""Products of one row with weights of 8 bits as machine-level code: Hopper's own kernel."""
+"""PTX of Hopper's fused GEMV with 8-bit weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.residual_stream import Gate
 from kernels.triton import fused_row
-from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.hopper_gemv import HopperGemvTiles
 from tests.support.fused_rows import CPU, check_row
 from tests.support.kernel_cases import normal
 from tests.support.ptx.card import EmulatedCard
@@ -29,8 +29,8 @@ def few_multiprocessors() -> object:
 
 @pytest.mark.parametrize(
     ("kind", "sizes", "gate", "dtype", "has_bias", "num_warps"),
-    [  # each type of numbers, each product of a gate and of none, each number of warps twice
-        ("int8", (128, 384, 80), "silu", torch.bfloat16, False, 4),  # width of the stream, columns before it, behind the gate
+    [  # both types of rows, products with and without a gate, each number of warps twice
+        ("int8", (128, 384, 80), "silu", torch.bfloat16, False, 4),  # width of the stream, columns, outputs of the gate
         ("fp8", (256, 2432, 40), None, torch.bfloat16, True, 8),  # 19 chunks, outputs that are no multiple of 16
         ("fp8", (128, 256, 24), "gelu_tanh", torch.float16, True, 4),
         ("fp8 as one", (128, 384, 80), "silu", torch.bfloat16, False, 8),
@@ -51,8 +51,8 @@ def test_a_row_is_multiplied(
         weight = normal(outputs, count, dtype=torch.float32, device=CPU, seed=seed) / count**0.5
         return PACKERS[kind](weight + 0.01)
 
-    before, behind = pack(width, columns, 1), pack(inner * (2 if gate else 1), width, 2)
+    first_weight, second_weight = pack(width, columns, 1), pack(inner * (2 if gate else 1), width, 2)
     launched = card.launched["fused_byte_row_kernel"]
-    with mock.patch.object(fused_row, "hopper_row_tiles", return_value=HopperRowTiles(num_warps)):
-        check_row(before, behind, sizes, gate, dtype, has_bias=has_bias)
+    with mock.patch.object(fused_row, "hopper_gemv_tiles", return_value=HopperGemvTiles(num_warps)):
+        check_row(first_weight, second_weight, sizes, gate, dtype, has_bias=has_bias)
     assert card.launched["fused_byte_row_kernel"] > launched

@@ -1,4 +1,4 @@
-"""Products of one row with weights of 4 bits as machine-level code: Hopper's own kernel."""
+"""PTX of Hopper's fused GEMV with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate
 from kernels.triton import fused_int4
 from kernels.triton.fused_linear import linear_add
-from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.hopper_gemv import HopperGemvTiles
 from tests.support.fused_rows import CPU, check_row
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near
@@ -23,7 +23,7 @@ from tests.support.ptx.card import EmulatedCard
 @pytest.mark.parametrize(
     ("sizes", "gate", "dtype", "has_bias", "num_warps"),
     [
-        ((96, 384, 80), "silu", torch.bfloat16, False, 4),  # width of the stream, columns before it, columns behind the gate
+        ((96, 384, 80), "silu", torch.bfloat16, False, 4),  # width of the stream, columns, outputs of the gate
         ((72, 2432, 40), None, torch.bfloat16, True, 8),  # 19 chunks, outputs that are no multiple of 16
         ((160, 300, 24), "gelu_tanh", torch.float16, True, 8),  # columns that are no whole chunk
     ],
@@ -38,10 +38,10 @@ def test_a_row_is_multiplied(
         weight = normal(outputs, count, dtype=torch.float32, device=CPU, seed=seed) / count**0.5
         return pack_int4(weight + 0.01, 128, scale_dtype=scale_dtype)
 
-    before, behind = pack(width, columns, 1), pack(inner * (2 if gate else 1), width, 2)
+    first_weight, second_weight = pack(width, columns, 1), pack(inner * (2 if gate else 1), width, 2)
     launched = card.launched["fused_int4_row_kernel"]
-    with mock.patch.object(fused_int4, "hopper_row_tiles", return_value=HopperRowTiles(num_warps)):
-        check_row(before, behind, sizes, gate, dtype, has_bias=has_bias)
+    with mock.patch.object(fused_int4, "hopper_gemv_tiles", return_value=HopperGemvTiles(num_warps)):
+        check_row(first_weight, second_weight, sizes, gate, dtype, has_bias=has_bias)
     assert card.launched["fused_int4_row_kernel"] > launched
 
 
@@ -50,9 +50,9 @@ def test_reordered_columns_and_groups_of_two_chunks_match_the_reference(card: Em
     weight = replace(weight, permutation=torch.randperm(512, generator=torch.Generator().manual_seed(1)))
     x, residual = (normal(1, size, dtype=torch.bfloat16, device=CPU, seed=size) for size in (512, 48))
     norm_weight, launched = torch.ones(48, dtype=torch.bfloat16), card.launched["fused_int4_row_kernel"]
-    made = linear_add(x, weight, residual, norm_weight)
+    actual = linear_add(x, weight, residual, norm_weight)
     assert card.launched["fused_int4_row_kernel"] > launched
-    assert_near(made.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
+    assert_near(actual.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,8 +61,8 @@ def test_a_zero_point_of_16_is_one_more_than_any_code(dtype: torch.dtype) -> Non
     weight = replace(weight, scales_zeros=weight.scales_zeros & 0xFFFF | 16 << 16)
     x, residual = (normal(1, size, dtype=dtype, device=CPU, seed=size) for size in (256, 48))
     norm_weight = torch.ones(48, dtype=dtype)
-    made = linear_add(x, weight, residual, norm_weight)
-    assert_near(made.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
+    actual = linear_add(x, weight, residual, norm_weight)
+    assert_near(actual.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
 
 
 def test_smaller_groups_and_more_rows_are_multiplied_in_tiles(card: EmulatedCard) -> None:
@@ -70,6 +70,6 @@ def test_smaller_groups_and_more_rows_are_multiplied_in_tiles(card: EmulatedCard
     for count, group in ((1, 64), (2, 128)):
         weight = pack_int4(normal(48, 256, dtype=torch.float32, device=CPU) / 16, group)
         x, residual = (normal(count, size, dtype=torch.bfloat16, device=CPU, seed=size) for size in (256, 48))
-        made = linear_add(x, weight, residual, norm_weight)
-        assert_near(made.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
+        actual = linear_add(x, weight, residual, norm_weight)
+        assert_near(actual.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
     assert card.launched["fused_int4_row_kernel"] == launched

@@ -1,4 +1,4 @@
-"""Long chunks of prompts on Hopper as machine-level code, which alone can run them here: awkward lengths, groups and blocks."""
+"""Long chunks on Hopper as machine-level code, as no interpreter runs Gluon: awkward lengths, groups and blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SHAPE = AttentionShape(16, 4, 1, 128)
 KERNEL, MERGE = "overlapped_kernel", "merge_chunks_kernel"
 
 
-def test_it_serves_what_most_prompts_are() -> None:
+def test_it_serves_most_prompts() -> None:
     assert is_overlapped(SHAPE, 2, ROWS, 90)
     assert is_overlapped(replace(SHAPE, head_dim=64, block_size=KEYS), 2, ROWS, 90)
 
 
-def test_the_operator_can_have_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_can_switch_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
-    monkeypatch.setattr(attention_prefill_hopper, "_is_wanted", attention_prefill_hopper._is_wanted.__wrapped__)
+    monkeypatch.setattr(attention_prefill_hopper, "_is_enabled", attention_prefill_hopper._is_enabled.__wrapped__)
     assert not is_overlapped(SHAPE, 2, ROWS, 90)
 
 
@@ -45,7 +45,7 @@ def test_the_operator_can_have_none_of_it(monkeypatch: pytest.MonkeyPatch) -> No
         (SHAPE, 2, ROWS, 100),
     ],
 )
-def test_everything_else_goes_another_way(shape: AttentionShape, kv_bytes: int, rows: int, capability: int) -> None:
+def test_everything_else_is_served_by_another_kernel(shape: AttentionShape, kv_bytes: int, rows: int, capability: int) -> None:
     assert not is_overlapped(shape, kv_bytes, rows, capability)
 
 
@@ -63,14 +63,14 @@ def test_prompt_chunks_match_the_reference(
     card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int]
 ) -> None:
     before = card.launched.get(KERNEL, 0)
-    Batch(shape, lengths, counts).prefilled()
+    Batch(shape, lengths, counts).check_prefill()
     assert card.launched[KERNEL] > before
 
 
-@pytest.mark.parametrize("before", [40, 64])
-def test_rows_before_the_first_chunk_stay_as_they_are(card: EmulatedCard, before: int) -> None:
+@pytest.mark.parametrize("unused_rows", [40, 64])
+def test_unused_rows_before_the_first_chunk_are_not_written(card: EmulatedCard, unused_rows: int) -> None:
     launched = card.launched.get(KERNEL, 0)
-    Batch(SHAPE, [129, 40], [33, 12], before=before).prefilled()
+    Batch(SHAPE, [129, 40], [33, 12], unused_rows=unused_rows).check_prefill()
     assert card.launched[KERNEL] > launched
 
 
@@ -84,7 +84,7 @@ def test_a_request_has_the_same_bits_alone_as_beside_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "lengths", "counts", "before"),
+    ("shape", "lengths", "counts", "unused_rows"),
     [
         (SHAPE, [512, 511, 60], [17, 1, 20], 0),
         (replace(SHAPE, num_heads=7, block_size=KEYS), [640, 3], [70, 2], 35),
@@ -95,13 +95,13 @@ def test_several_programs_share_the_keys_of_few_queries(
     shape: AttentionShape,
     lengths: list[int],
     counts: list[int],
-    before: int,
+    unused_rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Splits of one tile and of two; of the last one some queries see nothing."""
+    """Splits of one tile and of two; some queries have no visible keys in the last split."""
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", KEYS)
     launched = {name: card.launched.get(name, 0) for name in (KERNEL, MERGE)}
-    Batch(shape, lengths, counts, before=before).prefilled()
+    Batch(shape, lengths, counts, unused_rows=unused_rows).check_prefill()
     assert all(card.launched[name] > number for name, number in launched.items())
 
 

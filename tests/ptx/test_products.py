@@ -1,4 +1,4 @@
-"""Products with weights of 16, 8 and 4 bits as machine-level code: plain, with what is fused to them, batch-invariant."""
+"""PTX of products with weights of 16, 8 and 4 bits: plain, fused, batch-invariant."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def test_products_match_the_exact_ones(kind: str, kernel: Kernel, sizes: tuple[i
     ("kernel", "count", "adds_waits"), [(linear_fp8, 3, False), (linear_fp8, 64, True), (invariant_linear, 3, True)]
 )
 def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kernel, count: int, adds_waits: bool) -> None:
-    """In tiles of 64 rows Triton (3.6 and 3.9) adds a product to its sum before it waits for it: the assembler waits there."""
+    """In tiles of 64 rows Triton (3.6 and 3.9) adds a product to its sum before waiting for it: the assembler adds the wait."""
     card.adds_waits = adds_waits
     codes, scales = quantize_rows_fp8(rows(count, 512))
     weight = pack_fp8(weights(80, 512))
-    made = kernel(codes, weight, x_scales=scales, out_dtype=BF16)
-    assert_near(made, codes.float() * scales @ exact.dequantise(weight).T, "matmul")
+    actual = kernel(codes, weight, x_scales=scales, out_dtype=BF16)
+    assert_near(actual, codes.float() * scales @ exact.dequantise(weight).T, "matmul")
 
 
 @pytest.mark.parametrize(("kind", "kernel"), [("bf16", linear), ("int4", linear_int4)])
@@ -111,26 +111,26 @@ def test_weights_of_4_bits_are_written_out() -> None:
 def test_products_with_what_stands_around_them(kind: str, sizes: tuple[int, int, int, int], gate: Gate | None) -> None:
     count, width, columns, inner = sizes
     pack = PACKERS[kind]
-    before, behind = pack(weights(width, columns)), pack(weights(inner * (2 if gate else 1), width, seed=2))
-    given = rows(count, columns), before, normal(count, width, dtype=BF16, device=CPU, seed=3)
+    first_weight, second_weight = pack(weights(width, columns)), pack(weights(inner * (2 if gate else 1), width, seed=2))
+    operands = rows(count, columns), first_weight, normal(count, width, dtype=BF16, device=CPU, seed=3)
     norm_weight = normal(width, dtype=BF16, device=CPU, seed=4)
-    made, expected = linear_add(*given, norm_weight, alpha=0.5), reference.linear_add(*given, norm_weight, alpha=0.5)
-    assert_near(made.total, expected.total, "matmul")
-    assert_near(made.weighted, expected.weighted, "matmul", scale=4)
-    assert_near(made.squares.sum(0), made.total.float().square().sum(-1), "matmul")
-    product = normed_linear(made, behind, EPS, gate=gate)
-    assert_near(product, reference.normed_linear(made, behind, EPS, gate=gate), "matmul", scale=8)
+    actual, expected = linear_add(*operands, norm_weight, alpha=0.5), reference.linear_add(*operands, norm_weight, alpha=0.5)
+    assert_near(actual.total, expected.total, "matmul")
+    assert_near(actual.weighted, expected.weighted, "matmul", scale=4)
+    assert_near(actual.squares.sum(0), actual.total.float().square().sum(-1), "matmul")
+    product = normed_linear(actual, second_weight, EPS, gate=gate)
+    assert_near(product, reference.normed_linear(actual, second_weight, EPS, gate=gate), "matmul", scale=8)
 
 
 def test_the_parts_of_a_sum_may_arrive_in_any_order(card: EmulatedCard) -> None:
-    """Whichever program comes last adds all parts, in their order."""
+    """Whichever program arrives last adds all splits, in their order."""
     x, weight = rows(1, 4096), weights(16, 4096)
     before = card.launched["linear_kernel"]
-    made = linear(x, weight)
-    assert card.launched["linear_kernel"] - before > 16 // 16, "more programs than tiles: the sums have parts"
+    actual = linear(x, weight)
+    assert card.launched["linear_kernel"] - before > 16 // 16, "more programs than tiles: the columns are split"
     for order in (FORWARD, REVERSE):
         card.order = order
-        assert_same(linear(x, weight), made)
+        assert_same(linear(x, weight), actual)
 
 
 @pytest.mark.parametrize("kind", PACKERS)
@@ -140,6 +140,6 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, count: int) -> None:
     weight = pack(weights(80, 384))
     kernel: Kernel = invariant_int4 if isinstance(weight, Int4Weight) else invariant_linear
     x = rows(count, 384)
-    made = kernel(x, weight)
-    assert_near(made, x.float() @ exact.dequantise(weight).T, "matmul")
-    assert_same(kernel(x[2:3], weight), made[2:3])
+    actual = kernel(x, weight)
+    assert_near(actual, x.float() @ exact.dequantise(weight).T, "matmul")
+    assert_same(kernel(x[2:3], weight), actual[2:3])

@@ -1,4 +1,4 @@
-"""Rows as machine-level code: norms, activations, embeddings, rows in e4m3."""
+"""PTX of row-wise kernels: norms, activations, embeddings, quantisation to e4m3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to tokens as machine-level code: sampler, masks, log-probabilities, counts, guesses, head with its argmax."""
+"""PTX of the kernels from logits to tokens: sampler, masks, log-probabilities, counts, draft rejection, head with argmax."""
 
 from __future__ import annotations
 

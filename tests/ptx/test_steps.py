@@ -1,4 +1,4 @@
-"""Around a step as machine-level code: inputs of a decode step from its slots, and blocks of the cache that are moved."""
+"""PTX of the kernels around a step: inputs of a decode step from its slots, and copies of cache blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK_SHAPE = (16, 2, 2, 24)
 
 
 class Layers(NamedTuple):
-    """What a decode step of few rows and plain weights is made of, without what comes behind attention's output."""
+    """The operations of a decode step with few rows and plain weights, up to the output projection of attention."""
 
     prepare_decode: Callable[..., None]
     linear_add: Callable[..., Any]
@@ -60,7 +60,7 @@ def test_inputs_of_a_decode_step_match_the_reference() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[70], [35, 18]])
-def test_layers_read_early_only_what_the_kernel_in_front_leaves_alone(lengths: list[int], card: EmulatedCard) -> None:
+def test_layers_load_early_only_what_the_preceding_kernel_does_not_write(lengths: list[int], card: EmulatedCard) -> None:
     """Two layers of a decode step, from the slots on, as launches that follow one another."""
     shape = AttentionShape(16, 4, 2, 32)
     rows, width, hidden = len(lengths), 8 * 32, 4 * 32

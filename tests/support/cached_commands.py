@@ -18,7 +18,7 @@ from litestar import Litestar
 
 from appliance import app
 from appliance.cli import main, model_check
-from appliance.serving.fleet import DEMO_MODEL
+from appliance.serving.model_builder import DEMO_MODEL
 from appliance.serving.services import Services
 from tests.support.reused_app import ReusedApp
 

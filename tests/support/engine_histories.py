@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from appliance.serving.event_stream import one_more
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
+from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
 from engine.grammar.spec import GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine
@@ -62,7 +62,7 @@ class LetterGrammars:
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         done: Future[CompiledGrammar] = Future()
-        done.set_result(CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec))
+        done.set_result(CompiledGrammar(self._trie, answer_grammar(to_lark(spec), first_space=False), spec))
         return done
 
     def close(self) -> None:
@@ -202,7 +202,9 @@ def run_history(engine: Engine, requests: list[PlannedRequest], *, preempt_at: i
         outputs = engine.step_in_columns()
         for event in outputs.others:
             events[event.request_id].append(event)
-        for (request_id, index, token_id), expected in zip(outputs.decoded, outputs.told()[len(outputs.others) :], strict=True):
+        for (request_id, index, token_id), expected in zip(
+            outputs.decoded, outputs.as_events()[len(outputs.others) :], strict=True
+        ):
             last = next(event for event in reversed(events[request_id]) if event.index == index)
             gateway_event = one_more(last, token_id)
             events[request_id].append(gateway_event)

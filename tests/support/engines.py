@@ -18,7 +18,7 @@ from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_warm_up import warm_up
 from engine.scheduling.limits import STEP_GUESSES_MAX
-from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
+from engine.speculation.adaptive_drafter import AdaptiveDrafter, SpeculationCosts
 from engine.step_mode import StepMode
 
 KV_CACHE_BYTES = 1_000_000
@@ -57,7 +57,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     runner, scheduler = plain.runner, plain._scheduler
     assert isinstance(runner, ModelRunner)
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
-    runner._guesses_are_equal = True
+    runner._accepts_by_equality = True
     slot_runner = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
     warm_up(slot_runner.steps)
     return Engine(scheduler, slot_runner, plain.info, plain._grammars, step_budget=plain._step_budget)
@@ -80,7 +80,7 @@ def evict_all(engine: Engine) -> None:
     """Evict the content of every free block, to the host tier if there is one."""
     pool = engine._scheduler.pool
     pool.release(pool.allocate(pool.num_available))
-    engine.runner.move(engine._scheduler.kv.take_moves())
+    engine.runner.move(engine._scheduler.kv.pop_moves())
 
 
 def generation_request(

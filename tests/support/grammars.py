@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
+from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
 from engine.grammar.spec import GrammarSpec, Kind
 from engine.grammar.vocabulary import Vocabulary
 
@@ -30,7 +30,7 @@ def byte_trie() -> Any:
 def compiled(kind: Kind, text: str) -> CompiledGrammar:
     """Raises `GrammarError`, as the engine's compiler does."""
     spec = GrammarSpec(kind, text)
-    return CompiledGrammar(byte_trie(), of_text(to_lark(spec), first_space=False), spec)
+    return CompiledGrammar(byte_trie(), answer_grammar(to_lark(spec), first_space=False), spec)
 
 
 def accepts(grammar: CompiledGrammar, text: str) -> bool:

@@ -21,11 +21,11 @@ from engine.scheduling.backlog import Backlog
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.drafting import NO_DRAFT, Draft
-from engine.scheduling.fair_policy import LOOK_ACCOUNTS, FairPolicy
+from engine.scheduling.fair_policy import SCAN_ACCOUNTS_MAX, FairPolicy
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.lead_tracking import FairSettings
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.policy import Start, looked_at
+from engine.scheduling.policy import Start, scan_limit
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
@@ -387,11 +387,11 @@ class SchedulerFuzz:
             return
         for backlog in policy.backlogs.values():
             accounts = list(backlog)
-            if len(accounts) > LOOK_ACCOUNTS:
+            if len(accounts) > SCAN_ACCOUNTS_MAX:
                 continue
             for account in accounts:
-                if not account.is_held and not policy.is_ahead(account):
-                    for request in islice(account.waiting, looked_at(len(accounts))):
+                if not account.is_paused and not policy.is_ahead(account):
+                    for request in islice(account.waiting, scan_limit(len(accounts))):
                         assert scheduler.admission.can_start(request) is not Start.NOW, (
                             f"{request.request_id} could have started"
                         )

@@ -14,7 +14,7 @@ from appliance.app import Started, serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
 from appliance.cli import main as cli
-from appliance.serving import fleet
+from appliance.serving import model_builder
 from appliance.serving.model_folder import ModelFolder
 
 
@@ -48,7 +48,7 @@ def _use_fake_engine(step_s: float, truths: Path | None) -> None:
         assert settings.models
         return [sys.executable, "-m", module, "--fd", str(fd), "--step-s", str(step_s), *extra_arguments]
 
-    fleet.engine_command = run_command
+    model_builder.engine_command = run_command
 
 
 def run_command(arguments: Sequence[str], environ: Mapping[str, str], stdout: Path, stderr: Path) -> int:

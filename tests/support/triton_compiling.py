@@ -1,7 +1,7 @@
-"""Compiles small kernels together for an H200 without a GPU: `python -m tests.support.triton_compiling` reports the results.
+"""Compiles small kernels together for an absent H200: `python -m tests.support.triton_compiling` prints the results.
 
-Triton's compiler is the real one; the fake driver accepts any binary and records launches. Prints one JSON object with an entry
-for each of the functions below whose name begins with `when_`.
+Triton's compiler is the real one; the fake card loads any binary and records its launches. Prints one JSON object with an entry
+for each of the functions below that is named `when_…`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def when_it_cannot_be_loaded() -> dict[str, Any]:
 
 
 def when_one_never_ends() -> dict[str, Any]:
-    """The thread is abandoned; the process can still end."""
+    """The thread is abandoned: the process exits all the same."""
     fill_kernel.device_caches.clear()
     launch(fill_kernel, SIZES[2:])  # which sets `compile`
     compile_function = fill_kernel.compile
@@ -196,7 +196,7 @@ def when_two_wait_for_each_other() -> dict[str, Any]:
 
 
 def when_all_parse_at_once() -> dict[str, Any]:
-    """Garbage collection during parsing lets other threads run: two concurrent parses would fail within a few iterations."""
+    """Garbage collection while a tree is built lets other threads run: two concurrent parses would fail within a few rounds."""
     fill_kernel.device_caches.clear()
     launch(fill_kernel, SIZES[2:])
     compile_function = fill_kernel.compile

@@ -26,8 +26,8 @@ from unittest import mock
 
 import torch
 
+from kernels.triton.card_properties import card
 from kernels.triton.gate.declared import declared, module_names
-from kernels.triton.tuning import card
 from tests.support import triton_variants
 from tests.support.triton_variants import Case, Memory, NullKernel, Recorder
 
@@ -121,7 +121,7 @@ def by_kernel(keys: Iterable[Key]) -> dict[str, list[str]]:
 def case_for(name: str, capability: int) -> Case:
     """The model with options that the card supports: no fp8 cache without fp8 hardware."""
     case = MODELS[name]
-    return case if card(capability).fp8 else replace(case, options=SMALL)
+    return case if card(capability).has_fp8 else replace(case, options=SMALL)
 
 
 def main(*cards: str) -> None:

@@ -34,23 +34,23 @@ from engine.build import build_engine
 from engine.config.model import ModelConfig
 from engine.config.pooling import MODES, PoolingConfig
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
+from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
 from engine.grammar.spec import GrammarSpec
-from engine.grammar.vocabulary import NEVER
+from engine.grammar.vocabulary import NO_BYTES
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
-from engine.runner.token_return import Fetch, FetchedAtOnce, TokenReturn
+from engine.runner.token_return import Fetch, ImmediateFetch, TokenReturn
 from engine.scheduling.scheduled_batch import BlockMoves
+from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
-from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_mode import StepMode
 from engine.weights import WeightPlan
 from kernels import quantised_linear
 from kernels.ops import HostTokens
-from kernels.triton import early_launch, tuning
+from kernels.triton import card_properties, early_launch
 from tests.support.engines import FREE_ROWS, generation_request
 from tests.support.fake_gpu_driver import FakeGpuDriver
 from tests.support.grammars import BYTES
@@ -166,12 +166,12 @@ class TokensForHost(TokenReturn):
 
     def fetch(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
         kept_inputs = None if inputs is None else inputs.tolist()
-        return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
+        return ImmediateFetch(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
 
 
 @cache
 def padded_byte_trie(vocab_size: int) -> Any:
-    return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NEVER] * (vocab_size - BYTES.size))))
+    return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NO_BYTES] * (vocab_size - BYTES.size))))
 
 
 class GrammarCompiler:
@@ -182,7 +182,7 @@ class GrammarCompiler:
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         compiled: Future[CompiledGrammar] = Future()
-        compiled.set_result(CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec))
+        compiled.set_result(CompiledGrammar(self._trie, answer_grammar(to_lark(spec), first_space=False), spec))
         return compiled
 
     def close(self) -> None:
@@ -252,9 +252,9 @@ def prepare(recorder: Recorder, memory: Memory, capability: int = FakeGpuDriver.
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (JITFunction, "_do_compile", compile_nothing),
-        (tuning, "INTERPRETED_CAPABILITY", capability),
-        (tuning, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS[capability]),
-        (early_launch, "may_be_early", lambda _: is_early),
+        (card_properties, "INTERPRETED_CAPABILITY", capability),
+        (card_properties, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS[capability]),
+        (early_launch, "supports_early_launch", lambda _: is_early),
         (torch, "empty", memory.filling(torch.empty)),
         (torch, "empty_like", memory.filling(torch.empty_like)),
         (torch.Tensor, "new_empty", memory.filling(torch.Tensor.new_empty)),
@@ -278,7 +278,7 @@ def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
         if isinstance(place, torch.Tensor):
             place.zero_()
         elif name not in plan.optional:
-            place.take(weights_for(name, place))
+            place.load(weights_for(name, place))
 
 
 def weights_for(name: str, place: Any) -> torch.Tensor:
@@ -322,9 +322,9 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.models.loading.load_weights", write_weights))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
-        stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
+        stack.enter_context(mock.patch("engine.resolved_options.resolve_step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
-        stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
+        stack.enter_context(mock.patch("engine.build.LazyCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", GraphStandIn))
         stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", TokensForHost))
         for module in ("build", "runner.slot_warm_up"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +68,40 @@ async def test_parameters_that_take_several_values_are_described_as_lists(box: A
     described = {parameter["name"]: parameter["schema"]["type"] for parameter in paths["/admin/v1/usage"]["get"]["parameters"]}
 
     assert (described["key_id"], described["tenant_id"], described["limit"]) == ("array", "string", "integer")
+
+
+async def test_parameters_that_must_be_sent_are_described_as_required(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    for path in ("/v1/organization/usage/completions", "/v1/organization/usage/embeddings", "/v1/organization/costs"):
+        required = {parameter["name"] for parameter in paths[path]["get"]["parameters"] if parameter["required"]}
+        refused = await box.client.get(path, headers=await box.as_role("viewer"))
+
+        assert required == {"start_time"}
+        assert refused.json()["error"]["param"] == "start_time"
+
+
+async def test_operations_have_names_that_a_client_can_use_as_methods(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    names = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
+
+    assert paths["/v1/chat/completions"]["post"]["operationId"] == "createChatCompletion"
+    assert paths["/chat/completions"]["post"]["operationId"] == "createChatCompletionShortPath"
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not re.fullmatch("[a-z][A-Za-z]*", name)] == []
+
+
+async def test_schemas_have_names_that_a_client_can_use_as_classes(box: ApiBox) -> None:
+    schemas = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+
+    assert {"Key", "KeyPage", "ProjectList", "CompletionsResultBucket", "ChatCompletionRequest"} <= set(schemas)
+    assert [name for name in schemas if not re.fullmatch("[A-Z][A-Za-z]*", name) or "Shape" in name] == []
+    assert [name for name, schema in schemas.items() if schema["title"] != name] == []
+
+
+async def test_the_document_is_in_alphabetical_order(box: ApiBox) -> None:
+    document = (await box.client.get("/schema/openapi.json")).json()
+    for part in (document["paths"], document["components"]["schemas"]):
+        assert list(part) == sorted(part)
 
 
 async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fails(box: ApiBox) -> None:
@@ -140,7 +174,7 @@ async def test_an_operation_names_the_statuses_it_answers_with(box: ApiBox, meth
     assert set(responses) == {*statuses, "default"}
     for status in statuses - {"200", "201"}:
         name = responses[status]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
-        assert name == ("HealthShape" if path.startswith("/health") else "ErrorAnswer")
+        assert name == ("Health" if path.startswith("/health") else "ErrorAnswer")
         assert responses[status]["description"]
 
 
@@ -173,6 +207,13 @@ async def test_every_reference_of_the_schema_has_its_target(box: ApiBox) -> None
 
     assert named
     assert named <= set(targets)
+
+
+async def test_every_array_of_the_schema_says_what_it_holds(box: ApiBox) -> None:
+    schemas = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+
+    assert {"type": "array", "items": {}} in schemas["Message"]["properties"]["tool_calls"]["anyOf"]
+    assert [array for array in _arrays(schemas) if "items" not in array] == []
 
 
 async def test_allow_names_every_method_of_a_path_whoever_asks_for_it(box: ApiBox) -> None:
@@ -308,6 +349,13 @@ async def test_a_bug_is_a_500_in_the_one_shape_that_tells_nothing_of_itself(
     assert answer.json()["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
     assert answer.headers["x-request-id"].startswith("req_")
+
+
+def _arrays(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict) and value.get("type") == "array":
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _arrays(each)
 
 
 async def metrics_status(box: ApiBox, address: str, headers: dict[str, str] | None = None) -> int:

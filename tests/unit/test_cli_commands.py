@@ -26,7 +26,7 @@ from appliance.metering.alerts.targets import Reach
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, replay
-from appliance.serving.fleet import DEMO_MODEL
+from appliance.serving.model_builder import DEMO_MODEL
 from appliance.telemetry.gpu import GpuProbe, GpuReading
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.admin_tokens import AdminTokens

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.cli import model_store
 from appliance.cli.failure import CommandFailed
-from appliance.serving.fleet import DEMO_MODEL
+from appliance.serving.model_builder import DEMO_MODEL
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.cli import model_store
 from appliance.cli.main import main
-from appliance.serving.fleet import DEMO_MODEL
+from appliance.serving.model_builder import DEMO_MODEL
 from tests.support.typed_commands import CommandResult
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from engine.text.detokenizer import REPLACEMENT, SHOWN_TOKENS_MAX, UNREAD_TOKENS_MAX, AnswerText, Detokenizer, StopStrings
+from engine.text.detokenizer import PENDING_TOKENS_MAX, REPLACEMENT, SHOWN_TOKENS_MAX, AnswerText, Detokenizer, StopStrings
 
 
 def shown(stops: list[str], pieces: list[str]) -> tuple[list[str], StopStrings]:
@@ -136,9 +136,9 @@ def test_half_a_character_at_the_end_of_an_answer_is_shown_once() -> None:
 
 def test_bytes_that_are_no_text_are_held_back_for_eight_tokens_and_shown_once() -> None:
     detokenizer = Detokenizer(of_bytes)
-    pieces = [detokenizer.push([0x80]) for _ in range(UNREAD_TOKENS_MAX + 1)]
+    pieces = [detokenizer.push([0x80]) for _ in range(PENDING_TOKENS_MAX + 1)]
 
-    assert pieces == [*[""] * UNREAD_TOKENS_MAX, REPLACEMENT * (UNREAD_TOKENS_MAX + 1)]
+    assert pieces == [*[""] * PENDING_TOKENS_MAX, REPLACEMENT * (PENDING_TOKENS_MAX + 1)]
     assert detokenizer.push(b"a") == "a"
 
 

@@ -90,9 +90,9 @@ def test_a_lent_block_is_taken_without_a_word() -> None:
     pool = BlockPool(1)
     pool.on_evict = lambda block_id, content_hash: (_ for _ in ()).throw(AssertionError("told"))
     cached(pool, b"a")
-    block_id = pool.lend()
+    block_id = pool.allocate_scratch()
     assert block_id == 0
-    assert pool.lend() is None
+    assert pool.allocate_scratch() is None
     pool.release([0])
     assert pool.lookup(b"a") is None, "it was written over"
     pool.check_invariants([])
@@ -104,7 +104,7 @@ def test_where_all_content_was_found_again_the_one_not_used_for_longest_is_lent(
     for block_id in (first, second):
         pool.share(block_id)
         pool.release([block_id])
-    assert pool.lend() == first
+    assert pool.allocate_scratch() == first
     assert (pool.lookup(b"a"), pool.lookup(b"b")) == (None, second)
     pool.check_invariants([[first]])
 
@@ -163,7 +163,7 @@ def test_a_block_that_nobody_holds_is_counted_behind_one_in_main_memory_too() ->
     pool.register(held, third)
     found = kv.find(request)
     assert found.blocks == [None, idle, held]
-    assert kv.needed(request, found) == 3, "one for what is copied in, the one that nobody holds, and the last one"
+    assert kv.num_needed_blocks(request, found) == 3, "one for what is copied in, the one that nobody holds, and the last one"
     assert kv.has_room(request, found)
     pool.allocate(1)
     assert not kv.has_room(request, kv.find(request))

@@ -12,11 +12,11 @@ import torch
 
 from engine.config.model import parse_model_config
 from engine.runner import calibration
-from engine.runner.calibration import PASSES, PASSES_S
-from engine.runner.input_rows import InputRow
+from engine.runner.calibration import PASSES_MAX, PASSES_MAX_S
+from engine.runner.token_spans import TokenSpan
 from engine.scheduling.limits import SchedulerLimits
 from engine.simulator.models import MODELS, config_of
-from engine.speculation.prompt_lookup import SpeculationCosts
+from engine.speculation.adaptive_drafter import SpeculationCosts
 
 LIMITS = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, block_size=16)
 
@@ -30,7 +30,7 @@ class Passes:
         self.count = 0
         self.kv_caches = [SimpleNamespace(is_cuda=False, itemsize=2)]
 
-    def pass_over(self, rows: object) -> object:
+    def forward_spans(self, rows: object) -> object:
         return rows
 
     def logits(self, hidden: object) -> None:
@@ -45,12 +45,12 @@ class Passes:
 def test_a_first_pass_that_compiles_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = Passes(3.2, 0.002, 0.001, 0.003)
     assert passes.measured_s(monkeypatch) == pytest.approx(0.001)
-    assert passes.count == 1 + PASSES
+    assert passes.count == 1 + PASSES_MAX
 
 
 def test_a_slow_model_is_timed_once_after_it_has_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = Passes(40.0, 2 * PASSES_S)
-    assert passes.measured_s(monkeypatch) == pytest.approx(2 * PASSES_S)
+    passes = Passes(40.0, 2 * PASSES_MAX_S)
+    assert passes.measured_s(monkeypatch) == pytest.approx(2 * PASSES_MAX_S)
     assert passes.count == 2
 
 
@@ -59,7 +59,7 @@ def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: p
     passes.kv_caches[0].device = torch.device("cpu")
 
     class Steps:
-        chunks = passes.pass_over
+        chunks = passes.forward_spans
 
         def decode(self, num_rows: int) -> None:
             passes.now_s += 0.0043
@@ -96,9 +96,9 @@ class HostBound(Passes):
     def __init__(self) -> None:
         super().__init__(0.0)
         self.kv_caches[0].device = torch.device("cuda")
-        self.passes: list[list[InputRow]] = []
+        self.passes: list[list[TokenSpan]] = []
 
-    def pass_over(self, rows: list[InputRow]) -> object:  # type: ignore[override]
+    def forward_spans(self, rows: list[TokenSpan]) -> object:  # type: ignore[override]
         self.passes.append(rows)
         return rows
 

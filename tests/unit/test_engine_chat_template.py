@@ -12,7 +12,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from appliance.api.schemas import MESSAGES_MAX
-from engine.text import loop_turns
+from engine.text import loop_limit
 from engine.text.chat_template import TEMPLATE_CHARS_MAX, ChatTemplate, ChatTemplateError, NoChatTemplate
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -193,7 +193,7 @@ PAIRS = "{% for m in messages %}{% for n in messages[loop.index:] %}{{ loop.leng
     ids=["loops", "conditions", "filters", "macros", "recursion", "extremes", "batches"],
 )
 def test_a_template_that_looks_at_every_pair_is_bounded_by_its_turns(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_turns, "LOOP_TURNS_MAX", 1000)
+    monkeypatch.setattr(loop_limit, "LOOP_ITERATIONS_MAX", 1000)
     template = ChatTemplate(source, {})
     few = template.render(MESSAGES * 20)
     assert few == template.render(MESSAGES * 20), "each rendering has turns of its own"
@@ -223,7 +223,7 @@ def test_a_template_that_copies_a_long_text_for_each_message_is_bounded(its_text
 
 
 def test_a_template_that_copies_a_list_for_each_message_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_turns, "LOOP_TURNS_MAX", 1000)
+    monkeypatch.setattr(loop_limit, "LOOP_ITERATIONS_MAX", 1000)
     source = "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
     ChatTemplate(source, {}).render(MESSAGES * 200)
     with pytest.raises(ChatTemplateError, match="refuses these messages: its loops take more than"):
@@ -253,4 +253,4 @@ def test_counting_turns_changes_no_text(source: str) -> None:
 
 
 def test_a_gateways_longest_conversation_may_be_gone_through_a_thousand_times() -> None:
-    assert 1000 * MESSAGES_MAX <= loop_turns.LOOP_TURNS_MAX
+    assert 1000 * MESSAGES_MAX <= loop_limit.LOOP_ITERATIONS_MAX

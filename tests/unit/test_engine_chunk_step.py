@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.protocol import SamplingParams
-from engine.runner.chunk_step import NOBODY, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
+from engine.runner.chunk_step import PADDING_ONLY, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotWrites
@@ -61,7 +61,7 @@ class Decoder:
         self.given: list[torch.Tensor] = []
         self.plan: PagedPlan | None = None
 
-    def inputs(self, *given: Any, sampled_rows: torch.Tensor) -> torch.Tensor:
+    def device_inputs(self, *given: Any, sampled_rows: torch.Tensor) -> torch.Tensor:
         *self.given, plan = given
         self.plan = plan(shape=None)
         return self.given[0].index_select(0, sampled_rows)
@@ -106,7 +106,7 @@ def test_rows_that_sample_are_found_whatever_the_order_of_the_step() -> None:
     rows = rows_of([READ_TO_END, DECODE, READ_ON, LAST_ONE], [1, 2, 0])
     assert rows.slots.tolist() == [2, 0], "of single tokens that sample: they come from their slots"
     assert [row.token_ids for row in rows.chunks] == [READ_TO_END.request.token_ids[2:], READ_ON.request.token_ids[4:]]
-    assert rows.wanted.tolist() == [6, 0, 1]
+    assert rows.sampled_rows.tolist() == [6, 0, 1]
     assert rows.num_tokens == 8
 
 
@@ -125,7 +125,7 @@ def test_decodes_come_from_their_slots_and_what_is_left_is_padding(step: ChunkSt
     assert plan.query_starts.tolist() == [2, 3, 8, 8, 16]
     assert plan.context_lens.tolist() == [6, 7, 0, 5, 7, 0, padding]
     assert [plan.block_tables[row, :2].tolist() for row in (0, 1, 3, 4)] == [[1, 2], [0, 7], [3, 4], [5, 6]]
-    chosen = step.to_choose(3, SHAPE)
+    chosen = step.sampling_inputs(3, SHAPE)
     assert chosen.hidden.flatten().tolist() == [99, 76, 56]
     assert (chosen.slots.tolist(), chosen.positions.tolist()) == ([2, 0, 1], [6, 7, 7])
     assert (chosen.slots.dtype, chosen.positions.dtype) == (torch.int32, torch.int64)
@@ -138,7 +138,7 @@ def test_a_full_step_has_no_padding_and_an_empty_one_nothing_else(step: ChunkSte
     assert decoder.plan.query_starts is not None
     assert decoder.plan.query_starts.tolist() == [0, 16, 16, 16, 16]
     assert decoder.plan.context_lens.tolist() == [0] * SEATS + [16, 0, 0, 0]
-    step.write(NOBODY, SHAPE)
+    step.write(PADDING_ONLY, SHAPE)
     step(SHAPE)
     assert decoder.plan.query_starts.tolist() == [0, 0, 0, 0, 16]
     assert decoder.given[2].tolist() == [-1] * 16
@@ -146,7 +146,7 @@ def test_a_full_step_has_no_padding_and_an_empty_one_nothing_else(step: ChunkSte
 
 def test_nothing_before_the_layers_is_a_copy(step: ChunkStep) -> None:
     """A kernel that is launched early may follow a kernel; behind a copy a graph has no such edge."""
-    step.write(NOBODY, SHAPE)
+    step.write(PADDING_ONLY, SHAPE)
     step(SHAPE)
     with Kept() as kept:
         step(SHAPE)

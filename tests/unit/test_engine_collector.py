@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from engine import main
-from engine.offline import collector
+from engine.offline import gc_thresholds
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_model
 
@@ -51,7 +51,7 @@ CALLS = 1200
 SCRIPT = f"""
 import gc, weakref
 from collections import deque
-from engine.offline.collector import rare_full_collections
+from engine.offline.gc_thresholds import rare_full_collections
 
 class Cycle:
     def __init__(self):
@@ -70,6 +70,6 @@ print(sum(found() is not None for found in dropped))
 
 def test_cycles_that_a_script_drops_between_its_calls_are_found_however_often_it_calls() -> None:
     """In a process of its own: in this one the libraries are frozen, and collections rarer."""
-    repository = Path(collector.__file__).parents[2]
+    repository = Path(gc_thresholds.__file__).parents[2]
     ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=repository, capture_output=True, text=True, check=True)
     assert int(ended.stdout) < CALLS

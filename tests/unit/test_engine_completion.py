@@ -26,7 +26,7 @@ def completion(tokenizer: Tokenizer | None, *, prompt: str | None = PROMPT, **sa
     asked = SamplingParams(seed=1, **sampling)
     ids = tokenizer.encode(PROMPT) if tokenizer is not None else [5, 6]
     wanted = GenerationRequest(request_id="0", tenant_id="alice", prompt_token_ids=ids, sampling=engine_params(asked))
-    return Completion(wanted, asked=asked, prompt=prompt, tokenizer=tokenizer, eos_token_ids=[2])
+    return Completion(wanted, sampling=asked, prompt=prompt, tokenizer=tokenizer, eos_token_ids=[2])
 
 
 def event(token_ids: list[int], *, index: int = 0, **fields: Any) -> TokenEvent:
@@ -41,7 +41,7 @@ def entries(*logprobs: float) -> list[TokenLogprob]:
 
 def finished(made: Completion, *events: TokenEvent) -> RequestOutput:
     for each in events:
-        made.take(each)
+        made.add_event(each)
     assert made.is_finished
     return made.result()
 
@@ -66,15 +66,15 @@ def test_answers_are_told_apart_by_their_index(tokenizer: Tokenizer) -> None:
 
 def test_the_request_is_finished_with_its_last_answer(tokenizer: Tokenizer) -> None:
     made = completion(tokenizer, n=2)
-    made.take(event([9], finish_reason=FinishReason.LENGTH))
+    made.add_event(event([9], finish_reason=FinishReason.LENGTH))
     assert not made.is_finished
-    made.take(event([9], index=1, finish_reason=FinishReason.LENGTH))
+    made.add_event(event([9], index=1, finish_reason=FinishReason.LENGTH))
     assert made.is_finished
 
 
 def test_best_of_returns_the_answers_with_the_highest_cumulative_logprob(tokenizer: Tokenizer) -> None:
     made = completion(tokenizer, n=2, best_of=4)
-    assert made.wanted.sampling.logprobs == 0
+    assert made.request.sampling.logprobs == 0
     sums = [-3.0, -1.0, -0.5, -2.0]
     events = [
         event([9, 10 + index], index=index, finish_reason=FinishReason.LENGTH, logprobs=entries(-0.25, total + 0.25))
@@ -114,7 +114,7 @@ def test_logprobs_map_ids_to_logprob_rank_and_text(tokenizer: Tokenizer) -> None
 
 def test_prompt_logprobs_come_in_any_pieces_and_begin_with_none(tokenizer: Tokenizer) -> None:
     made = completion(None, prompt_logprobs=1)
-    made.wanted.prompt_token_ids.extend([7, 8])
+    made.request.prompt_token_ids.extend([7, 8])
     output = finished(
         made,
         event([], prompt_logprobs=entries(-1.0)),
@@ -130,7 +130,7 @@ def test_prompt_logprobs_come_in_any_pieces_and_begin_with_none(tokenizer: Token
 
 def test_echo_begins_everything_with_the_prompt(tokenizer: Tokenizer) -> None:
     made = completion(tokenizer, echo=True, logprobs=1)
-    assert made.wanted.sampling.prompt_logprobs == 1
+    assert made.request.sampling.prompt_logprobs == 1
     a, b = tokenizer.encode(PROMPT)
     last = event([a], finish_reason=FinishReason.LENGTH, logprobs=entries(-1.0), prompt_logprobs=entries(-4.0))
     output = finished(made, last)
@@ -150,22 +150,22 @@ def test_an_echoed_prompt_of_token_ids_is_decoded(tokenizer: Tokenizer) -> None:
 def test_tokens_behind_a_stop_string_are_nobodys(tokenizer: Tokenizer) -> None:
     made = completion(tokenizer, stop=["EN"], logprobs=0)
     ids = tokenizer.encode("xENyz")
-    assert made.take(event(ids, logprobs=entries(*[-1.0] * 5))) is True
+    assert made.add_event(event(ids, logprobs=entries(*[-1.0] * 5))) is True
     (answer,) = made.result().outputs
     assert (answer.text, answer.token_ids, answer.stop_reason) == ("x", ids[:3], "EN")
     assert (answer.finish_reason, answer.cumulative_logprob) == ("stop", -3.0)
-    assert made.take(event(ids)) is False, "an answer that has ended takes no more"
+    assert made.add_event(event(ids)) is False, "an answer that has ended takes no more"
 
 
 def test_tokens_that_come_without_an_event_of_their_own_make_the_same_answers(tokenizer: Tokenizer) -> None:
     first, second, *others = tokenizer.encode("xaEND")
     one_by_one, by_events = (completion(tokenizer, n=2, stop=["EN"]) for _ in range(2))
     for made in (one_by_one, by_events):
-        assert not made.take(event([first], index=1))
-        made.take(event([first, 2], index=0, finish_reason=FinishReason.STOP))
+        assert not made.add_event(event([first], index=1))
+        made.add_event(event([first, 2], index=0, finish_reason=FinishReason.STOP))
     for token_id in (second, *others):
-        assert one_by_one.take_token(1, token_id) == by_events.take(event([token_id], index=1))
-    assert not one_by_one.take_token(1, first), "an answer that has ended takes no more"
+        assert one_by_one.add_token(1, token_id) == by_events.add_event(event([token_id], index=1))
+    assert not one_by_one.add_token(1, first), "an answer that has ended takes no more"
     assert one_by_one.is_finished
     assert one_by_one.result().outputs == by_events.result().outputs
     assert one_by_one.result().outputs[1].text == "xa"

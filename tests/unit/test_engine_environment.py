@@ -67,8 +67,8 @@ def freed_pages(environment: dict[str, str]) -> int:
     """Pages that a process asks for anew when it frees and takes the same megabytes twenty times."""
     program = """
 import ctypes, resource
-from engine.environment import keep_memory
-keep_memory()
+from engine.environment import configure_malloc
+configure_malloc()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def work():

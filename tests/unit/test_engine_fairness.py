@@ -59,7 +59,7 @@ def test_idling_earns_one_quantum_and_a_debt_beyond_the_cap_is_forgiven() -> Non
     busy, idle, late = account("busy"), account("idle", 2), account("late")
     backlog.join(busy, 0)
     busy.charge(5000)
-    assert backlog.first(1, 0) == [busy]
+    assert backlog.next_accounts(1, 0) == [busy]
     backlog.join(idle, 0)
     assert backlog.lead_at(idle, 0) == -200
     late.charge(9_999_999)
@@ -85,11 +85,11 @@ def test_the_round_rises_to_the_first_that_is_entitled() -> None:
         backlog.join(each, 0)
     light.charge(950)
     heavy.charge(950)
-    assert backlog.first(8, 0) == [heavy, light]
+    assert backlog.next_accounts(8, 0) == [heavy, light]
     assert backlog.is_eligible(heavy, 0)
     assert not backlog.is_eligible(light, 0)
     heavy.charge(100_000)
-    assert backlog.first(8, 0) == [light, heavy]
+    assert backlog.next_accounts(8, 0) == [light, heavy]
     assert (backlog.is_eligible(light, 0), backlog.lead_at(light, 0)) == (True, -50)
 
 
@@ -100,11 +100,11 @@ def test_whoever_holds_most_seats_per_weight_is_known() -> None:
         for before in range(number):
             each.running[make_request(f"{before}", 1)] = None
             seats.move(each, before, before + 1)
-    assert seats.most() is light
+    assert seats.largest_holder() is light
     for before in (2, 1):
         light.running.popitem()
         seats.move(light, before, before - 1)
-    assert seats.most() is heavy
+    assert seats.largest_holder() is heavy
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 4)])
@@ -137,11 +137,11 @@ def test_a_tenant_too_far_ahead_pauses_until_the_level_has_caught_up() -> None:
     assert isinstance(policy, FairPolicy)
     heavy = scheduler.accounts.find("heavy", Priority.STANDARD, 1)
     scheduler.accounts.charge(heavy, 2 * policy.settings.cap_ps)
-    policy.charged(heavy)
+    policy.on_charged(heavy)
     assert {item.request.tenant_id for item in step(scheduler).decodes} == {"light"}
     light = scheduler.accounts.find("light", Priority.STANDARD, 1)
     scheduler.accounts.charge(light, 2 * policy.settings.cap_ps)
-    policy.charged(light)
+    policy.on_charged(light)
     assert "heavy" in {item.request.tenant_id for item in step(scheduler).decodes}
 
 
@@ -213,7 +213,7 @@ def test_a_prompt_of_a_tenant_that_pauses_is_not_computed_though_others_leave_th
     scheduler.accounts.charge(heavy, 3 * policy.settings.cap_ps)
     for number in range(1, 6):
         scheduler.add(make_request(str(number), 4, max_tokens=1, tenant="light"))
-        policy.charged(heavy)
+        policy.on_charged(heavy)
         batch = step(scheduler)
         assert {item.request.tenant_id for item in batch.items} == {"light"}
         assert batch.num_tokens < 20

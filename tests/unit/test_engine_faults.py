@@ -12,17 +12,17 @@ import torch
 from engine.errors import EngineBroken
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.spec import GrammarError
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.loop import Engine
 from engine.protocol import FinishReason, TokenEvent
 from engine.runner.chunk_step import ChunkRows, ChunkStep
 from engine.runner.draft_model import DraftModel
-from engine.runner.input_rows import InputRow
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
-from engine.sampling.columns import Chosen, ColumnSampler
+from engine.runner.token_spans import TokenSpan
+from engine.sampling.columns import ColumnSampler, SampledTokens
 from engine.sampling.sampler import NOT_FINITE, SampledToken, Sampler
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.speculation.options import SpeculativeOptions
@@ -78,7 +78,7 @@ def assert_alone_at_fault(events: dict[str, list[TokenEvent]], undisturbed: dict
     assert sum(event.finish_reason is not None for event in events[BAD]) == 1
 
 
-def is_bad(rows: Sequence[InputRow]) -> bool:
+def is_bad(rows: Sequence[TokenSpan]) -> bool:
     return any(99 in row.token_ids for row in rows)
 
 
@@ -110,7 +110,7 @@ def test_a_request_whose_inputs_cannot_be_made_ends_alone(
 def test_a_request_that_cannot_be_computed_ends_alone(
     make_engine: MakeEngine, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def holds_bad(_: PagedDecoder, inputs: BatchInputs) -> bool:
+    def holds_bad(_: PagedDecoder, inputs: ForwardInputs) -> bool:
         return bool((inputs.token_ids == 99).any())
 
     monkeypatch.setattr(PagedDecoder, "forward", raising(PagedDecoder.forward, holds_bad))
@@ -160,7 +160,7 @@ def test_logits_that_are_not_finite_end_their_own_request(
 
     def poisoned_in_slots(
         self: ColumnSampler, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *more: Any, **named: Any
-    ) -> Chosen:
+    ) -> SampledTokens:
         logits[[i for i, slot in enumerate(slots.tolist()) if slot in bad_slots and positions[i] == 5], 17] = poison
         return choose(self, logits, slots, positions, *more, **named)
 

@@ -18,8 +18,8 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
-from engine.grammar.compile_lines import CompileLines
-from engine.offline.collector import OLDER_PER_FULL
+from engine.grammar.compile_queue import CompileQueue
+from engine.offline.gc_thresholds import OLDER_PER_FULL
 from engine.options import LIMITS, EngineOptions
 from engine.scheduling.token_events import StepEvents
 from tests.support.tiny_models import greedy, make_model
@@ -241,7 +241,7 @@ def test_guided_answers_have_the_form_that_was_asked_for(llm: LLM, temperature: 
 
 
 def test_any_number_of_grammars_may_wait_in_one_call(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = CompileLines.__init__.__kwdefaults__
+    defaults = CompileQueue.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "waiting_max", 1)
     choices = [f"choice {index}" for index in range(8)]
@@ -266,7 +266,7 @@ def test_several_answers_have_texts_stops_and_ends_of_their_own(llm: LLM) -> Non
 def test_full_collections_are_rare_while_a_call_runs_and_as_the_script_wants_them_behind_it(
     full: int, inside: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seen = llm._generator(), set[int]()
+    engine, seen = llm._generating_engine(), set[int]()
     step, (young, older, before) = engine.step_in_columns, gc.get_threshold()
 
     def noted_step() -> StepEvents:

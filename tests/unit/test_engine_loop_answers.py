@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import EngineOverloaded, NotAModelDirectory
 from engine.grammar.matcher import CompiledGrammar
-from engine.grammar.queue import GrammarQueue, LateCompiler
+from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.loop import Engine
 from engine.protocol import EngineInfo, FinishReason, GenerationRequest, TokenEvent
@@ -190,7 +190,7 @@ def test_a_refusal_that_is_kept_keeps_nobody_who_was_told_of_it(why: Exception) 
     queue = GrammarQueue(compiler, FakeMasks())
     queue.park([request], spec)
     compiler.asked[spec].set_exception(why)
-    ((answers, error),) = queue.take_ready()
+    ((answers, error),) = queue.pop_ready()
     assert answers == [request]
     assert error is not None
     told = ref(request)
@@ -313,7 +313,7 @@ def test_a_vocabulary_that_cannot_be_read_refuses_every_grammar() -> None:
     def make() -> FakeCompiler:
         raise NotAModelDirectory("the folder has no readable tokenizer.json")
 
-    compiler = LateCompiler(make)
+    compiler = LazyCompiler(make)
     for _ in range(2):
         with pytest.raises(GrammarError, match=r"guided_regex cannot be followed with this model: .* no readable tokenizer"):
             compiler.submit(GrammarSpec("regex", "a+"), "alice").result(timeout=60)
@@ -324,27 +324,27 @@ def test_a_compiler_that_cannot_be_made_leaves_no_request_waiting() -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        LateCompiler(make).submit(GrammarSpec("regex", "a+"), "alice").result(timeout=60)
+        LazyCompiler(make).submit(GrammarSpec("regex", "a+"), "alice").result(timeout=60)
 
 
 def test_where_no_thread_can_be_started_a_late_compiler_refuses_without_blame_and_is_made_for_a_later_request() -> None:
     made = FakeCompiler()
-    compiler, spec = LateCompiler(lambda: made), GrammarSpec("regex", "a+")
+    compiler, spec = LazyCompiler(lambda: made), GrammarSpec("regex", "a+")
     with forbid_new_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
         compiler.submit(spec, "alice").result(timeout=60)
     good = compiler.submit(spec, "alice")
-    assert compiler._made is not None
-    compiler._made.result(timeout=60)
+    assert compiler._compiler is not None
+    compiler._compiler.result(timeout=60)
     made.asked[spec].set_result(GRAMMAR)
     assert good.result(timeout=60) is GRAMMAR
 
 
 def test_a_compiler_that_is_made_late_passes_grammars_and_refusals_on() -> None:
     made = FakeCompiler()
-    compiler = LateCompiler(lambda: made)
+    compiler = LazyCompiler(lambda: made)
     good, bad = compiler.submit(GrammarSpec("regex", "a+"), "alice"), compiler.submit(GrammarSpec("regex", "b("), "alice")
-    assert compiler._made is not None
-    compiler._made.result(timeout=60)
+    assert compiler._compiler is not None
+    compiler._compiler.result(timeout=60)
     made.asked[GrammarSpec("regex", "a+")].set_result(GRAMMAR)
     made.asked[GrammarSpec("regex", "b(")].set_exception(GrammarError("guided_regex", "unbalanced"))
     assert good.result(timeout=60) is GRAMMAR

@@ -103,7 +103,7 @@ def test_a_fork_that_comes_late_takes_nothing_of_what_the_first_answer_wrote() -
 
 
 def test_a_step_takes_over_long_prompts_for_only_so_many_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TAKEN_TOKENS_PER_STEP", 50)
+    monkeypatch.setattr(admission, "REUSED_TOKENS_PER_STEP", 50)
     monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64)
     _with_forks(scheduler, 7, 20)
@@ -121,7 +121,7 @@ def test_a_step_takes_over_long_prompts_for_only_so_many_answers(monkeypatch: py
 
 
 def test_a_step_takes_only_so_much_out_of_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TAKEN_TOKENS_PER_STEP", 50)
+    monkeypatch.setattr(admission, "REUSED_TOKENS_PER_STEP", 50)
     monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64, caches=True)
     scheduler.add(make_request("first", 20))
@@ -134,7 +134,7 @@ def test_a_step_takes_only_so_much_out_of_the_prefix_cache(monkeypatch: pytest.M
 
 
 def test_one_prompt_beyond_the_limit_is_still_taken_over_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TAKEN_TOKENS_PER_STEP", 5)
+    monkeypatch.setattr(admission, "REUSED_TOKENS_PER_STEP", 5)
     monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64)
     _, forks = _with_forks(scheduler, 3, 20)
@@ -145,7 +145,7 @@ def test_one_prompt_beyond_the_limit_is_still_taken_over_in_a_step(monkeypatch: 
 def test_a_long_prompt_waits_one_step_for_those_who_take_over_before_it_and_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "TAKEN_TOKENS_PER_STEP", 50)
+    monkeypatch.setattr(admission, "REUSED_TOKENS_PER_STEP", 50)
     monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
     scheduler = make_scheduler(num_blocks=256, max_num_seqs=16, budget=64, caches=True)
     for index in range(4):  # alice decodes, and is above her share

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.build import _tell_start, build_engine
+from engine.build import _log_start, build_engine
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.memory import forecast as memory_forecast
@@ -28,10 +28,10 @@ from engine.memory.splits import invariant_bytes
 from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
-from engine.runner.input_rows import InputRow
-from engine.runner.runner_choice import step_mode
+from engine.runner.runner_choice import resolve_step_mode
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_warm_up import KINDS
+from engine.runner.token_spans import TokenSpan
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
@@ -100,7 +100,7 @@ def test_an_engine_tells_what_was_predicted_and_what_was_taken(model: Path) -> N
 def test_whoever_builds_an_engine_reads_of_its_memory_and_of_a_context_that_is_cut(
     model: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemoryForecast, "shortened", lambda _: "the context is 64 tokens: llama needs more")
+    monkeypatch.setattr(MemoryForecast, "shortened_note", lambda _: "the context is 64 tokens: llama needs more")
     with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
         engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, enforce_eager=enforce_eager))
     said = [(record.levelname, record.getMessage()) for record in caplog.records if record.getMessage().startswith("memory: ")]
@@ -155,7 +155,7 @@ def test_a_draft_model_is_predicted_with_it(model: Path) -> None:
 def test_without_an_option_a_cpu_has_its_fixed_cache_and_no_word_about_the_context(llama_8b: ModelConfig) -> None:
     on_cpu = forecast(llama_8b, CPU)
     assert 0 <= CPU_KV_CACHE_BYTES - on_cpu.predicted_kv_bytes < on_cpu.fit.needs.block_bytes
-    assert on_cpu.shortened() is None
+    assert on_cpu.shortened_note() is None
 
 
 def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
@@ -181,7 +181,7 @@ def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
 def on_cpu(config: ModelConfig, **options: Any) -> MemoryNeeds:
     """What an engine in float32 is told."""
     asked = EngineOptions(model=Path("m"), device="cpu", **options)
-    mode = step_mode(config, asked, dtype=torch.float32, device=CPU)
+    mode = resolve_step_mode(config, asked, dtype=torch.float32, device=CPU)
     return forecast_memory("llama", config, asked, mode, dtype=torch.float32, device=CPU).fit.needs
 
 
@@ -235,7 +235,7 @@ def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[in
     left = int(140 * GIB * 0.9) - needs.fixed_bytes
     assert needs.context_bytes > GIB, "what others hold is not there for this engine"
     assert found.predicted_kv_bytes == left // needs.block_bytes * needs.block_bytes
-    assert found.shortened() is None
+    assert found.shortened_note() is None
 
 
 def test_batch_invariant_mode_is_in_the_forecast_of_a_gpu(llama_8b: ModelConfig, card: list[int]) -> None:
@@ -267,8 +267,8 @@ def test_a_context_that_was_asked_for_is_refused_by_name_and_one_that_was_not_is
     assert refused.value.option == "max_model_len"
     left_open = forecast(llama_8b)
     left_open.check(EngineOptions(model=Path("m")))
-    assert "kv_cache_dtype=fp8" in str(left_open.shortened())
-    assert str(left_open.shortened()).startswith(f"the context is {left_open.fit.context_len} tokens")
+    assert "kv_cache_dtype=fp8" in str(left_open.shortened_note())
+    assert str(left_open.shortened_note()).startswith(f"the context is {left_open.fit.context_len} tokens")
 
 
 @pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
@@ -317,7 +317,7 @@ def test_the_log_of_a_start_warns_in_gib_of_what_took_more_than_predicted(caplog
         MemoryPart(name="slots", predicted_bytes=10 << 20, measured_bytes=11 << 20),
         MemoryPart(name="graphs", predicted_bytes=(64 << 30) // 100, measured_bytes=(68 << 30) // 100),
     ]
-    _tell_start(replace(engine_info(), memory=parts), "plain", StartTimes())
+    _log_start(replace(engine_info(), memory=parts), "plain", StartTimes())
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "memory: activations took 2.0 GiB, 1.0 GiB were predicted",
         "memory: slots took 11.0 MiB, 10.0 MiB were predicted",
@@ -341,7 +341,7 @@ def test_the_activations_of_a_pass_are_what_it_holds_at_a_time(family: str, inne
     make_model(family, tmp_path, num_hidden_layers=3, max_position_embeddings=1024, **sizes)
     engine = small_engine(tmp_path, kv_cache_bytes=4_000_000, max_num_batched_tokens=512)
     decoder = engine.runner.target  # type: ignore[attr-defined]
-    inputs = decoder.prepare([InputRow([1] * 512, 0, list(range(32)), [511])])
+    inputs = decoder.prepare([TokenSpan([1] * 512, 0, list(range(32)), [511])])
     with torch.inference_mode():
         decoder.forward(inputs)
         # Of several: events of one nanosecond have no order, and the most at a time depends on it.

@@ -21,9 +21,9 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_events import StepEvents, token_event
-from engine.speculation import prompt_lookup
+from engine.speculation import adaptive_drafter
+from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
-from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
 from tests.support.engines import FREE_ROWS, generation_request, run_to_end, tokens, unused_grammars
 from tests.support.scheduling import make_request
@@ -104,7 +104,7 @@ class FakeAheadRunner:
                  zip(items, self._answer(items), strict=True)]  # fmt: skip
         return FakePendingStep(self, found, names)
 
-    def launch_guesses(self, batch: ScheduledBatch) -> FakePendingStep:
+    def launch_verification(self, batch: ScheduledBatch) -> FakePendingStep:
         items = batch.items
         self.log.append(f"verify {[item.num_draft_tokens for item in items]}")
         names = frozenset(item.request.request_id for item in items)
@@ -112,7 +112,7 @@ class FakeAheadRunner:
             raise RuntimeError("it cannot be launched")
         return FakePendingStep(self, self._answer(items) if not names & self.yields_nothing else [None for _ in items], names)
 
-    def forget(self) -> None:
+    def invalidate_slots(self) -> None:
         self.log.append("forget")
 
     def _answer(self, items: Sequence[ScheduledRequest]) -> list[RowResult]:
@@ -240,12 +240,12 @@ def test_tokens_of_two_steps_that_come_at_once_are_told_in_order() -> None:
     request = make_request("a", 2, max_tokens=4)
     request.token_ids += [7, 8, 9]
     happened = StepEvents([], [request], [2], [8])
-    happened.add(StepEvents())
+    happened.extend(StepEvents())
     assert happened.decoded == [("a", 0, 8)]
     request.finish(FinishReason.STOP)
-    happened.add(StepEvents([token_event(request, [9])]))
+    happened.extend(StepEvents([token_event(request, [9])]))
     assert not happened.decoded
-    told = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in happened.told()]
+    told = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in happened.as_events()]
     assert told == [([8], 2, None), ([9], 3, FinishReason.STOP)]
 
 
@@ -398,9 +398,9 @@ def test_the_same_failure_is_told_with_its_traceback_once(caplog: pytest.LogCapt
 def test_failures_that_differ_are_told_each_and_a_flood_of_them_is_not(caplog: pytest.LogCaptureFixture) -> None:
     fallbacks = Fallbacks()
     for number in range(1000):
-        fallbacks.note("a step failed", RuntimeError(f"{number} bytes are missing"))
-        fallbacks.note("a step failed", ValueError("boom"))
-        fallbacks.note("a step gave no token")
+        fallbacks.record("a step failed", RuntimeError(f"{number} bytes are missing"))
+        fallbacks.record("a step failed", ValueError("boom"))
+        fallbacks.record("a step gave no token")
     assert fallbacks.count == 3000
     assert len(caplog.records) == 3 * 10
     assert sum(bool(record.exc_info) for record in caplog.records) == 2
@@ -513,7 +513,7 @@ def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_laun
 
 def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tokens a step: by the third look, for the seventh step behind three chunks of the prompt, all is read."""
-    monkeypatch.setattr(prompt_lookup, "INDEX_TOKENS_PER_STEP", 8)
+    monkeypatch.setattr(adaptive_drafter, "INDEX_TOKENS_PER_STEP", 8)
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
     runner, prompt = FakeAheadRunner(), [token_of("a", position) for position in range(44)]
     run_to_end(

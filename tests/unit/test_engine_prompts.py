@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import PromptError
 from engine.offline.progress import Progress
-from engine.offline.prompts import conversations, listed, params_for, read_prompt
+from engine.offline.prompts import as_list, conversations, params_for, read_prompt
 from engine.protocol import InvalidOption, SamplingParams
 
 
@@ -40,13 +40,13 @@ def read(prompt: Any) -> tuple[str | None, list[int]]:
     ],
 )
 def test_one_prompt_is_a_list_of_one(prompts: Any, count: int) -> None:
-    assert len(listed(prompts)) == count
+    assert len(as_list(prompts)) == count
 
 
 @pytest.mark.parametrize("prompts", [None, 5, 1.5, b"bytes", object()])
 def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
     with pytest.raises(PromptError, match="prompts must be text"):
-        listed(prompts)
+        as_list(prompts)
 
 
 @pytest.mark.parametrize(

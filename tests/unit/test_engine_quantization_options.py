@@ -72,11 +72,11 @@ def test_the_engine_says_what_is_in_use_and_that_it_is_smaller(model: Path) -> N
 def test_no_more_than_one_module_stands_unquantised_while_a_model_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     standing: list[int] = []
     most = 0
-    take = on_the_fly.PackedWhenWhole.take
+    load = on_the_fly.PackedOnLoad.load
 
     def counted(self: Any, start: int, tensor: torch.Tensor) -> None:
         nonlocal most
-        take(self, start, tensor)
+        load(self, start, tensor)
         if self._weight is None:
             if id(self) in standing:
                 standing.remove(id(self))
@@ -84,17 +84,17 @@ def test_no_more_than_one_module_stands_unquantised_while_a_model_is_read(model:
             standing.append(id(self))
         most = max(most, len(standing))
 
-    monkeypatch.setattr(on_the_fly.PackedWhenWhole, "take", counted)
+    monkeypatch.setattr(on_the_fly.PackedOnLoad, "load", counted)
     small_engine(model, quantization="int8")
     assert standing == []
     assert most < 20  # of 50: safetensors orders by name, and an expert's gate and up lie apart
 
 
 def test_routers_keep_their_numbers(model: Path) -> None:
-    linear = on_the_fly.OnTheFly(on_the_fly.int8_packer, lambda weight, bias: lambda x: x @ weight.T)
+    linear = on_the_fly.OnTheFlyStorage(on_the_fly.int8_packer, lambda weight, bias: lambda x: x @ weight.T)
     router = linear.linear([("model.layers.0.mlp.gate", 4)], 8, bias=False, dtype=torch.float32, device=torch.device("cpu"))
     weight, x = torch.randn(4, 8), torch.randn(2, 8)
-    router.take(0, weight)
+    router.load(0, weight)
     assert torch.equal(router.pack(on_the_fly.int8_packer)(x), x @ weight.T)
 
 

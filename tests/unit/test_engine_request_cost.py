@@ -112,7 +112,7 @@ def test_all_answers_of_a_request_share_what_is_known_of_its_bad_words() -> None
     for request in answers:
         request.sampling = sampling.with_checked(seed=2)
         rules.of(next_rows([request])[0])
-    assert len({id(reading.tree) for reading in rules._bad_words._readings.values()}) == 1
+    assert len({id(cursor.tree) for cursor in rules._bad_words._cursors.values()}) == 1
 
     del request
     answers.clear()

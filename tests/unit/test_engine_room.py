@@ -6,7 +6,7 @@ import pytest
 
 from engine.protocol import Priority
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.fair_policy import AGEING_STEPS, LOOK_ACCOUNTS, RETRY_STEPS, FairPolicy
+from engine.scheduling.fair_policy import AGEING_STEPS, RETRY_STEPS, SCAN_ACCOUNTS_MAX, FairPolicy
 from engine.scheduling.policy import Start
 from engine.scheduling.preemption import TURN_STEPS
 from engine.scheduling.request import Request, RequestStatus
@@ -76,8 +76,8 @@ def test_room_is_not_kept_for_one_who_cannot_use_it_nor_from_a_higher_class(prio
         asked.append(request)
         return answer if request is applicant else Start.NOW
 
-    policy._room_for = applicant
-    assert policy.next_turn(can_start) is chosen
+    policy._room_made_for = applicant
+    assert policy.next_prefill(can_start) is chosen
     assert asked[-1] is chosen, "a start uses the prefix that the last answer was about"
 
 
@@ -97,7 +97,7 @@ def test_one_who_arrives_is_found_behind_many_who_hold_their_share(num_tenants: 
     before = scheduler.totals.preemptions
     charlies = make_request("charlie", 4, tenant="charlie")
     scheduler.add(charlies)
-    for _ in range(RETRY_STEPS * num_tenants // LOOK_ACCOUNTS):
+    for _ in range(RETRY_STEPS * num_tenants // SCAN_ACCOUNTS_MAX):
         step(scheduler)
     assert charlies.first_scheduled_s is not None
     assert scheduler.totals.preemptions <= before + 3
@@ -107,7 +107,7 @@ def test_one_who_arrives_is_given_a_seat_though_others_have_just_sought_one_in_v
     scheduler = flooded(num_tenants=2, max_num_seqs=4)
     policy = scheduler.policy
     assert isinstance(policy, FairPolicy)
-    while not policy._is_fruitless():
+    while not policy._would_find_no_victim():
         step(scheduler)
     scheduler.add(make_request("charlie", 4, tenant="charlie"))
     assert ("charlie", 4) in planned_tokens(step(scheduler))

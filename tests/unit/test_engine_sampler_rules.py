@@ -119,7 +119,7 @@ def test_the_tokens_that_would_complete_a_bad_word_are_those_of_a_look_at_every_
     for _ in range(60):
         text = output_of(request)
         expected = {word[-1] for word in words if word[:-1] == text[len(text) - len(word) + 1 :]}
-        assert bad_words.ids(request, request.num_tokens).tolist() == sorted(expected)
+        assert bad_words.forbidden_tokens(request, request.num_tokens).tolist() == sorted(expected)
         if numbers.random() < 0.1:
             del request.token_ids[max(len(prompt), request.num_tokens - 2) :]  # a step is computed again
             continue
@@ -129,9 +129,9 @@ def test_the_tokens_that_would_complete_a_bad_word_are_those_of_a_look_at_every_
 def test_a_bad_word_is_looked_for_up_to_a_token_that_is_not_known_and_on_from_there_when_it_is() -> None:
     request = sampling_request(prompt=(3,), output=(1, UNKNOWN_TOKEN), bad_words_token_ids=[[1, 5], [1, 2, 6]])
     bad_words = BadWords()
-    assert bad_words.ids(request, 3).tolist() == [5]
+    assert bad_words.forbidden_tokens(request, 3).tolist() == [5]
     request.token_ids[2] = 2
-    assert bad_words.ids(request, 3).tolist() == [6]
+    assert bad_words.forbidden_tokens(request, 3).tolist() == [6]
 
 
 def test_a_bad_word_and_an_end_that_would_come_too_early_are_forbidden_together() -> None:

@@ -166,7 +166,7 @@ def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> N
 
 
 def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
-    sampler = ColumnSampler(4, 50, CPU, num_rules=2)
+    sampler = ColumnSampler(4, 50, CPU, num_biases=2)
     first, second, third = (sampling_request(str(i), logit_bias={1: 1.0 + i}) for i in range(3))
     assert sampler.refusal(first) is None
     assert sampler.refusal(second) is None
@@ -182,7 +182,7 @@ def test_there_is_a_row_for_the_bias_of_every_seat() -> None:
 
 
 def test_requests_with_the_same_bias_share_a_row_until_the_last_of_them_ends() -> None:
-    sampler = ColumnSampler(3, 50, CPU, num_rules=1)
+    sampler = ColumnSampler(3, 50, CPU, num_biases=1)
     same: dict[str, Any] = {"logit_bias": {3: 50.0, 4: 60.0}, "bad_words_token_ids": [[4], [1, 2]], "temperature": 0.0}
     first, second = (sampling_request(str(i), **same) for i in range(2))
     third = sampling_request("third", logit_bias={5: 50.0}, temperature=0.0)

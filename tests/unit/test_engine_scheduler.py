@@ -11,7 +11,7 @@ from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.policy import LOOK_REQUESTS, SKIPS_MAX
+from engine.scheduling.policy import SCAN_REQUESTS_MAX, SKIPS_MAX
 from engine.scheduling.request import IllegalTransition, Request, RequestStatus
 from engine.scheduling.scheduled_batch import StepOutput
 from engine.scheduling.scheduler import Scheduler
@@ -107,7 +107,7 @@ def test_a_step_looks_at_a_bounded_part_of_the_queue() -> None:
     scheduler = make_scheduler(num_blocks=8, max_num_seqs=8)
     scheduler.add(make_request("holder", 16, max_tokens=16))
     step(scheduler)
-    for number in range(LOOK_REQUESTS):
+    for number in range(SCAN_REQUESTS_MAX):
         scheduler.add(make_request(f"big {number}", 28))
     scheduler.add(make_request("small", 1))
     assert planned_tokens(step(scheduler)) == [("holder", 1)]
@@ -255,7 +255,7 @@ def held(requests: list[Request]) -> int:
 def test_requests_get_their_next_blocks_together_where_many_are_spare(
     *, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_set, "TOGETHER_STEPS", BLOCK_SIZE)
+    monkeypatch.setattr(decode_set, "EARLY_GROWTH_STEPS", BLOCK_SIZE)
     if not together:
         monkeypatch.setattr(engine.scheduling.scheduler, "SPARE_PER_EARLY_BLOCK", 1000)
     scheduler = make_scheduler(num_blocks=200, max_num_seqs=4, budget=32)

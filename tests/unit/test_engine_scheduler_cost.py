@@ -15,7 +15,7 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduled_batch import StepOutput
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.waiting import WaitingLine
+from engine.scheduling.waiting import WaitingQueue
 from tests.support.scheduling import make_request
 
 BLOCK_SIZE = 16
@@ -112,16 +112,16 @@ def test_planning_steady_decode_touches_only_requests_that_need_a_block() -> Non
 
 def test_a_step_reads_a_bounded_part_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
-    iterate = WaitingLine.__iter__
+    iterate = WaitingQueue.__iter__
 
-    def counted(line: WaitingLine) -> Iterator[Any]:
+    def counted(line: WaitingQueue) -> Iterator[Any]:
         nonlocal read
         for request in iterate(line):
             read += 1
             yield request
 
     bed = Bed(waiting=5_000, tenants=500)
-    monkeypatch.setattr(WaitingLine, "__iter__", counted)
+    monkeypatch.setattr(WaitingQueue, "__iter__", counted)
     bed.scheduler.abort(bed.scheduler.running[0])
     bed.step()
     assert 0 < read < 500

@@ -200,10 +200,10 @@ def test_the_next_turn_finds_what_an_answer_filled_unless_it_failed(end: str, nu
     scheduler.add(request)
     for _ in range(7):
         step(scheduler)
-    next_turn = make_request("b", 10)
-    next_turn.token_ids = [*request.token_ids, 1, 2, 3, 4]
-    next_turn.num_prompt_tokens = len(next_turn.token_ids)
-    next_turn.max_total_tokens = next_turn.num_prompt_tokens + 4
+    next_prefill = make_request("b", 10)
+    next_prefill.token_ids = [*request.token_ids, 1, 2, 3, 4]
+    next_prefill.num_prompt_tokens = len(next_prefill.token_ids)
+    next_prefill.max_total_tokens = next_prefill.num_prompt_tokens + 4
     if end == "abort":
         scheduler.abort(request)
     elif end == "preempt":
@@ -211,9 +211,9 @@ def test_the_next_turn_finds_what_an_answer_filled_unless_it_failed(end: str, nu
     elif end == "error":
         scheduler.apply(scheduler.schedule(), [StepOutput(error="broken")])
     assert request.is_finished or end == "preempt"
-    scheduler.add(next_turn)
+    scheduler.add(next_prefill)
     step(scheduler)
-    assert next_turn.num_cached_tokens == num_found
+    assert next_prefill.num_cached_tokens == num_found
     drain(scheduler)
 
 

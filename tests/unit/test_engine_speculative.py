@@ -12,8 +12,7 @@ from engine.errors import EngineConfigError
 from engine.protocol import SamplingParams
 from engine.scheduling.drafting import NO_DRAFT
 from engine.scheduling.request import Request
-from engine.speculation.options import SpeculativeOptions
-from engine.speculation.prompt_lookup import (
+from engine.speculation.adaptive_drafter import (
     INDEX_TOKENS_MAX,
     INDEX_TOKENS_PER_STEP,
     PROBE_INTERVAL,
@@ -22,6 +21,7 @@ from engine.speculation.prompt_lookup import (
     SpeculationCosts,
     can_draft,
 )
+from engine.speculation.options import SpeculativeOptions
 
 FREE = SpeculationCosts(rows=(1, 64), times=(1.0, 1.0))
 LINEAR = SpeculationCosts(rows=(1, 64), times=(1.0, 64.0))
@@ -47,7 +47,7 @@ def drafter(costs: SpeculationCosts = FREE, **options: Any) -> AdaptiveDrafter:
 
 def followed(token_ids: list[int], sizes: tuple[int, ...] = (3, 2)) -> NgramIndex:
     index = NgramIndex(sizes)
-    assert index.follow(token_ids, len(token_ids))
+    assert index.update(token_ids, len(token_ids))
     return index
 
 
@@ -77,7 +77,7 @@ def test_an_index_that_grows_with_its_text_knows_what_one_made_at_once_knows() -
     growing = NgramIndex((3, 2))
     for end in range(1, len(tokens)):
         seen = tokens[:end]
-        while not growing.follow(seen, 7):
+        while not growing.update(seen, 7):
             pass
         assert growing.continuation(seen, 4) == followed(seen).continuation(seen, 4)
 
@@ -93,11 +93,11 @@ def test_a_step_indexes_a_bounded_part_of_a_long_prompt() -> None:
 def test_an_index_of_a_very_long_text_forgets_its_beginning() -> None:
     index = NgramIndex((2,))
     tokens = list(range(10 * INDEX_TOKENS_MAX))
-    while not index.follow(tokens, INDEX_TOKENS_MAX):
+    while not index.update(tokens, INDEX_TOKENS_MAX):
         pass
     assert len(index._recent) + len(index._older) <= 2 * INDEX_TOKENS_MAX + 1
     tokens += [0, 1]
-    index.follow(tokens, 10)
+    index.update(tokens, 10)
     assert index.continuation(tokens, 1) == [], "the first tokens are out of reach"
 
 

@@ -26,7 +26,7 @@ def test_deadlines_of_requests_that_wait_no_longer_take_no_room_until_they_pass(
     deadlines = Deadlines()
     waiting = [make_request(f"waiting {number}", 4, queue_deadline_s=600.0 - number) for number in range(200)]
     running = make_request("running", 4, queue_deadline_s=600.0)
-    running.schedule_first(0.0)
+    running.record_first_schedule(0.0)
     for request in waiting:
         deadlines.add(request)
     for number in range(20_000):

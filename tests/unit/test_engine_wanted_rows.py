@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.token_spans import TokenSpan
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_model
 
@@ -27,12 +27,12 @@ def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> PagedDecoder:
     return engine.runner.target  # type: ignore[attr-defined,no-any-return]
 
 
-def rows(outputs: Sequence[Sequence[int]]) -> list[InputRow]:
+def rows(outputs: Sequence[Sequence[int]]) -> list[TokenSpan]:
     """Of LENGTHS tokens, with these outputs."""
     made, block = [], 0
     for length, wanted in zip(LENGTHS, outputs, strict=True):
         blocks = -(-length // BLOCK_SIZE)
-        made.append(InputRow([(7 * block + i) % 50 for i in range(length)], 0, range(block, block + blocks), wanted))
+        made.append(TokenSpan([(7 * block + i) % 50 for i in range(length)], 0, range(block, block + blocks), wanted))
         block += blocks
     return made
 

@@ -16,7 +16,7 @@ import pytest
 from engine.errors import EngineOverloaded
 from engine.grammar import compiler as compiler_module
 from engine.grammar import matcher
-from engine.grammar.compile_lines import CompileLines
+from engine.grammar.compile_queue import CompileQueue
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.matcher import GrammarState
@@ -137,14 +137,14 @@ def test_what_explodes_is_refused_while_others_keep_their_pace(impatient: Gramma
 
 
 def test_texts_that_explode_delay_only_the_tenant_that_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, released = compiler_module._WorkerProcess.ask, threading.Event()
+    ask, released = compiler_module._WorkerProcess.compile, threading.Event()
 
     def held_up(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
         if spec.kind == "regex":
             assert released.wait(60)
         return ask(process, spec, deadline_s)
 
-    monkeypatch.setattr(compiler_module._WorkerProcess, "ask", held_up)
+    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", held_up)
     compiler = GrammarCompiler(BYTES, workers=2)
     flood = [compiler.submit(GrammarSpec("regex", "a" * (1 + count)), ALICE) for count in range(20)]
     for text in ("b", "c"):
@@ -156,14 +156,14 @@ def test_texts_that_explode_delay_only_the_tenant_that_sent_them(monkeypatch: py
 
 
 def test_two_grammars_at_once_get_two_workers_although_one_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, released = compiler_module._WorkerProcess.ask, threading.Event()
+    ask, released = compiler_module._WorkerProcess.compile, threading.Event()
 
     def held_up(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
         if spec.kind == "regex":
             assert released.wait(60)
         return ask(process, spec, deadline_s)
 
-    monkeypatch.setattr(compiler_module._WorkerProcess, "ask", held_up)
+    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", held_up)
     compiler = GrammarCompiler(BYTES, workers=2)
     changed, is_idle = compiler._changed, threading.Event()
     wait = changed.wait
@@ -313,7 +313,7 @@ def test_a_closed_compiler_refuses() -> None:
 
 def test_a_grammar_beyond_those_that_may_wait_is_refused_without_blame() -> None:
     compiler = GrammarCompiler(BYTES)
-    compiler._lines = CompileLines(waiting_max=0)
+    compiler._queue = CompileQueue(waiting_max=0)
     with pytest.raises(EngineOverloaded, match="0 grammars are already waiting"):
         compiler.submit(GrammarSpec("regex", "a"), ALICE).result()
     compiler.close()
@@ -338,7 +338,7 @@ def test_a_space_that_the_decoder_drops_is_asked_for() -> None:
 
 def test_a_table_that_another_request_filled_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 40)
-    monkeypatch.setattr(matcher, "REHEARSALS", 0)
+    monkeypatch.setattr(matcher, "WARM_UP_RUNS", 0)
     grammar = compiled("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
     greedy, patient = grammar.start(), grammar.start()
     write(patient, "ab")

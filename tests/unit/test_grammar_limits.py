@@ -36,7 +36,7 @@ LIMITS: list[tuple[Kind, str, str, str]] = [
     ("grammar", f'root ::= "a"{{{gbnf.REPEAT_MAX}}}', f'root ::= "a"{{{gbnf.REPEAT_MAX + 1}}}', "more than 10000"),
     ("grammar", f"root ::= {groups(gbnf.NESTING_MAX)}", f"root ::= {groups(gbnf.NESTING_MAX + 1)}", "more than 60 deep"),
     ("regex", f"a{{{patterns.REPEAT_MAX}}}", f"a{{{patterns.REPEAT_MAX + 1}}}", "more than 100000"),
-    ("regex", groups(patterns.GROUPS_DEEP_MAX), groups(patterns.GROUPS_DEEP_MAX + 1), "more than 60 deep"),
+    ("regex", groups(patterns.GROUP_DEPTH_MAX), groups(patterns.GROUP_DEPTH_MAX + 1), "more than 60 deep"),
     ("regex", f"({'|'.join(['^a'] * patterns.ALTERNATIVES_MAX)})b",
      f"({'|'.join(['^a'] * (patterns.ALTERNATIVES_MAX + 1))})b", "more than 256 alternatives"),
     ("json", schema(type="array", minItems=json_grammar.REPEATED_MAX),

@@ -17,8 +17,9 @@ from appliance.base.clock import SystemClock
 from appliance.base.engine_settings import _OPTION_NAMES, EngineSettings
 from appliance.base.errors import ModelNotFound
 from appliance.base.settings import ENGINE_SWITCHES, ENVIRONMENT_PREFIX, SettingsError, load_settings
-from appliance.serving import fleet
-from appliance.serving.fleet import build_models, engine_command, tenant_readings
+from appliance.serving import model_builder
+from appliance.serving.engine_readings import tenant_readings
+from appliance.serving.model_builder import build_models, engine_command
 from appliance.serving.model_folder import ModelFolder, NotAModel
 from appliance.serving.model_registry import ModelRegistry
 from appliance.telemetry.metrics import Metrics
@@ -197,7 +198,7 @@ def test_as_many_shared_prefixes_as_a_setting_takes_an_engine_takes(tmp_path: Pa
 
 async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = [sys.executable, "-m", "tests.support.fake_engine", "--fd"]  # it tells of its switches as an engine does
-    monkeypatch.setattr(fleet, "engine_command", lambda _folder, _settings, fd: [*stand_in, str(fd)])
+    monkeypatch.setattr(model_builder, "engine_command", lambda _folder, _settings, fd: [*stand_in, str(fd)])
     environ = {"GATEHOUSE_GRAPHS": "0", "GATEHOUSE_OVERLAPPED_PREFILL": "0", "GATEHOUSE_MODELS": str(tmp_path / "model")}
     make_hollow_model(tmp_path / "model")
     settings = load_settings(options={"data_dir": tmp_path}, environ=environ)

@@ -13,7 +13,7 @@ from engine.simulator.cache_bounds import cache_bounds
 from engine.simulator.models import find_gpu, find_model
 from engine.simulator.recorder import NUM_GAP_BUCKETS, Recorder, gap_bucket, gap_of_bucket
 from engine.simulator.replay import Replay, Setup
-from engine.simulator.report import Objective, flat, jain, make_report
+from engine.simulator.report import Objective, flatten, jain, make_report
 from engine.simulator.trace import HASH_BLOCK_TOKENS, TracedRequest
 from engine.simulator.workload import Workload
 
@@ -72,7 +72,7 @@ def test_windows_count_those_that_were_backlogged_throughout() -> None:
         tenant.queue(0.0)
     short.queue(4.0)
     always.service_ns, other.service_ns, short.service_ns = 1e9, 4e9, 9e9
-    recorder.passed(10.0)
+    recorder.advance_to(10.0)
     assert recorder.windows[0].services_s == [1.0, 2.0]
 
 
@@ -81,16 +81,16 @@ def test_the_service_gap_begins_anew_when_a_backlog_does() -> None:
     one, other = recorder.tenant("one", 1), recorder.tenant("other", 1)
     one.queue(0.0)
     other.queue(0.0)
-    recorder.passed(1.0)
+    recorder.advance_to(1.0)
     one.service_ns = 3e9
-    recorder.passed(2.0)
+    recorder.advance_to(2.0)
     assert recorder.service_gap_ns == 3e9
     other.unqueue()
-    recorder.passed(3.0)
+    recorder.advance_to(3.0)
     one.service_ns = 50e9
     other.queue(4.0)
-    recorder.passed(5.0)
-    recorder.passed(6.0)
+    recorder.advance_to(5.0)
+    recorder.advance_to(6.0)
     assert recorder.service_gap_ns == 3e9
 
 
@@ -125,7 +125,7 @@ def test_the_report_is_plain_json_with_every_part() -> None:
     assert {"setup", "load", "goodput", "ttft_ms", "tpot_ms", "gap_ms", "fairness", "cache", "kv", "throughput"} <= set(report)
     assert report["cache"]["of_clairvoyant"] == 1.0
     assert report["tpot_ms"]["p99"] is None
-    assert flat(report)["setup.policy"] == "fair"
+    assert flatten(report)["setup.policy"] == "fair"
 
 
 @pytest.mark.parametrize("prompt_tokens", range(512, 4608, 512))

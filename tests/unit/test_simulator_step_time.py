@@ -9,7 +9,7 @@ import pytest
 
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
-from engine.scheduling.step_budget import AIM_SHARE, SCALE_MAX, BudgetTargets, StepBudget
+from engine.scheduling.step_budget import PLANNED_SHARE, SCALE_MAX, BudgetTargets, StepBudget
 from engine.scheduling.step_time import Efficiency, ModelShape, StepTimeModel
 from engine.simulator.models import GPUS, MODELS, kv_blocks
 
@@ -106,8 +106,8 @@ def chunk_beside(budget: StepBudget, decodes: int, sum_context: int, start: int 
 def test_a_step_with_a_chunk_lasts_as_long_as_the_target(decodes: int, start: int) -> None:
     model = llama()
     chunk = chunk_beside(StepBudget(model, BudgetTargets(target_s=0.025)), decodes, decodes * 1000, start)
-    assert step_s(model, decodes, 1000, start, chunk) <= AIM_SHARE * 0.025
-    assert step_s(model, decodes, 1000, start, chunk + 1) > AIM_SHARE * 0.025
+    assert step_s(model, decodes, 1000, start, chunk) <= PLANNED_SHARE * 0.025
+    assert step_s(model, decodes, 1000, start, chunk + 1) > PLANNED_SHARE * 0.025
 
 
 def test_several_chunks_share_one_step() -> None:

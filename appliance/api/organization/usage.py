@@ -39,9 +39,10 @@ FILTERS = ("project_ids", "api_key_ids")
 PERIOD = ("start_time", "end_time", "bucket_width", "limit", "page")
 NOT_COUNTED = ("user_ids", "batch")
 USAGE_LISTS = both(*FILTERS, "models", "user_ids", "group_by")
-USAGE_OPTIONS = {"query": (*PERIOD, *USAGE_LISTS, "batch"), "repeatable": USAGE_LISTS}
+REQUIRED = ("start_time",)
+USAGE_OPTIONS = {"query": (*PERIOD, *USAGE_LISTS, "batch"), "repeatable": USAGE_LISTS, "required": REQUIRED}
 COSTS_LISTS = both(*FILTERS, "line_items", "group_by")
-COSTS_OPTIONS = {"query": (*PERIOD, *COSTS_LISTS), "repeatable": COSTS_LISTS}
+COSTS_OPTIONS = {"query": (*PERIOD, *COSTS_LISTS), "repeatable": COSTS_LISTS, "required": REQUIRED}
 
 R = TypeVar("R")
 
@@ -168,7 +169,7 @@ class UsageQuery:
 
 
 @get(paths("/usage/completions"), summary="List token usage of chat completions", tags=TAGS, opt=USAGE_OPTIONS)
-async def usage_of_completions(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
+async def list_completions_usage(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
     """Return tokens and requests by bucket and group. An API key with the scope `usage` sees its own tenant."""
     access = await authenticate_reader(request)
     question = UsageQuery.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
@@ -176,7 +177,7 @@ async def usage_of_completions(request: AdminRequest) -> UsagePageShape[Completi
 
 
 @get(paths("/usage/embeddings"), summary="List token usage of embeddings", tags=TAGS, opt=USAGE_OPTIONS)
-async def usage_of_embeddings(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
+async def list_embeddings_usage(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
     """Return buckets without results: this version does not serve embeddings."""
     access = await authenticate_reader(request)
     question = UsageQuery.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
@@ -184,7 +185,7 @@ async def usage_of_embeddings(request: AdminRequest) -> UsagePageShape[Embedding
 
 
 @get(paths("/costs"), summary="List costs", tags=TAGS, opt=COSTS_OPTIONS)
-async def list_costs(request: AdminRequest) -> UsagePageShape[CostsResult]:
+async def list_organization_costs(request: AdminRequest) -> UsagePageShape[CostsResult]:
     """Return the cost by day and group, with a separate result for each currency.
 
     An API key with the scope `usage` sees its own tenant.
@@ -300,4 +301,4 @@ def _continued(request: AdminRequest, start: datetime, end: datetime) -> datetim
     raise InvalidValue("invalid page for this period", param="page")
 
 
-HANDLERS = [usage_of_completions, usage_of_embeddings, list_costs]
+HANDLERS = [list_completions_usage, list_embeddings_usage, list_organization_costs]

@@ -17,13 +17,13 @@ SPILL_BYTES_WIDE = 80  # heads of 256 over fp8: loop invariants; with rotation, 
 def compilations() -> list[Compilation]:
     """For every card: Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B, Qwen3-30B-A3B and Gemma 3 in bf16 and with an fp8
     cache, guesses, windows, soft-caps, other head sizes and groups, more requests. `tests/kernels/test_triton_gate_covers.py`
-    checks that they cover what models need; there the number of heads matters only as far as it determines tiles."""
+    checks that they cover what models need; the number of heads matters only as far as it determines tiles."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma, seven = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0), AttentionShape(16, 28, 4, 128)
-    found = []
+    configurations = []
     for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
-        found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
-    found += [
+        configurations += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
+    configurations += [
         _compilation("llama-8b fp8e4nv, few requests", llama, "bf16", "fp8e4nv", requests=32),
         _compilation("qwen-0.6b fp8e4nv, few requests", qwen, "bf16", "fp8e4nv", requests=32),
         _compilation("7 heads fp8e4nv, few requests", seven, "bf16", "fp8e4nv", requests=32),
@@ -41,33 +41,33 @@ def compilations() -> list[Compilation]:
     verifying = [("llama-8b", llama, kv, queries) for kv in ("bf16", "fp8e4nv") for queries in SPLIT_QUERIES]
     verifying += [("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), "bf16", queries) for queries in SPLIT_QUERIES]
     for name, shape, kv, queries in [*verifying, ("qwen-0.6b", qwen, "bf16", 8)]:
-        what = f"{name} {kv} verifies {queries} tokens"
-        found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries))
-    for heads in ((14, 2, 64), (32, 1, 128)):  # many rows over fp8: tiles are shorter
-        what = "{}, {} heads of {} fp8e4nv verify 4 tokens".format(*heads)
-        found.append(_compilation(what, AttentionShape(16, *heads), "bf16", "fp8e4nv", max_query_len=4))
+        label = f"{name} {kv} verifies {queries} tokens"
+        configurations.append(_compilation(label, shape, "bf16", kv, max_query_len=queries))
+    for heads in ((14, 2, 64), (32, 1, 128)):  # many rows over fp8 have shorter tiles
+        label = "{}, {} heads of {} fp8e4nv verify 4 tokens".format(*heads)
+        configurations.append(_compilation(label, AttentionShape(16, *heads), "bf16", "fp8e4nv", max_query_len=4))
     for requests in (512, 1024):  # beyond 256 seats
         for kv in ("bf16", "fp8e4nv"):
-            found.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, requests=requests))
-    what = "llama-8b fp8e4nv verifies 8 tokens, 2048 requests"  # 1024 seats and 64 guesses
-    found.append(_compilation(what, llama, "bf16", "fp8e4nv", max_query_len=8, requests=2048))
+            configurations.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, requests=requests))
+    label = "llama-8b fp8e4nv verifies 8 tokens, 2048 requests"  # 1024 seats and 64 guesses
+    configurations.append(_compilation(label, llama, "bf16", "fp8e4nv", max_query_len=8, requests=2048))
     for window in (None, 1024):
         shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
         for (queries, requests), kv in product(((1, 32), (1, 256), (4, 256), (8, 256)), ("bf16", "fp8e4nv")):
-            what = f"gemma-3 {kv}, window {window}, {queries} tokens, {requests} requests"
-            found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, requests=requests))
+            label = f"gemma-3 {kv}, window {window}, {queries} tokens, {requests} requests"
+            configurations.append(_compilation(label, shape, "bf16", kv, max_query_len=queries, requests=requests))
     for kv in ("bf16", "fp8e4nv"):
-        found.append(_compilation(f"llama-8b {kv}", llama, "bf16", kv, rotary=128))
+        configurations.append(_compilation(f"llama-8b {kv}", llama, "bf16", kv, rotary=128))
         for name, shape in (("qwen-0.6b", qwen), ("qwen-30b-a3b", AttentionShape(16, 32, 4, 128))):
-            found.append(_compilation(f"{name} {kv}", shape, "bf16", kv, rotary=128, qk_norm="bf16"))
+            configurations.append(_compilation(f"{name} {kv}", shape, "bf16", kv, rotary=128, qk_norm="bf16"))
         for window in (None, 1024):
             shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
-            found.append(_compilation(f"gemma-3 {kv}, window {window}", shape, "bf16", kv, rotary=256, qk_norm="fp32"))
-        found.append(_compilation(f"llama-1b {kv}", small_llama, "bf16", kv, rotary=64))
-    found.append(_compilation("llama-8b fp32", llama, "fp32", "fp32", rotary=128))
-    found.append(_compilation("7 heads", seven, "bf16", "bf16", rotary=128))
-    found.append(_compilation("head size 96, 64 turned", AttentionShape(16, 32, 32, 96), "bf16", "bf16", rotary=64))
-    return [compilation for several in found for compilation in several]
+            configurations.append(_compilation(f"gemma-3 {kv}, window {window}", shape, "bf16", kv, rotary=256, qk_norm="fp32"))
+        configurations.append(_compilation(f"llama-1b {kv}", small_llama, "bf16", kv, rotary=64))
+    configurations.append(_compilation("llama-8b fp32", llama, "fp32", "fp32", rotary=128))
+    configurations.append(_compilation("7 heads", seven, "bf16", "bf16", rotary=128))
+    configurations.append(_compilation("head size 96, 64 turned", AttentionShape(16, 32, 32, 96), "bf16", "bf16", rotary=64))
+    return [compilation for several in configurations for compilation in several]
 
 
 def _compilation(
@@ -81,21 +81,22 @@ def _compilation(
     rotary: int = 0,
     qk_norm: str | None = None,
 ) -> list[Compilation]:
-    """One per tiling: cards differ in their limits. rotary: of `rotated_decode`, which is for few requests; 0 is
-    `paged_decode`. qk_norm: dtype of its weights."""
+    """One per tiling, as cards differ in their limits. rotary: the rotated dimensions of `rotated_decode`, which is for few
+    requests; 0 is `paged_decode`. qk_norm: dtype of its weights."""
     requests = requests or (32 if rotary else 256)
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
     absent: dict[str, object] = {"ROTARY": rotary}
     optional = [("query_starts", "*i32", max_query_len > 1), ("kv_scales", "*fp32", "fp8" in kv_dtype)]
     optional += [(name, f"*{dtype}", rotary > 0) for name in ("cos", "sin")]
     optional += [(name, f"*{qk_norm}", qk_norm is not None) for name in ("q_weight", "k_weight")]
-    for tensor, kind, there in [*optional, ("slot_mapping", "*i64", rotary > 0)]:
-        if there:
+    for tensor, kind, is_present in [*optional, ("slot_mapping", "*i64", rotary > 0)]:
+        if is_present:
             passed[tensor] = kind
         else:
             absent[tensor] = None
-    passed |= {"out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32", "num_requests": "i32", "scale": "fp32"}
-    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits", "card_groups"), "i32") | {"eps": "fp32"}
+    passed |= {"out": f"*{dtype}", "partial_out": "*fp32", "partial_lse": "*fp32", "num_requests": "i32", "scale": "fp32"}
+    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits", "resident_groups"), "i32")
+    passed["eps"] = "fp32"
     kv_bytes = TYPE_BYTES[kv_dtype]
     tilings: dict[DecodeTiling, list[int]] = {}
     rows = query_rows(shape, max_query_len)

@@ -20,13 +20,13 @@ SPLITS_SPILL_BYTES_MAX = 120
 
 def compilations() -> list[Compilation]:
     """For every card: Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B and Gemma 3, in bf16 and with an fp8 cache; short
-    chunks, windows, soft-caps, other head sizes, float32. Those that `attention_prefill_hopper` serves are in its own file."""
+    chunks, windows, soft-caps, other head sizes, float32. Those of `attention_prefill_hopper` are in its own file."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
-    found = []
+    configurations = []
     for name, shape in {"llama-8b": llama, "llama-1b": small_llama, "qwen-0.6b": qwen}.items():
-        found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
-    found += [
+        configurations += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
+    configurations += [
         _compilation("llama-8b bf16, few requests", llama, "bf16", "bf16", requests=32),
         _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16"),
         _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
@@ -38,31 +38,31 @@ def compilations() -> list[Compilation]:
         _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16),
         _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16),
     ]
-    found += _split_forms(llama, small_llama, gemma)
+    configurations += _split_forms(llama, small_llama, gemma)
     for window in (None, 1024):
         shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
         for requests, kv in product((32, 256), ("bf16", "fp8e4nv")):
-            what = f"gemma-3 {kv}, window {window}, {requests} requests"
-            found.append(_compilation(what, shape, "bf16", kv, requests=requests))
-    return [compilation for several in found for compilation in several]
+            label = f"gemma-3 {kv}, window {window}, {requests} requests"
+            configurations.append(_compilation(label, shape, "bf16", kv, requests=requests))
+    return [compilation for several in configurations for compilation in several]
 
 
 def _split_forms(llama: AttentionShape, small_llama: AttentionShape, gemma: AttentionShape) -> list[list[Compilation]]:
-    """Steps with few tiles, whose keys are cut into splits: tiles of 128 and of fewer rows, as above."""
+    """Steps with few tiles, whose keys are split: tiles of 128 and of fewer rows, as above."""
     wide, split = AttentionShape(16, 8, 4, 256), partial(_compilation, requests=FEW_REQUESTS, is_split=True)
-    found = [
+    configurations = [
         split("splits, float32", llama, "fp32", "fp32"),
         split("splits, head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
     ]
     for kv in ("bf16", "fp8e4nv"):
-        found += [
+        configurations += [
             split(f"splits, llama-8b {kv}", llama, "bf16", kv),
             split(f"splits, llama-1b {kv}", small_llama, "bf16", kv),
             split(f"splits, short chunks {kv}", llama, "bf16", kv, max_query_len=16),
             split(f"splits, gemma-3 {kv}", wide, "bf16", kv),
         ]
     return [
-        *found,
+        *configurations,
         split("splits, window", replace(llama, sliding_window=4096), "bf16", "bf16"),
         split("splits, window and soft-cap", gemma, "bf16", "bf16"),
         split("splits, short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16),
@@ -79,14 +79,14 @@ def _compilation(
     requests: int = 256,
     is_split: bool = False,
 ) -> list[Compilation]:
-    """One per tiling: cards differ in their limits, and for Hopper there is another kernel."""
+    """One per tiling, as cards differ in their limits, without those that another kernel serves on Hopper."""
     tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     absent: dict[str, object] = {}
     if is_split:
-        tensors |= dict.fromkeys(("attended", "log_weights"), "*fp32")
+        tensors |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
     else:
-        absent |= dict.fromkeys(("attended", "log_weights"))
+        absent |= dict.fromkeys(("partial_out", "partial_lse"))
     if "fp8" in kv_dtype:
         tensors["kv_scales"] = "*fp32"
     else:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_prefill_hopper import KEYS, NUM_WARPS, ROWS, overlapped_constants, overlapped_kernel
+from kernels.triton.card_properties import HOPPER
 from kernels.triton.chunk_splits import FEW_REQUESTS
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.tuning import HOPPER
 
 
 def compilations() -> list[Compilation]:
     """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B; fp16, larger blocks, a group of heads that does not fill a
-    tile; whole tiles, and splits of few."""
+    tile; whole tiles and splits."""
     llama = AttentionShape(16, 32, 8, 128)
     shapes = {
         "llama-8b bf16": llama,
@@ -29,12 +29,12 @@ def _compilation(name: str, shape: AttentionShape, *, is_split: bool) -> Compila
     tensors = dict.fromkeys(("q", "kv_cache", "out"), f"*{name.rpartition(' ')[2]}")
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride", "max_splits"), "i32")
-    parts = ("attended", "log_weights")
-    absent: dict[str, object] = {} if is_split else dict.fromkeys(parts)
+    partials = ("partial_out", "partial_lse")
+    absent: dict[str, object] = {} if is_split else dict.fromkeys(partials)
     return Compilation(
         f"overlapped prefill{', splits,' if is_split else ''} {name}",
         overlapped_kernel,
-        tensors | (dict.fromkeys(parts, "*fp32") if is_split else {}) | numbers | {"scale": "fp32"},
+        tensors | (dict.fromkeys(partials, "*fp32") if is_split else {}) | numbers | {"scale": "fp32"},
         {**absent, **overlapped_constants(shape, is_split=is_split), "REQUESTS": FEW_REQUESTS if is_split else 256},
         num_warps=NUM_WARPS,
         capabilities=(HOPPER,),

@@ -18,8 +18,8 @@ from kernels.triton.attention_splits import (
 from kernels.triton.gate.compilation import FP8_CAPABILITIES, Compilation
 
 SPILL_BYTES_MAX = 48
-"""The assembler prefers one more program per multiprocessor to these few registers of the kernels of decodes: 40 bytes over an
-fp8 cache with Triton 3.6.0, written before the loop over tiles and read after it, once per split."""
+"""For decode kernels, where the assembler trades these few registers for one more program per multiprocessor: 40 bytes over an
+fp8 cache with Triton 3.6.0, stored before the loop over tiles and loaded after it, once per split."""
 
 
 CARDS = ((80,), (89,), (90, 100))
@@ -27,8 +27,8 @@ CARDS = ((80,), (89,), (90, 100))
 
 
 def compilations() -> list[Compilation]:
-    """The merge, for each head size, and for guesses and the windows of heads of 256. The cutting is part of the kernel of
-    decodes."""
+    """The merge, for each head size, and for guesses and the windows of heads of 256. The splits themselves are computed in the
+    decode kernel."""
     sizes = [(AttentionShape(16, 32, 8, 64), 2, 1), (AttentionShape(16, 32, 32, 96), 2, 1)]
     numbers = 1, *SPLIT_QUERIES
     sizes += [(AttentionShape(16, 32, 8, 128), kv, queries) for kv in (2, 1) for queries in numbers]
@@ -45,8 +45,8 @@ def _compilation(shape: AttentionShape, kv_bytes: int, queries: int, capabilitie
     """kv_bytes: of an element of the cache; capabilities: of cards with the same tiles."""
     tiling = decode_tiling(shape.head_dim, kv_bytes, query_rows(shape, queries), capabilities[-1])
     constants = split_constants(shape, queries, kv_bytes, tiling)
-    types = {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32"}
-    types |= {"num_requests": "i32", "max_splits": "i32", "card_groups": "i32"}
+    types = {"context_lens": "*i32", "out": "*bf16", "partial_out": "*fp32", "partial_lse": "*fp32"}
+    types |= {"num_requests": "i32", "max_splits": "i32", "resident_groups": "i32"}
     absent: dict[str, object] = {"query_starts": None} if queries == 1 else {}
     return Compilation(
         f"merge of splits of {tiling.split}, tiles of {tiling.tile}, head size {shape.head_dim}, "

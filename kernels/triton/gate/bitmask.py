@@ -7,7 +7,7 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Logits of both widths; rows as the sampler numbers them."""
+    """Logits of 32 and 16 bits; row numbers in the sampler's type."""
     numbers = {"logits_stride": "i32", "masks_stride": "i32", "V": "i32"}
     return [
         Compilation(

@@ -11,12 +11,12 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """The merge, for each head size. The cutting is part of the kernels of chunks."""
+    """The merge, for each head size. The splits themselves are computed in the prefill kernels."""
     return [_compilation(*size) for size in product((64, 96, 128, 256), ("bf16", "fp32"))]
 
 
 def _compilation(head_dim: int, dtype: str) -> Compilation:
-    types = {"context_lens": "*i32", "query_starts": "*i32", "out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32"}
+    types = {"context_lens": "*i32", "query_starts": "*i32", "out": f"*{dtype}", "partial_out": "*fp32", "partial_lse": "*fp32"}
     numbers = dict.fromkeys(("num_requests", "max_splits", "queries", "window", "keys"), "i32")
     return Compilation(
         f"merge of splits of chunks, head size {head_dim}, {dtype}",

@@ -1,6 +1,6 @@
-"""Compiles a kernel to machine code for a card that is not present, and reads its properties from the result.
+"""Compiles a kernel to machine code for an absent card, and reads its properties from the result.
 
-Needs no GPU and no driver: Triton brings the assembler and `cuobjdump`. Must run in a process without TRITON_INTERPRET.
+Needs no GPU and no driver: Triton ships the assembler and `cuobjdump`. Must run in a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITCallable
 
+from kernels.triton.card_properties import TENSOR_MEMORY_COLUMNS, card
 from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 from kernels.triton.gate.machine_code import overwritten_operands
-from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
 
 CAPABILITIES = (80, 89, 90, 100)
 FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "fp8e4nv": 1}
-"""Bytes of a tensor's numbers, by their type's name in a signature."""
+"""Bytes of an element, by the type's name in a signature."""
 # PTX names of the matrix instructions of Ampere and Ada, of Hopper, of Blackwell.
 TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 WAIT = "griddepcontrol.wait"
@@ -39,20 +39,19 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 @dataclass(frozen=True, kw_only=False)
 class Compilation:
-    """One kernel with one configuration that serving uses.
+    """One kernel in one configuration that serving uses.
 
     `signature` names the types of the arguments that are passed at a launch (`*bf16`, `*fp8e4nv`, `i32`, `fp32` …), pointers
     assumed to be aligned to 16 bytes, as torch's are; `constexprs` holds the values of all others: tile sizes, None for an
-    absent tensor, 1 for a number that is 1 (a launch specialises it). `divisible` names the integers that are multiples of 16.
+    absent tensor, 1 for an integer that is 1 (a launch specialises it). `divisible` names the integers that are multiples of
+    16. A kernel's EARLY (`kernels.triton.early_launch`) is set as a launch on that card sets it.
 
-    A kernel's EARLY (`kernels.triton.early_launch`) is not given: it is what a launch on that card passes.
-
-    `tensor_cores`: the card's own kind of matrix instructions must be used: mma.sync on 80 and 89, wgmma on 90, tcgen05 on 100.
-    `small_tile`: the tile has fewer than 64 rows, for which only mma.sync exists on any card, or 64 that Triton may transpose
-    for it: either kind is accepted. `fp_fusion` is what the launch says about fusing products with sums: allowed, unless every
-    rounding matters. `registers_max` is its limit per thread (`maxnreg`), None for no limit; `programs`: how many of its grid
-    each multiprocessor must hold at a time; `exponentials_min`: how many a thread must compute at least while products of its
-    loop are in flight.
+    `tensor_cores`: the card's own kind of matrix instruction must be used: mma.sync on 80 and 89, wgmma on 90, tcgen05 on 100.
+    `small_tile`: the tile has fewer than 64 rows, for which every card has mma.sync alone, or 64 that Triton may transpose for
+    it: either kind is accepted. `fp_fusion`: whether the launch allows fusing products with sums, as all do unless every
+    rounding matters. `registers_max`: its limit per thread (`maxnreg`), None for no limit. `programs`: how many of its programs
+    each multiprocessor must hold at a time. `exponentials_min`: how many exponentials a thread must compute at least while
+    products of its loop are in flight.
     """
 
     name: str
@@ -73,16 +72,16 @@ class Compilation:
 
     def __post_init__(self) -> None:
         names = set(self.kernel.arg_names) - {"EARLY"}
-        given = [*self.signature, *self.constexprs]
-        assert len(given) == len(set(given)), f"{self.name}: an argument is both passed and constant"
-        assert set(given) == names, f"{self.name}: missing {names - set(given)}, unknown {set(given) - names}"
+        declared = [*self.signature, *self.constexprs]
+        assert len(declared) == len(set(declared)), f"{self.name}: an argument is both passed and constant"
+        assert set(declared) == names, f"{self.name}: missing {names - set(declared)}, unknown {set(declared) - names}"
         assert set(self.divisible) <= set(self.signature), f"{self.name}: divisible names what is not passed"
 
 
 @dataclass(frozen=True)
 class Compiled:
     """Properties of the assembled kernel. `spill_bytes` per thread; `programs` that one multiprocessor holds at a time;
-    `touches_early`: before it waits for the kernel before it, it writes, or reads data not marked as left alone by that kernel
+    `touches_early`: before it waits for the previous kernel, it writes, or reads data not marked as unchanged by that kernel
     (`kernels.triton.early_launch`); `exponentials` that overlap with products, counted if a configuration requires some;
     `overwritten`: on Hopper, instructions that write registers which products in flight still read."""
 
@@ -103,15 +102,15 @@ class Compiled:
 
 
 def source_key(compilation: Compilation, capability: int) -> str:
-    """All that determines the machine code, as 16 hexadecimal digits: the text of the kernel and of all functions it calls,
-    types, constants, options, the card and the version of Triton. Call `forget_lines` first."""
+    """A hash of all that determines the machine code, as 16 hexadecimal digits: the text of the kernel and of all functions it
+    calls, types, constants, options, the card and the version of Triton. Call `forget_lines` first."""
     source = _source(compilation, capability).hash()
     text = f"{triton.__version__} {capability} {source} {sorted(_options(compilation).items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def forget_lines() -> None:
-    """Make keys independent of the line numbers of kernels in the imported modules and of the functions they call, among them
+    """Makes keys independent of the line numbers of kernels in the imported modules and of the functions they call, including
     those that compute constants: Triton's own keys depend on them."""
     for name, module in list(sys.modules.items()):
         if name.startswith("kernels."):
@@ -121,13 +120,13 @@ def forget_lines() -> None:
 
 
 def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
-    """Compile for one compute capability. Raises whatever Triton raises when the kernel cannot be compiled for it."""
+    """Compiles for one compute capability. Raises whatever Triton raises if the kernel cannot be compiled for it."""
     target = GPUTarget("cuda", capability, 32)
     kernel = triton.compile(_source(compilation, capability), target=target, options=_options(compilation))
     registers, spill_bytes = _resources(kernel.asm["cubin"])
     num_warps = int(kernel.metadata.num_warps)
-    has_products = TENSOR_INSTRUCTIONS[1] in kernel.asm["ptx"]
-    sass = _dumped(kernel.asm["cubin"], "-sass") if has_products or compilation.exponentials_min else ""
+    has_wgmma = TENSOR_INSTRUCTIONS[1] in kernel.asm["ptx"]
+    sass = _cuobjdump(kernel.asm["cubin"], "-sass") if has_wgmma or compilation.exponentials_min else ""
     return Compiled(
         name=compilation.name,
         capability=capability,
@@ -148,14 +147,14 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
 
 def touches_early(ptx: str) -> bool:
     """Whether a kernel that may be launched early reads or writes memory before it waits, or never waits. Reads with an
-    eviction policy of first or last are exempt: they are marked as left alone by the kernel before."""
+    eviction policy of first or last are exempt: it marks data that the previous kernel does not write."""
     before, wait, _ = ptx.partition(WAIT)
     return not wait or _MEMORY.search(before) is not None
 
 
 def exponentials_beside_products(sass: str) -> int:
-    """How many there are between a kernel's first wait for products and its second. The assembler may have moved them before
-    the wait, which PTX does not show."""
+    """The number of exponentials between a kernel's first wait for products and its second. The assembler may have moved them
+    before the wait, which PTX does not show."""
     parts = sass.split(PRODUCTS_WAIT)
     return parts[1].count(EXPONENTIAL) if len(parts) > 2 else 0
 
@@ -165,7 +164,7 @@ def _is_early(compilation: Compilation, capability: int) -> bool:
 
 
 def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
-    """What is wrong with the result, in words; empty when it may be served."""
+    """What is wrong with the result, in words; empty if it may be served."""
     found = []
     limits = card(compiled.capability)
     if compiled.spill_bytes > compilation.spill_bytes_max:
@@ -174,10 +173,10 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
         found.append(f"takes {compiled.shared_bytes} bytes of shared memory, the card has {limits.shared_bytes_max}")
     if compiled.tensor_memory_columns > TENSOR_MEMORY_COLUMNS:
         found.append(f"takes {compiled.tensor_memory_columns} columns of tensor memory, the card has {TENSOR_MEMORY_COLUMNS}")
-    wanted, own = _wanted(compilation, compiled.capability), _own(compiled.capability)
-    if compilation.tensor_cores and not {wanted, own}.intersection(compiled.tensor_instructions):
+    required, native = _required_instruction(compilation, compiled.capability), _native_instruction(compiled.capability)
+    if compilation.tensor_cores and not {required, native}.intersection(compiled.tensor_instructions):
         present = ", ".join(compiled.tensor_instructions) or "none"
-        found.append(f"lacks {wanted} (matrix instructions: {present})")
+        found.append(f"lacks {required} (matrix instructions: {present})")
     if compiled.touches_early:
         found.append("reads or writes memory before it waits for the kernel in front of it")
     if compiled.exponentials < compilation.exponentials_min:
@@ -191,11 +190,11 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
     return found
 
 
-def _wanted(compilation: Compilation, capability: int) -> str:
-    return TENSOR_INSTRUCTIONS[0] if compilation.small_tile else _own(capability)
+def _required_instruction(compilation: Compilation, capability: int) -> str:
+    return TENSOR_INSTRUCTIONS[0] if compilation.small_tile else _native_instruction(capability)
 
 
-def _own(capability: int) -> str:
+def _native_instruction(capability: int) -> str:
     older, hopper, blackwell = TENSOR_INSTRUCTIONS
     if capability < 90 or capability >= 120:
         return older
@@ -217,8 +216,8 @@ def _source(compilation: Compilation, capability: int) -> Any:
     if "EARLY" in names:
         constants["EARLY"] = _is_early(compilation, capability)
     signature = {name: compilation.signature.get(name, "constexpr") for name in names}
-    anywhere = {param.name for param in compilation.kernel.params if param.do_not_specialize_on_alignment}
-    aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} - anywhere
+    unaligned = {param.name for param in compilation.kernel.params if param.do_not_specialize_on_alignment}
+    aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} - unaligned
     aligned |= set(compilation.divisible)
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in aligned}
     language = GluonASTSource if isinstance(compilation.kernel, GluonJITFunction) else ASTSource
@@ -227,14 +226,14 @@ def _source(compilation: Compilation, capability: int) -> Any:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and spilled bytes per thread."""
-    text = _dumped(cubin, "-res-usage")
+    text = _cuobjdump(cubin, "-res-usage")
     match = _USAGE.search(text)
     assert match is not None, f"cuobjdump says nothing of registers:\n{text}"
     registers, stack, _, local = (int(number) for number in match.groups())
     return registers, max(stack, local)
 
 
-def _dumped(cubin: bytes, option: str) -> str:
+def _cuobjdump(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

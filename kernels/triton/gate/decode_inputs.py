@@ -7,30 +7,30 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Blocks of 16 and of 32 tokens; slots with tokens for the host, of decodes and, without a copy of their tokens, after
-    prompt chunks; and slots of a draft model, which write none for the host."""
+    """Blocks of 16 and 32 tokens; slots whose tokens the host reads: of decodes, with a copy of the tokens, and after prompt
+    chunks, without one; and slots of a draft model, whose tokens the host does not read."""
     state = {"slots": "*i32", "last_tokens": "*i64", "num_tokens": "*i32"}
     outputs = {"token_ids": "*i64", "positions": "*i64", "slot_mapping": "*i64", "context_lens": "*i32", "block_tables": "*i32"}
     sizes = {"columns": "i32", "slot_stride": "i32", "row_stride": "i32"}
-    chosen = {**state, "sampled": "*i64", "num_rows": "i32", "place_size": "i32"}
-    advanced, left = {**chosen, "out": "*i64"}, {"places": "*i64", "num_steps": "*i64"}
+    without_copy = {**state, "sampled": "*i64", "num_rows": "i32", "place_size": "i32"}
+    with_copy, host_outputs = {**without_copy, "out": "*i64"}, {"places": "*i64", "num_steps": "*i64"}
     return [
         Compilation(
             "advance_slots",
             advance_slots_kernel,
-            {**advanced, **left},
+            {**with_copy, **host_outputs},
             {"DEPTH": 4, "ROWS": ROWS},
         ),
         Compilation(
             "advance_slots_chosen",
             advance_slots_kernel,
-            {**chosen, **left},
+            {**without_copy, **host_outputs},
             {"out": None, "DEPTH": 4, "ROWS": ROWS},
         ),
         Compilation(
             "advance_slots_draft",
             advance_slots_kernel,
-            advanced,
+            with_copy,
             {"places": None, "num_steps": None, "DEPTH": 1, "ROWS": ROWS},
         ),
         *(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.embedding import BLOCK_MAX, embed_kernel, rotation_rows_kernel, rotation_rows_tile
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B, Qwen3-0.6B, and Gemma's multiplier; heads of 64 and 128."""
+    """Widths of Llama-3.1-8B and Qwen3-0.6B, and Gemma's multiplier; heads of 64 and 128."""
     return [
         *(_embedding(width, scaled=False) for width in (1024, 4096)),
         _embedding(2304, scaled=True),

@@ -6,17 +6,17 @@ from typing import Any
 
 import triton.language as tl
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.expert_tiles import SORT_BLOCK, group_tiles, sort_kernel
 from kernels.triton.experts import COMBINE_BLOCK, combine_kernel, grouped_kernel
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
-from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:
     """Qwen3-30B-A3B (128 experts, 8 chosen) and Mixtral 8x7B (8, 2), from a decode step to a prefill; batch-invariant engines
     use the tiles for 64 tokens per expert for any number."""
-    asked: list[tuple[str, int, int, int, tuple[int, ...], Any]] = [
+    variants: list[tuple[str, int, int, int, tuple[int, ...], Any]] = [
         ("bf16", 80, 128, 8, (16, 32, 64, 512), None),
         ("bf16", 89, 128, 8, (16, 32, 64, 512), None),
         ("bf16", 90, 128, 8, (16, 32, 64, 512), None),
@@ -29,18 +29,18 @@ def compilations() -> list[Compilation]:
         ("bf16", 100, 128, 8, (16, 32, 64, 512), tl.float8e4nv),
     ]
     launches = [
-        _compilation(dtype, number, experts, chosen, each * experts, activation, codes)
-        for dtype, number, experts, chosen, tokens_each, codes in asked
-        for each in tokens_each
+        _compilation(dtype, capability, experts, chosen, tokens_per_expert * experts, activation, codes)
+        for dtype, capability, experts, chosen, tokens_per_experts, codes in variants
+        for tokens_per_expert in tokens_per_experts
         for activation in ("silu", "")
     ]
-    places, floats = {"num_places": "i32", "offsets_ptr": "*i32"}, {"parts_ptr": "*bf16", "out_ptr": "*bf16"}
+    assignments, floats = {"num_assignments": "i32", "offsets_ptr": "*i32"}, {"expert_out_ptr": "*bf16", "out_ptr": "*bf16"}
     return [
         *launches,
         Compilation(
             "sort_by_expert_128",
             sort_kernel,
-            {"expert_ids_ptr": "*i64", "order_ptr": "*i32", **places},
+            {"expert_ids_ptr": "*i64", "order_ptr": "*i32", **assignments},
             {"EXPERTS": 128, "BLOCK": SORT_BLOCK},
         ),
         Compilation(
@@ -53,25 +53,27 @@ def compilations() -> list[Compilation]:
     ]
 
 
-def _compilation(dtype: str, number: int, experts: int, chosen: int, places: int, activation: str, codes: Any) -> Compilation:
-    tiles = group_tiles(places / experts, number, gated=activation != "")
+def _compilation(
+    dtype: str, capability: int, experts: int, chosen: int, assignments: int, activation: str, codes: Any
+) -> Compilation:
+    tiles = group_tiles(assignments / experts, capability, gated=activation != "")
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out")
     passed = {} if activation else {"factors_ptr": f"*{dtype}"}
     passed |= {} if codes is None else {"scales_ptr": "*i64"}
     absent = {"factors_ptr", "scales_ptr"} - set(passed)
     stored = "" if codes is None else f"_{codes.name}"
     return Compilation(
-        f"grouped_{'gated' if activation else 'down'}_{dtype}{stored}_{experts}experts_{places}_sm{number}",
+        f"grouped_{'gated' if activation else 'down'}_{dtype}{stored}_{experts}experts_{assignments}_sm{capability}",
         grouped_kernel,
         {
             "x_ptr": f"*{dtype}", "weights_ptr": "*i64", "order_ptr": "*i32", "offsets_ptr": "*i32",
             "out_ptr": f"*{dtype}", **passed, **dict.fromkeys((*sizes, "row_tiles"), "i32"),
         },
         {
-            **dict.fromkeys(sorted(absent)), "NUM_CHOSEN": chosen, "ACTIVATION": activation, "CODES": codes,
+            **dict.fromkeys(sorted(absent)), "NUM_CHOSEN": chosen, "ACTIVATION": activation, "CODE_DTYPE": codes,
             "EXPERTS": experts, "EXPERTS_BLOCK": power_of_two(experts), "EVEN_K": True, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         },
-        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
+        tiles.num_warps, tiles.num_stages, (capability,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
         spill_bytes_max=SPILL_BYTES_MAX,
     )  # fmt: skip

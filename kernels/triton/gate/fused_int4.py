@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.fused_int4 import OUTPUTS, fused_int4_kernel, fused_int4_tiles
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
-from kernels.triton.tuning import power_of_two
+from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
 
 
 def compilations() -> list[Compilation]:
     """Products of a layer of Llama-3.1-8B on 132 multiprocessors, groups of 128; smaller groups for the gated product; fp16
-    rows, which many 4-bit checkpoints ask for, for the gated and the added product."""
-    asked = [(name, "bf16", 128, card) for card in (80, 89, 90, 100) for name in LLAMA_8B]
-    asked += [("gate_up", "bf16", group, 90) for group in (32, 64)]
-    asked += [(name, "fp16", 128, card) for card in (80, 90) for name in ("gate_up", "down")]
-    return [_compilation(*each) for each in asked]
+    rows, which many 4-bit checkpoints require, for the gated product and one with a residual sum."""
+    variants = [(name, "bf16", 128, capability) for capability in (80, 89, 90, 100) for name in LLAMA_8B]
+    variants += [("gate_up", "bf16", group, 90) for group in (32, 64)]
+    variants += [(name, "fp16", 128, capability) for capability in (80, 90) for name in ("gate_up", "down")]
+    return [_compilation(*each) for each in variants]
 
 
-def _compilation(name: str, dtype: str, group: int, card: int) -> Compilation:
+def _compilation(name: str, dtype: str, group: int, capability: int) -> Compilation:
     outputs, columns = LLAMA_8B[name]
-    gated, own = name == "gate_up", f"*{dtype}"
+    gated, row_type = name == "gate_up", f"*{dtype}"
     tiles = fused_int4_tiles(outputs, columns, 132, gated=gated)
-    around, absent = around_types(fused_int4_kernel, name, own, splits=tiles.splits)
+    epilogue, absent = epilogue_types(fused_int4_kernel, name, row_type, splits=tiles.splits)
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_chunks", "split_chunks", "num_squares"), "i32")
     return Compilation(
-        f"fused_int4_llama_8b_{name}_{dtype}_group{group}_sm{card}",
+        f"fused_int4_llama_8b_{name}_{dtype}_group{group}_sm{capability}",
         fused_int4_kernel,
-        {"x": own, "words": "*i16", "scales_zeros": "*i32", **around, **numbers, "eps": "fp32", "alpha": "fp32"},
+        {"x": row_type, "words": "*i16", "scales_zeros": "*i32", **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
         absent
         | {
             "GATE": "silu" if gated else None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True,
@@ -35,7 +35,7 @@ def _compilation(name: str, dtype: str, group: int, card: int) -> Compilation:
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        capabilities=(card,),
+        capabilities=(capability,),
         tensor_cores=True,
         small_tile=True,
         divisible=("N", "K", "x_stride"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.fused_linear import fused_linear_kernel, fused_tiles
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
-from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
+from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
 from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
-from kernels.triton.tuning import power_of_two
 
 QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), "down": (1024, 3072)}
 
@@ -25,36 +25,36 @@ def compilations() -> list[Compilation]:
         for weight in ("fp16", "i8", "fp8e4nv")
     ]
     return [
-        _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, rows, kind, card)
+        _compilation(f"{model}_{name}_{kind}_sm{capability}", name, sizes, rows, kind, capability)
         for model, shapes, rows, kind, cards in kinds
-        for card in cards
+        for capability in cards
         for name, sizes in shapes.items()
     ]
 
 
-def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind: str, card: int) -> Compilation:
+def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind: str, capability: int) -> Compilation:
     """`rows` and `kind` are the types of x and of the weight."""
     outputs, columns = sizes
-    of_tiles = {"weight_bytes": TYPE_BYTES[kind], "row_bytes": TYPE_BYTES[rows]}
-    tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", **of_tiles)
-    before = fused_tiles(columns, columns, card, 132, gated=False, **of_tiles).block_n
-    around, absent = around_types(fused_linear_kernel, name, f"*{rows}", splits=tiles.splits)
+    type_bytes = {"weight_bytes": TYPE_BYTES[kind], "row_bytes": TYPE_BYTES[rows]}
+    tiles = fused_tiles(outputs, columns, capability, 132, gated=name == "gate_up", **type_bytes)
+    previous_block_n = fused_tiles(columns, columns, capability, 132, gated=False, **type_bytes).block_n
+    epilogue, absent = epilogue_types(fused_linear_kernel, name, f"*{rows}", splits=tiles.splits)
     scales = {"weight_scales": "*fp32"} if TYPE_BYTES[kind] == 1 else {}
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
     constants = {
         "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": True,
-        "SQUARES_BLOCK": power_of_two(-(-columns // before)), "SPLITS": tiles.splits, "STAGES": tiles.num_stages,
+        "SQUARES_BLOCK": power_of_two(-(-columns // previous_block_n)), "SPLITS": tiles.splits, "STAGES": tiles.num_stages,
         "WARPS": tiles.column_warps,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
     return Compilation(
         f"fused_linear_{label}",
         fused_linear_kernel,
-        {"x": f"*{rows}", "weight": f"*{kind}", **scales, **around, **numbers, "eps": "fp32", "alpha": "fp32"},
+        {"x": f"*{rows}", "weight": f"*{kind}", **scales, **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
         {**({} if scales else {"weight_scales": None}), **absent, **constants},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        capabilities=(card,),
+        capabilities=(capability,),
         tensor_cores=rows != "fp32",
         small_tile=True,
         spill_bytes_max=SPILL_BYTES_MAX if rows == "fp16" else 0,

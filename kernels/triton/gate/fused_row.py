@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kernels.triton.fused_row import fused_row_kernel, row_tiles
+from kernels.triton.card_properties import power_of_two
+from kernels.triton.fused_row import fused_row_kernel, gemv_tiles
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
+from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
 from kernels.triton.gate.fused_linear import QWEN_600M
-from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
-from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:
@@ -18,32 +18,32 @@ def compilations() -> list[Compilation]:
         for weight in ("fp16", "i8", "fp8e4nv")
     ]
     return [
-        _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, row, kind, card)
+        _compilation(f"{model}_{name}_{kind}_sm{capability}", name, sizes, row, kind, capability)
         for model, shapes, row, kind, cards in kinds
-        for card in cards
+        for capability in cards
         for name, sizes in shapes.items()
     ]
 
 
-def _compilation(label: str, name: str, sizes: tuple[int, int], row: str, kind: str, card: int) -> Compilation:
+def _compilation(label: str, name: str, sizes: tuple[int, int], row: str, kind: str, capability: int) -> Compilation:
     """`row` and `kind` are the types of x and of the weight."""
-    columns, is_summed = sizes[1], name in ("out", "down")
+    columns, has_squares_out = sizes[1], name in ("out", "down")
     weight_bytes = TYPE_BYTES[kind]
-    tiles = row_tiles(columns, gated=name == "gate_up", is_summed=is_summed, weight_bytes=weight_bytes)
-    before = row_tiles(columns, gated=False, is_summed=True, weight_bytes=weight_bytes).block_n
-    around, absent = around_types(fused_row_kernel, name, f"*{row}")
+    tiles = gemv_tiles(columns, gated=name == "gate_up", has_squares_out=has_squares_out, weight_bytes=weight_bytes)
+    previous_block_n = gemv_tiles(columns, gated=False, has_squares_out=True, weight_bytes=weight_bytes).block_n
+    epilogue, absent = epilogue_types(fused_row_kernel, name, f"*{row}")
     scales = {"weight_scales": "*fp32"} if weight_bytes == 1 else {}
     numbers = dict.fromkeys(("N", "K", "num_squares"), "i32")
     constants = {
         "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": columns % tiles.block_k == 0,
-        "SQUARES_BLOCK": power_of_two(-(-columns // before)), "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+        "SQUARES_BLOCK": power_of_two(-(-columns // previous_block_n)), "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
     return Compilation(
         f"fused_row_{label}",
         fused_row_kernel,
-        {"x": f"*{row}", "weight": f"*{kind}", **scales, **around, **numbers, "eps": "fp32", "alpha": "fp32"},
+        {"x": f"*{row}", "weight": f"*{kind}", **scales, **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
         {**({} if scales else {"weight_scales": None}), **absent, **constants},
         num_warps=tiles.num_warps,
-        capabilities=(card,),
+        capabilities=(capability,),
         divisible=("N", "K", "num_squares"),
     )  # fmt: skip

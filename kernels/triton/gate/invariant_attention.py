@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
-from kernels.triton.invariant_attention import MERGE_TOGETHER, MERGE_WARPS, merge_constants, rows_constants, rows_tiling
+from kernels.triton.invariant_attention import MERGE_UNROLL, MERGE_WARPS, merge_constants, rows_constants, rows_tiling
 from kernels.triton.invariant_rows import SIZES, merge_rows_kernel, rows_kernel
 
 SPILL_BYTES_MAX = 64
@@ -18,10 +18,10 @@ def compilations() -> list[Compilation]:
     caps for an H200; the second kernel."""
     llama, small_llama = AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64)
     gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
-    found = []
+    configurations = []
     for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
-        found += _compilations(f"{name} bf16", shape, "bf16", "bf16", CAPABILITIES)
-        found += _compilations(f"{name} fp8e4nv", shape, "bf16", "fp8e4nv", FP8_CAPABILITIES)
+        configurations += _compilations(f"{name} bf16", shape, "bf16", "bf16", CAPABILITIES)
+        configurations += _compilations(f"{name} fp8e4nv", shape, "bf16", "fp8e4nv", FP8_CAPABILITIES)
     others = {
         "qwen-0.6b": AttentionShape(16, 16, 8, 128),
         "window": replace(llama, sliding_window=4096),
@@ -30,22 +30,24 @@ def compilations() -> list[Compilation]:
         "7 heads": AttentionShape(16, 28, 4, 128),
     }
     for name, shape in others.items():
-        found += _compilations(name, shape, "bf16", "bf16", H200)
-    found += _compilations("float32, window and soft-cap", gemma, "fp32", "fp32", H200)
-    found += [_merge_compilation(f"merge of rows, {name}", shape) for name, shape in {"llama-8b": llama, **others}.items()]
-    return found
+        configurations += _compilations(name, shape, "bf16", "bf16", H200)
+    configurations += _compilations("float32, window and soft-cap", gemma, "fp32", "fp32", H200)
+    configurations += [
+        _merge_compilation(f"merge of rows, {name}", shape) for name, shape in {"llama-8b": llama, **others}.items()
+    ]
+    return configurations
 
 
 def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabilities: tuple[int, ...]) -> list[Compilation]:
-    tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv}", "out": f"*{dtype}", "attended": "*fp32", "sums": "*fp32"}
+    tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv}", "out": f"*{dtype}", "partial_acc": "*fp32", "partial_stats": "*fp32"}
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     absent: dict[str, object] = {} if "fp8" in kv else {"kv_scales": None}
     scales = {"kv_scales": "*fp32"} if "fp8" in kv else {}
     numbers = dict.fromkeys((*SIZES, "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
-    found = []
+    configurations = []
     for number in capabilities:
         tiling = rows_tiling(shape.head_dim, TYPE_BYTES[kv], shape.group, number)
-        found.append(
+        configurations.append(
             Compilation(
                 f"invariant rows {name}, {tiling.keys} keys by {tiling.num_warps} warps, sm{number}",
                 rows_kernel,
@@ -60,16 +62,16 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
                 fp_fusion=False,
             )
         )
-    return found
+    return configurations
 
 
 def _merge_compilation(name: str, shape: AttentionShape) -> Compilation:
-    tensors = {"out": "*bf16", "attended": "*fp32", "sums": "*fp32", "query_starts": "*i32", "context_lens": "*i32"}
+    tensors = {"out": "*bf16", "partial_acc": "*fp32", "partial_stats": "*fp32", "query_starts": "*i32", "context_lens": "*i32"}
     return Compilation(
         name,
         merge_rows_kernel,
         tensors | dict.fromkeys(SIZES, "i32"),
-        {"kv_scales": None, "TOGETHER": MERGE_TOGETHER, "REQUESTS": 256, **merge_constants(shape)},
+        {"kv_scales": None, "UNROLL": MERGE_UNROLL, "REQUESTS": 256, **merge_constants(shape)},
         num_warps=MERGE_WARPS,
         capabilities=(90, 100),
         spill_bytes_max=SPILL_BYTES_MAX,

@@ -13,27 +13,27 @@ SPILL_BYTES_MAX = 64
 
 
 def compilations() -> list[Compilation]:
-    """Every tile that `invariant_tiles` may choose, whole and divided, in the types that are served."""
-    bf16, every = torch.bfloat16, (80, 89, 90, 100)
-    kinds = [("bf16", "bf16", "bf16", bf16, every), ("fp16", "fp16", "fp16", torch.float16, (90,))]
+    """Every tile that `invariant_tiles` may choose, with and without splits, in the types that are served."""
+    bf16, all_cards = torch.bfloat16, (80, 89, 90, 100)
+    kinds = [("bf16", "bf16", "bf16", bf16, all_cards), ("fp16", "fp16", "fp16", torch.float16, (90,))]
     kinds += [("bf16", "i8", "bf16", bf16, (80, 90, 100)), ("bf16", "fp8e4nv", "bf16", bf16, (89, 90))]
     kinds += [("fp8e4nv", "fp8e4nv", "bf16", FP8, (89, 90, 100)), ("fp32", "fp32", "fp32", torch.float32, (80, 90))]
     return [
-        _compilation(x, weight, out, invariant_tiles((4096, 4096), dtype, 1, number, 132), number, splits)
+        _compilation(x, weight, out, invariant_tiles((4096, 4096), dtype, 1, capability, 132), capability, splits)
         for x, weight, out, dtype, cards in kinds
-        for number in cards
-        for splits in ((1, 4) if number == 90 else (4,))
+        for capability in cards
+        for splits in ((1, 4) if capability == 90 else (4,))
     ]
 
 
-def _compilation(x: str, weight: str, out: str, tiles: Tiles, number: int, splits: int) -> Compilation:
+def _compilation(x: str, weight: str, out: str, tiles: Tiles, capability: int, splits: int) -> Compilation:
     scaled = {"x_scales_ptr": x == "fp8e4nv", "weight_scales_ptr": "8" in weight, "bias_ptr": False}
     passed = {name: "*fp32" for name, given in scaled.items() if given}
     passed |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
     absent = sorted(set(scaled) - set(passed))
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")
     return Compilation(
-        f"invariant_linear_{x}_{weight}_split{splits}_sm{number}",
+        f"invariant_linear_{x}_{weight}_split{splits}_sm{capability}",
         invariant_kernel,
         passed | {"x_ptr": f"*{x}", "weight_ptr": f"*{weight}", "out_ptr": f"*{out}"} | dict.fromkeys(("M", *sizes), "i32"),
         {
@@ -42,6 +42,6 @@ def _compilation(x: str, weight: str, out: str, tiles: Tiles, number: int, split
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "GROUP_M": GROUP_ROWS,
             "STAGES": tiles.num_stages,
         },
-        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=x != "fp32", divisible=sizes,
+        tiles.num_warps, tiles.num_stages, (capability,), tensor_cores=x != "fp32", divisible=sizes,
         spill_bytes_max=SPILL_BYTES_MAX, fp_fusion=False,
     )  # fmt: skip

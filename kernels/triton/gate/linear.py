@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from kernels.triton.gate.compilation import TYPE_BYTES, Compilation
 from kernels.triton.gate.linear_tiles import compilation
-from kernels.triton.linear import candidates, stages_on, tiles_of
+from kernels.triton.linear import limit_stages, make_tiles, tile_candidates
 
 
 def compilations() -> list[Compilation]:
-    """Every candidate, whole and divided, in the types that are served."""
+    """Every candidate, with and without splits, in the types that are served."""
     return [
         compilation(
-            f"linear_{dtype}_{block_n}x{block_k}_split{splits}_sm{card}",
-            tiles_of(block_n, block_k, stages_on(stages, card, TYPE_BYTES[dtype]), splits),
+            f"linear_{dtype}_{block_n}x{block_k}_split{splits}_sm{capability}",
+            make_tiles(block_n, block_k, limit_stages(stages, capability, TYPE_BYTES[dtype]), splits),
             x=f"*{dtype}",
             weight=f"*{dtype}",
-            capabilities=(card,),
+            capabilities=(capability,),
         )
         for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (89,)))
-        for card in cards
-        for block_n, block_k, stages in candidates(TYPE_BYTES[dtype])
+        for capability in cards
+        for block_n, block_k, stages in tile_candidates(TYPE_BYTES[dtype])
         for splits in ((1, 2, 4, 8) if dtype != "fp32" else (8,))
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.triton.gate.compilation import TYPE_BYTES, Compilation
 from kernels.triton.gate.linear_tiles import compilation
-from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles
+from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles
 
 KINDS = (
     ("fp8e4nv", "bf16", (89, 90, 100)), ("bf16", "bf16", (89, 90, 100)), ("fp16", "fp16", (90,)), ("fp32", "fp32", (90,)),
@@ -13,20 +13,20 @@ KINDS = (
 
 
 def compilations() -> list[Compilation]:
-    """e4m3 and float rows, every tile that `byte_tiles` may choose, whole and divided."""
+    """e4m3 and float rows, every tile that `byte_tiles` may choose, with and without splits."""
     return [
         compilation(
-            f"linear_fp8_{x}_{rows}rows_split{splits}_sm{number}",
-            byte_tiles(rows, (4096, 4096), number, 132, row_bytes=TYPE_BYTES[x]).divided(splits),
+            f"linear_fp8_{x}_{rows}rows_split{splits}_sm{capability}",
+            byte_tiles(rows, (4096, 4096), capability, 132, row_bytes=TYPE_BYTES[x]).with_splits(splits),
             x=f"*{x}",
             weight="*fp8e4nv",
             out=f"*{out}",
             x_scales=x == "fp8e4nv",
             weight_scales=True,
-            capabilities=(number,),
+            capabilities=(capability,),
         )
         for x, out, cards in KINDS
-        for number in cards
+        for capability in cards
         for rows in ((16, 32, 64, 128) if x != "fp32" else (16, 64, 128))
-        for splits in ((8,) if rows <= ROWS_FEW else (1,))
+        for splits in ((8,) if rows <= MEMORY_BOUND_ROWS_MAX else (1,))
     ]

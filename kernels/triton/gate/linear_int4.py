@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
-from kernels.triton.linear_int4 import ROWS_FEW, dequantise_int4_kernel, int4_tiles, linear_int4_kernel
+from kernels.triton.linear_int4 import SPLIT_K_ROWS_MAX, dequantise_int4_kernel, int4_tiles, linear_int4_kernel
 
 
 def compilations() -> list[Compilation]:
     """Every tile that `int4_tiles` may choose, groups of 128; smaller groups in the lowest tile; the unpacking."""
-    asked = [(80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 128), (90, "bf16", 32), (100, "bf16", 128)]
+    kinds = [(80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 128), (90, "bf16", 32), (100, "bf16", 128)]
     return [
         *(
-            _compilation(number, dtype, group, rows)
-            for number, dtype, group in asked
+            _compilation(capability, dtype, group, rows)
+            for capability, dtype, group in kinds
             for rows in ((16, 32, 64, 128) if group == 128 else (16,))
         ),
         Compilation(
@@ -31,15 +31,15 @@ def compilations() -> list[Compilation]:
     ]  # fmt: skip
 
 
-def _compilation(number: int, dtype: str, group: int, rows: int) -> Compilation:
-    tiles = int4_tiles(rows, 4096, 4096, number, 132)
-    tiles = replace(tiles, splits=8 if rows <= ROWS_FEW else 1)
-    divided = tiles.splits > 1
-    passed = {"partials_ptr": "*fp32", "counters_ptr": "*i32"} if divided else {}
-    constants = {} if divided else {"partials_ptr": None, "counters_ptr": None}
+def _compilation(capability: int, dtype: str, group: int, rows: int) -> Compilation:
+    tiles = int4_tiles(rows, 4096, 4096, capability, 132)
+    tiles = replace(tiles, splits=8 if rows <= SPLIT_K_ROWS_MAX else 1)
+    is_split = tiles.splits > 1
+    passed = {"partials_ptr": "*fp32", "counters_ptr": "*i32"} if is_split else {}
+    constants = {} if is_split else {"partials_ptr": None, "counters_ptr": None}
     sizes = ("N", "K", "stride_x", "stride_out")
     return Compilation(
-        f"linear_int4_{dtype}_group{group}_{rows}rows_sm{number}",
+        f"linear_int4_{dtype}_group{group}_{rows}rows_sm{capability}",
         linear_int4_kernel,
         {
             "x_ptr": f"*{dtype}", "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}", **passed,
@@ -49,6 +49,6 @@ def _compilation(number: int, dtype: str, group: int, rows: int) -> Compilation:
             **constants, "bias_ptr": None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "SPLITS": tiles.splits,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
         },
-        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
+        tiles.num_warps, tiles.num_stages, (capability,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
         spill_bytes_max=SPILL_BYTES_MAX,
     )  # fmt: skip

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from kernels.triton.gate.compilation import TYPE_BYTES, Compilation
 from kernels.triton.gate.linear_tiles import compilation
-from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles
+from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles
 
 
 def compilations() -> list[Compilation]:
-    """Every tile that `byte_tiles` may choose, whole and divided."""
+    """Every tile that `byte_tiles` may choose, with and without splits."""
     return [
         compilation(
-            f"linear_int8_{dtype}_{rows}rows_split{splits}_sm{card}",
-            byte_tiles(rows, (4096, 4096), card, 132, row_bytes=TYPE_BYTES[dtype]).divided(splits),
+            f"linear_int8_{dtype}_{rows}rows_split{splits}_sm{capability}",
+            byte_tiles(rows, (4096, 4096), capability, 132, row_bytes=TYPE_BYTES[dtype]).with_splits(splits),
             x=f"*{dtype}",
             weight="*i8",
             weight_scales=True,
-            capabilities=(card,),
+            capabilities=(capability,),
         )
         for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (80, 90, 100)))
-        for card in cards
+        for capability in cards
         for rows in ((16, 32, 64, 128) if dtype != "fp32" else (16, 64, 128))
-        for splits in ((8,) if rows <= ROWS_FEW else (1,))
+        for splits in ((8,) if rows <= MEMORY_BOUND_ROWS_MAX else (1,))
     ]

@@ -6,7 +6,7 @@ from kernels.triton.gate.compilation import Compilation
 from kernels.triton.linear_tiles import GROUP_ROWS, Tiles, linear_kernel
 
 SPILL_BYTES_MAX = 16
-"""When an assembler stops at 64 registers it keeps one or two numbers on the stack from before the loop until after it."""
+"""An assembler that stops at 64 registers spills one or two numbers from before the loop until after it."""
 
 
 def compilation(

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
-from kernels.triton.lone_decode import WARPS, lone_constants, lone_kernel, warps_of
+from kernels.triton.lone_decode import RESIDENT_WARPS, lone_constants, lone_kernel, lone_warps
 
 
 def compilations() -> list[Compilation]:
     """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B, Qwen3-30B-A3B and Gemma 3 in bf16 and with an fp8 cache; a
     soft-cap, other head sizes and groups, float32."""
     llama, qwen = AttentionShape(16, 32, 8, 128), AttentionShape(16, 16, 8, 128)
-    found = []
+    configurations = []
     for kv in ("bf16", "fp8e4nv"):
-        found.append(_compilation("llama-8b", llama, "bf16", kv))
-        found.append(_compilation("llama-1b", AttentionShape(16, 32, 8, 64), "bf16", kv))
-        found.append(_compilation("qwen-0.6b", qwen, "bf16", kv, qk_norm="bf16"))
-        found.append(_compilation("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), "bf16", kv, qk_norm="bf16"))
+        configurations.append(_compilation("llama-8b", llama, "bf16", kv))
+        configurations.append(_compilation("llama-1b", AttentionShape(16, 32, 8, 64), "bf16", kv))
+        configurations.append(_compilation("qwen-0.6b", qwen, "bf16", kv, qk_norm="bf16"))
+        configurations.append(_compilation("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), "bf16", kv, qk_norm="bf16"))
         for window in (None, 1024):
             shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
-            found.append(_compilation(f"gemma-3, window {window}", shape, "bf16", kv, qk_norm="fp32"))
+            configurations.append(_compilation(f"gemma-3, window {window}", shape, "bf16", kv, qk_norm="fp32"))
     capped = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
-    found.append(_compilation("window and soft-cap", capped, "bf16", "bf16"))
-    found.append(_compilation("llama-8b", llama, "fp32", "fp32"))
-    found.append(_compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16"))
-    found.append(_compilation("32 heads of one key head", AttentionShape(16, 32, 1, 128), "bf16", "bf16"))
-    found.append(_compilation("head size 96, 64 turned", AttentionShape(16, 32, 32, 96), "bf16", "bf16", rotary=64))
-    return found
+    configurations.append(_compilation("window and soft-cap", capped, "bf16", "bf16"))
+    configurations.append(_compilation("llama-8b", llama, "fp32", "fp32"))
+    configurations.append(_compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16"))
+    configurations.append(_compilation("32 heads of one key head", AttentionShape(16, 32, 1, 128), "bf16", "bf16"))
+    configurations.append(_compilation("head size 96, 64 turned", AttentionShape(16, 32, 32, 96), "bf16", "bf16", rotary=64))
+    return configurations
 
 
 def _compilation(
@@ -37,13 +37,13 @@ def _compilation(
     absent: dict[str, object] = {"ROTARY": rotary or shape.head_dim}
     optional = [("kv_scales", "*fp32", "fp8" in kv_dtype)]
     optional += [(weight, f"*{qk_norm}", qk_norm is not None) for weight in ("q_weight", "k_weight")]
-    for tensor, kind, there in optional:
-        if there:
+    for tensor, kind, is_present in optional:
+        if is_present:
             passed[tensor] = kind
         else:
             absent[tensor] = None
     passed |= {"cos": f"*{dtype}", "sin": f"*{dtype}", "slot_mapping": "*i64", "out": f"*{dtype}"}
-    passed |= {"attended": "*fp32", "log_weights": "*fp32", "arrivals": "*i32"}
+    passed |= {"partial_out": "*fp32", "partial_lse": "*fp32", "arrivals": "*i32"}
     passed |= {"scale": "fp32", "block_stride": "i32", "max_splits": "i32", "eps": "fp32"}
     kv_bytes = TYPE_BYTES[kv_dtype]
     return Compilation(
@@ -51,11 +51,11 @@ def _compilation(
         lone_kernel,
         passed,
         {**absent, **lone_constants(shape, kv_bytes)},
-        num_warps=warps_of(shape, kv_bytes),
+        num_warps=lone_warps(shape, kv_bytes),
         num_stages=1,
         capabilities=FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES,
         tensor_cores=kv_bytes < 4,
         small_tile=True,
         divisible=("block_stride",),
-        programs=WARPS // warps_of(shape, kv_bytes),
+        programs=RESIDENT_WARPS // lone_warps(shape, kv_bytes),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.router import num_router_warps, route_kernel
-from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:

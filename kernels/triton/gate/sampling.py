@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.sampling import LISTED, NUM_WARPS, choose_kernel, padded_sizes, scan_kernel, weigh_kernel
+from kernels.triton.sampling import LIST_SIZE, NUM_WARPS, choose_kernel, padded_sizes, scan_kernel, weigh_kernel
 
 _TYPES = {
     "slots": "*i32", "positions": "*i64", "group_maxima": "*fp32", "best_scores": "*fp32", "best_tokens": "*i32",
-    "weights": "*i64", "groups": "*i32", "listed_logits": "*fp32", "listed_ids": "*i32", "out": "*i64", "scales": "*fp32",
+    "weights": "*i64", "groups": "*i32", "candidate_logits": "*fp32", "candidate_ids": "*i32", "out": "*i64", "scales": "*fp32",
     "streams": "*i64", "top_ks": "*i32", "top_ps": "*fp32", "neg_log2_min_ps": "*fp32", "typical_ps": "*fp32",
     "repetition": "*fp32", "frequency": "*fp32", "presence": "*fp32", "counts": "*i32", "min_tokens_until": "*i64",
     "suppressed_ids": "*i32", "rules": "*i32", "bias": "*fp32",
@@ -33,18 +33,18 @@ def compilations() -> list[Compilation]:
     return list(found.values())
 
 
-def _compilation(kernel: Any, dtype: str, vocab_size: int, is_guided: bool) -> Compilation:
+def _compilation(kernel: Any, dtype: str, vocab_size: int, has_grammar: bool) -> Compilation:
     groups, splits = padded_sizes(vocab_size)
-    sizes: dict[str, object] = {"GROUPS_PADDED": groups, "SPLITS": splits, "LISTED": LISTED}
+    sizes: dict[str, object] = {"GROUPS_PADDED": groups, "SPLITS": splits, "LIST_SIZE": LIST_SIZE}
     signature = {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES} | {"logits": f"*{dtype}"}
     constexprs = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-    if is_guided:
+    if has_grammar:
         signature["masks"] = "*i32"
     else:
         constexprs["masks"] = None
     step = kernel.__name__.removesuffix("_kernel")
     padded = f", {groups} groups" if "GROUPS_PADDED" in constexprs else ""
-    name = f"sample: {step}, {dtype}{padded}{', grammar' if is_guided else ''}"
+    name = f"sample: {step}, {dtype}{padded}{', grammar' if has_grammar else ''}"
     # The assembler spills a few bytes outside the loops to fit one more program on a multiprocessor.
     return Compilation(
         name,

@@ -84,11 +84,14 @@ OPERATIONS = replace(
 @contextmanager
 def replace_triton_operations() -> Iterator[None]:
     """Inside the block, models built for cards use these operations and the products of `quantised`."""
-    found = quantised_linear._found
+    load_function = quantised_linear._load_function
 
     def bound(name: str, device_type: str) -> Callable[..., Any]:
-        product: Callable[..., Any] = getattr(quantised, name) if device_type == "cuda" else found(name, device_type)
+        product: Callable[..., Any] = getattr(quantised, name) if device_type == "cuda" else load_function(name, device_type)
         return product
 
-    with mock.patch.dict(ops._TABLES, cuda=f"{__package__}.table"), mock.patch.object(quantised_linear, "_found", bound):
+    with (
+        mock.patch.dict(ops._TABLES, cuda=f"{__package__}.table"),
+        mock.patch.object(quantised_linear, "_load_function", bound),
+    ):
         yield

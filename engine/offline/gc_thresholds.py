@@ -14,9 +14,9 @@ OLDER_PER_FULL = 100
 def rare_full_collections() -> Iterator[None]:
     """Inside, full collections happen a tenth as often.
 
-    Steps make many small objects that live for a while, which triggers full collections. One over all that torch and the script
-    keep takes as long as fifty steps of a small model. Without any, cycles that a script drops between its calls would stay for
-    ever. Nothing changes if the script has made them as rare itself, or if another thread is inside.
+    Steps make many small objects that live for a while, which triggers full collections. One over all the objects of torch and
+    the script takes as long as fifty steps of a small model. Without any, cycles that a script drops between its calls would
+    never be freed. Nothing changes if the script has made them as rare itself, or if another thread is inside.
     """
     young, older, full = gc.get_threshold()
     if full >= OLDER_PER_FULL:

@@ -1,4 +1,4 @@
-"""Facts about the card for launchers: its compute capability and the limits that follow from it. Chooses no tile sizes.
+"""Properties of the card for launchers: its compute capability and the limits that follow from it. Chooses no tile sizes.
 
 Configurations are chosen by plain functions of shape and capability, never by trial at run time, so that tests, the compile
 gate and serving use the same kernels.
@@ -14,9 +14,9 @@ from triton import knobs
 
 LOG2_E = 1.4426950408889634
 HOPPER = 90  # an H200's
-# In the interpreter, launchers choose as for this card.
+# Launchers choose configurations for this card in the interpreter.
 INTERPRETED_CAPABILITY = 90
-# Fewer than any card has: kernels that loop over their work with a fixed grid stay cheap to interpret.
+# Fewer than any card has: kernels that loop over their work with a fixed grid remain cheap to interpret.
 INTERPRETED_MULTIPROCESSORS = 4
 
 
@@ -27,11 +27,11 @@ class Card:
     shared_bytes_max: int  # per program
     shared_bytes_multiprocessor: int
     warps_multiprocessor: int
-    fp8: bool  # whether it converts and multiplies e4m3 itself
+    has_fp8: bool  # whether it has instructions to convert and multiply e4m3
 
     @property
     def is_small(self) -> bool:
-        """Whether it has the least shared memory of all, 100 KiB, and so holds fewer loads in flight."""
+        """Whether it has only 100 KiB of shared memory, which hold fewer loads in flight."""
         return self.shared_bytes_multiprocessor < 128 * _KIB
 
     def programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
@@ -48,12 +48,12 @@ TENSOR_MEMORY_COLUMNS = 512  # per multiprocessor, from capability 100 on
 _KIB = 1024
 
 CARDS: dict[int, Card] = {
-    80: Card(163 * _KIB, 164 * _KIB, 64, fp8=False),
-    86: Card(99 * _KIB, 100 * _KIB, 48, fp8=False),
-    89: Card(99 * _KIB, 100 * _KIB, 48, fp8=True),
-    90: Card(227 * _KIB, 228 * _KIB, 64, fp8=True),
-    100: Card(227 * _KIB, 228 * _KIB, 64, fp8=True),
-    120: Card(99 * _KIB, 100 * _KIB, 48, fp8=True),
+    80: Card(163 * _KIB, 164 * _KIB, 64, has_fp8=False),
+    86: Card(99 * _KIB, 100 * _KIB, 48, has_fp8=False),
+    89: Card(99 * _KIB, 100 * _KIB, 48, has_fp8=True),
+    90: Card(227 * _KIB, 228 * _KIB, 64, has_fp8=True),
+    100: Card(227 * _KIB, 228 * _KIB, 64, has_fp8=True),
+    120: Card(99 * _KIB, 100 * _KIB, 48, has_fp8=True),
 }
 
 
@@ -72,8 +72,8 @@ def interpreted() -> bool:
 
 @functools.cache
 def capability(device: torch.device) -> int:
-    """10 · major + minor of the newest known card that is not newer: 100 for a 10.3, 120 for a 12.1, which has no more shared
-    memory either. 90 under the interpreter. Cards older than all known ones keep their own number."""
+    """10 · major + minor of the newest known card that is not newer than this one: 100 for 10.3, 120 for 12.1, which has no
+    more shared memory. 90 in the interpreter. Cards older than all known ones keep their own number."""
     if device.type != "cuda":
         return INTERPRETED_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
@@ -82,8 +82,8 @@ def capability(device: torch.device) -> int:
 
 
 def has_gluon(device: torch.device) -> bool:
-    """Whether the Gluon kernels serve here. That part of Triton is experimental: only Hopper imports it, and the interpreter
-    cannot run it."""
+    """Whether the Gluon kernels are used. That part of Triton is experimental: it is imported only on Hopper, and the
+    interpreter cannot run it."""
     return capability(device) == HOPPER and not interpreted()
 
 

@@ -1,4 +1,4 @@
-"""What every layer of a step needs besides its input: positions, slot mapping, attention plans."""
+"""The inputs of a forward pass that all layers share: positions, slot mapping, attention plans."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kernels.ops import AnyPlan
 
 
 @dataclass(frozen=True, slots=True)
-class BatchInputs:
-    """Everything a decoder needs to know about one step."""
+class ForwardInputs:
+    """The inputs of one forward pass of a decoder or an encoder."""
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
     slot_mapping: torch.Tensor  # [T] int64: block · P + offset, below 0 for padding; [0] without a cache
-    sampled_rows: torch.Tensor | None  # [R] int64: indices of the hidden states that are wanted; None is all, in order
+    sampled_rows: torch.Tensor | None  # [R] int64: indices of the hidden states to return; None is all, in order
     attention: tuple[AnyPlan, ...]  # one for each of the model's `windows`

@@ -1,4 +1,4 @@
-"""Memory read before it is needed, in address order, because the computation itself would jump back and forth in it."""
+"""Prefetching by loads, in address order, for computations that themselves jump back and forth in memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kernels.simd.vectors import INT32
 
 
 @intrinsic
-def touch(typing, address):
-    """Read four bytes and ignore them, so that their line is in the cache. A processor drops prefetches when it has too many. A
-    read is never dropped, and the hardware prefetcher follows it to the next lines."""
+def load_and_discard(typing, address):
+    """Load four bytes and discard them, to bring their line into the cache. A processor drops prefetches when it has too many.
+    A load is never dropped, and the hardware prefetcher continues with the next lines."""
 
     def emit(context, builder, sig, args):
         builder.load_atomic(builder.inttoptr(args[0], INT32.as_pointer()), "monotonic", 4)  # never removed as unused

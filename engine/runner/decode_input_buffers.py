@@ -17,24 +17,24 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.rows import row_groups
-from engine.runner.slots import NOTHING, Numbers, SlotState
+from engine.runner.scheduled_rows import group_rows
+from engine.runner.slots import NOTHING, Int64Array, SlotState
 from engine.runner.staging import Staging
 from kernels import ops
 
 PADDING = (NOTHING, 0, 0, NOTHING, 0)
-"""Slot, token, position, place in the cache and length of context of a row that changes nothing."""
+"""Slot, token, position, slot mapping and context length of a row that changes nothing."""
 
 
-class StepInputs:
+class DecodeInputBuffers:
     """The inputs of up to `max_rows` rows. A row with a negative slot is padding: it reads no context and writes no key."""
 
     def __init__(self, state: SlotState, decoder: PagedDecoder, *, max_rows: int, block_size: int) -> None:
         """`decoder`: the model whose kernels say how many rows are attended together."""
         max_blocks, device = state.tables.shape[1], state.tables.device
-        self.rows = torch.full((max_rows,), NOTHING, dtype=torch.int32, device=device)  # the slot of each
+        self.slots = torch.full((max_rows,), NOTHING, dtype=torch.int32, device=device)  # the slot of each
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.slot_mapping = torch.full((max_rows,), NOTHING, dtype=torch.int64, device=device)
@@ -43,7 +43,10 @@ class StepInputs:
         self._group_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._group_starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # among the rows
         self._max_verify_group = decoder.max_verify_group
-        self._written: tuple[Sequence[int] | Numbers, int] = (), 0  # the last slots of `write_rows`, while they stand in `rows`
+        self._last_written: tuple[Sequence[int] | Int64Array, int] = (
+            (),
+            0,
+        )  # the last slots of `write_slots`, while they stand in `slots`
         self._state = state
         self._block_size = block_size
         self._staging = Staging(device)
@@ -51,31 +54,30 @@ class StepInputs:
 
     @property
     def max_rows(self) -> int:
-        return self.rows.shape[0]
+        return self.slots.shape[0]
 
-    def write_rows(self, slots: Sequence[int] | Numbers, size: int) -> None:
-        """Send the slots of the first `size` rows, padding behind the last of `slots`; `prepare` makes the other inputs from
-        them. The very list that was sent last is not sent again."""
-        written, written_size = self._written
+    def write_slots(self, slots: Sequence[int] | Int64Array, size: int) -> None:
+        """Send the slots of the first `size` rows, padded behind the last of `slots`; `fill_from_slots` derives the other
+        inputs from them. If `slots` is the same object as in the last call, nothing is sent."""
+        written, written_size = self._last_written
         if slots is not written or size != written_size:
             padded = np.full(size, NOTHING, dtype=np.int32)
             padded[: len(slots)] = slots
-            self._staging.send(padded, into=self.rows[:size])
-            self._written = slots, size
+            self._staging.send(padded, into=self.slots[:size])
+            self._last_written = slots, size
 
-    def write(self, columns: Sequence[Sequence[int]], size: int) -> None:
-        """columns: slots, tokens, positions, places in the cache and lengths of contexts of up to `size` rows; what is left
-        of them is padding."""
-        self._written = (), 0
+    def write_columns(self, columns: Sequence[Sequence[int]], size: int) -> None:
+        """columns: slots, tokens, positions, slot mapping and context lengths of up to `size` rows; the rest is padding"""
+        self._last_written = (), 0
         num_padded = size - len(columns[0])
         padded = [[*column, *[value] * num_padded] for column, value in zip(columns, PADDING, strict=True)]
-        inputs = [self.rows, self.token_ids, self.positions, self.slot_mapping, self.context_lens]
-        owners = padded[0]
+        inputs = [self.slots, self.token_ids, self.positions, self.slot_mapping, self.context_lens]
+        table_slots = padded[0]
         if self._max_verify_group > 1:
-            owners, *groups = row_groups(padded[0], padded[-1], self._max_verify_group)
+            table_slots, *groups = group_rows(padded[0], padded[-1], self._max_verify_group)
             padded += groups
             inputs += [self._group_lens, self._group_starts[1:]]
-        table = np.array([owners, *padded])
+        table = np.array([table_slots, *padded])
         host_tables = self._state.host_tables
         if host_tables is not None:
             for target, values in zip(inputs, table[1:], strict=True):
@@ -87,14 +89,14 @@ class StepInputs:
             target[:size].copy_(column)
         self.block_tables[:size].copy_(self._state.tables.index_select(0, sent[0].clamp_min(0)))
 
-    def put_in(self, rows: Sequence[int], token_ids: torch.Tensor) -> None:
-        """Give `rows` tokens that only the device knows: [len(rows)] int64"""
+    def put_tokens(self, rows: Sequence[int], token_ids: torch.Tensor) -> None:
+        """Overwrite the tokens of `rows` with tokens known only on the device: [len(rows)] int64"""
         self.token_ids.index_copy_(0, self._staging.send(rows), token_ids)
 
-    def prepare(self, size: int) -> None:
-        """Have the device make the inputs of the first `size` of `rows` from their slots."""
+    def fill_from_slots(self, size: int) -> None:
+        """Compute the inputs of the first `size` rows on the device, from their slots."""
         self._ops.prepare_decode(
-            self.rows[:size],
+            self.slots[:size],
             self._state.last_tokens,
             self._state.num_tokens,
             self._state.tables,
@@ -106,12 +108,12 @@ class StepInputs:
             block_tables=self.block_tables[:size],
         )
 
-    def of(self, decoder: PagedDecoder, size: int, *, has_guesses: bool) -> BatchInputs:
-        """The first `size` rows for one of the models. `has_guesses`: as `write` has left them."""
+    def forward_inputs(self, decoder: PagedDecoder, size: int, *, has_guesses: bool) -> ForwardInputs:
+        """The first `size` rows for one of the models. `has_guesses`: as `write_columns` has left them."""
         plan = partial(ops.PagedPlan, block_tables=self.block_tables[:size])
         if has_guesses and self._max_verify_group > 1:
             groups = {"query_starts": self._group_starts[: size + 1], "context_lens": self._group_lens[:size]}
             plan = partial(plan, num_decodes=0, max_query_len=self._max_verify_group, **groups)
         else:
             plan = partial(plan, num_decodes=size, context_lens=self.context_lens[:size], is_newest=not has_guesses)
-        return decoder.inputs(self.token_ids[:size], self.positions[:size], self.slot_mapping[:size], plan)
+        return decoder.device_inputs(self.token_ids[:size], self.positions[:size], self.slot_mapping[:size], plan)

@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import SamplingParams
-from engine.runner.input_rows import forward_order
-from engine.runner.rows import UNKNOWN, PlainStepRows, SampledRows, guess_places, input_row, row_groups, unknown_places
+from engine.runner.scheduled_rows import (
+    DEVICE_TOKEN,
+    PlainStepRows,
+    SlotStepRows,
+    device_token_indices,
+    group_rows,
+    guess_token_indices,
+    token_span,
+)
+from engine.runner.token_spans import forward_order
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 
@@ -61,8 +69,8 @@ STEPS = [
 
 def test_both_runners_compute_the_same_rows() -> None:
     rows = PlainStepRows.of(STEPS)
-    for item, row in zip(STEPS, rows.inputs, strict=True):
-        made = input_row(item)
+    for item, row in zip(STEPS, rows.spans, strict=True):
+        made = token_span(item)
         assert (
             [*row.token_ids]
             == [*made.token_ids]
@@ -76,11 +84,11 @@ def test_both_runners_compute_the_same_rows() -> None:
 def test_hidden_states_come_back_item_by_item_those_that_choose_first() -> None:
     rows = PlainStepRows.of(STEPS)
     first = 0
-    for index, (item, row) in enumerate(zip(STEPS, rows.inputs, strict=True)):
-        chosen = [rows.places[place] for place in rows.choosing[index]]
-        assert [*chosen, *rows.scored[index]] == [*range(first, first + len(row.outputs))]
+    for index, (item, row) in enumerate(zip(STEPS, rows.spans, strict=True)):
+        chosen = [rows.hidden_rows[place] for place in rows.sampled_ranges[index]]
+        assert [*chosen, *rows.scored_ranges[index]] == [*range(first, first + len(row.outputs))]
         assert len(chosen) == (1 + item.num_draft_tokens) * item.samples
-        assert [rows.sampled[place].position for place in rows.choosing[index]] == [
+        assert [rows.sampled[place].position for place in rows.sampled_ranges[index]] == [
             item.request.num_tokens + depth for depth in range(len(chosen))
         ]
         first += len(row.outputs)
@@ -92,8 +100,8 @@ def test_hidden_states_come_back_item_by_item_those_that_choose_first() -> None:
 )
 def test_every_prompt_token_but_the_first_is_scored_by_the_row_before_it(start: int, end: int, predicted: list[int]) -> None:
     rows = PlainStepRows.of([chunk(start, end, prompt_logprobs=1)])
-    (row,), (scored,), (scored_from,) = rows.inputs, rows.scored, rows.scored_from
-    assert [start + output + 1 for output in [*row.outputs][len(rows.places) :]] == predicted
+    (row,), (scored,), (scored_from,) = rows.spans, rows.scored_ranges, rows.scored_starts
+    assert [start + output + 1 for output in [*row.outputs][len(rows.hidden_rows) :]] == predicted
     assert [*range(scored_from, scored_from + len(scored))] == predicted or not scored
 
 
@@ -114,19 +122,19 @@ def test_places_of_tokens_that_only_the_device_knows_are_found_in_the_order_of_t
         if not item.num_draft_tokens:
             item.request.token_ids[-1] = UNKNOWN_TOKEN
     items[2].draft_token_ids = []
-    rows = [input_row(item) for item in items]
+    rows = [token_span(item) for item in items]
     tokens = [token_id for row in forward_order(rows) for token_id in rows[row].token_ids]
     assert forward_order(rows) == [1, 4, 0, 2, 3, 5]
-    assert unknown_places(rows) == {1: 4, 2: 0}
-    assert rows[0].token_ids is UNKNOWN
-    assert guess_places(items, rows) == [4, 5, 11]
-    assert [tokens[place] for place in guess_places(items, rows)] == [0, 0, 6]
+    assert device_token_indices(rows) == {1: 4, 2: 0}
+    assert rows[0].token_ids is DEVICE_TOKEN
+    assert guess_token_indices(items, rows) == [4, 5, 11]
+    assert [tokens[place] for place in guess_token_indices(items, rows)] == [0, 0, 6]
 
 
 def test_a_known_token_0_is_left_as_it_is() -> None:
     item = decode(1)
     assert item.request.token_ids[-1] == 0
-    assert unknown_places([input_row(item)]) == {}
+    assert device_token_indices([token_span(item)]) == {}
 
 
 @given(depths=st.lists(st.integers(0, 3), max_size=6), known=st.booleans())
@@ -136,7 +144,7 @@ def test_sampled_rows_are_one_behind_the_last_token_and_one_behind_each_guess(de
         for item in items:
             item.draft_token_ids = []
     slots = [10 + number for number in range(len(items))]
-    rows = SampledRows.of(items, slots)
+    rows = SlotStepRows.of(items, slots)
     expected = [
         (item, slot, depth) for item, slot in zip(items, slots, strict=True) for depth in range(1 + item.num_draft_tokens)
     ]
@@ -147,7 +155,7 @@ def test_sampled_rows_are_one_behind_the_last_token_and_one_behind_each_guess(de
     assert rows.tokens == (tokens if any(depths) else []), "where nobody guesses they are in the slots"
     firsts = [row for row, (_, _, depth) in enumerate(expected) if depth == 0]
     assert rows.depths == {row: depth for row, depth in zip(firsts, depths, strict=True) if depth}
-    assert rows.guessing == [row for row, (_, _, depth) in enumerate(expected) if depth]
+    assert rows.guess_rows == [row for row, (_, _, depth) in enumerate(expected) if depth]
 
 
 requests = st.lists(st.tuples(st.integers(1, 20), st.integers(20, 99)), min_size=1, max_size=6)
@@ -160,7 +168,7 @@ def test_rows_of_one_request_are_in_as_few_groups_as_there_can_be(
     """requests: rows, and the length of the last one's context"""
     slots = [slot for slot, (count, _) in enumerate(requests) for _ in range(count)] + [-1] * num_padding
     lens = [length - behind for count, length in requests for behind in reversed(range(count))] + [0] * num_padding
-    owners, group_lens, ends = row_groups(slots, lens, together)
+    owners, group_lens, ends = group_rows(slots, lens, together)
     assert len(owners) == len(group_lens) == len(ends) == len(slots), "there may be one for each row"
     starts = [0, *ends[:-1]]
     rows = [range(start, end) for start, end in zip(starts, ends, strict=True)]

@@ -23,8 +23,8 @@ from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.request import Request
 from engine.speculation.options import SpeculativeOptions
 
-MEMORY = 0.7
-"""Weight of a guess one step older in a request's acceptance: text begins and stops repeating abruptly."""
+ACCEPTANCE_DECAY = 0.7
+"""Decay per step of older guesses in a request's acceptance: text begins and stops repeating abruptly."""
 
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
 """Acceptance of a request that has not been measured, expressed as this many guesses."""
@@ -38,8 +38,8 @@ GOOD_ACCEPTANCE = 0.9
 ACCEPTANCE_STEPS = 64
 """Resolution of the acceptance when depths are chosen."""
 
-DEPTHS_KEPT = 4096
-"""Chosen depths kept in a cache, the latest ones: there are half a million combinations of requests and guesses."""
+DEPTHS_CACHED = 4096
+"""Capacity of the cache of chosen depths: there are half a million combinations of requests and guesses."""
 
 NUM_RUNNING_MAX = 4096
 
@@ -60,7 +60,7 @@ class SpeculationCosts:
     times: tuple[float, ...]
     draft_step: float = 0.0
 
-    def of(self, num_rows: int, num_draft_steps: int = 0) -> float:
+    def step_time(self, num_rows: int, num_draft_steps: int = 0) -> float:
         """The time of a step, interpolated between the measured numbers of rows and extrapolated beyond them."""
         rows, times = self.rows, self.times
         upper = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
@@ -69,12 +69,12 @@ class SpeculationCosts:
 
     def best_depth(self, acceptance: float, num_running: int, limit: int) -> int:
         """The depth up to `limit` with the most expected tokens per time, if all running requests guess to the same depth."""
-        best, best_rate = 0, 1.0 / self.of(num_running)
+        best, best_rate = 0, 1.0 / self.step_time(num_running)
         expected = term = 1.0
         for depth in range(1, limit + 1):
             term *= acceptance
             expected += term
-            rate = expected / self.of(num_running * (1 + depth), depth)
+            rate = expected / self.step_time(num_running * (1 + depth), depth)
             if rate > best_rate:
                 best, best_rate = depth, rate
         return best
@@ -104,8 +104,8 @@ class AcceptanceRecord:
         return self._accepted / self._tried
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self._accepted = self._accepted * MEMORY + num_accepted
-        self._tried = self._tried * MEMORY + num_accepted + (num_accepted < num_drafted)
+        self._accepted = self._accepted * ACCEPTANCE_DECAY + num_accepted
+        self._tried = self._tried * ACCEPTANCE_DECAY + num_accepted + (num_accepted < num_drafted)
 
 
 class NgramIndex:
@@ -123,7 +123,7 @@ class NgramIndex:
         self._older: dict[int, int] = {}
         self._num_indexed = 0
 
-    def follow(self, token_ids: Sequence[int], num_tokens: int, *, num_unknown: int = 0) -> bool:
+    def update(self, token_ids: Sequence[int], num_tokens: int, *, num_unknown: int = 0) -> bool:
         """Index at most `num_tokens` more positions, excluding the `num_unknown` last ones. Returns whether the index is up to
         date. Positions out of reach are skipped."""
         num_known = len(token_ids) - num_unknown
@@ -147,32 +147,32 @@ class NgramIndex:
             key = hash((size, *token_ids[-size:]))
             end = self._recent.get(key) or self._older.get(key)
             if end is not None:
-                found = list(token_ids[end : end + num_tokens])
-                while len(found) < num_tokens:
-                    found += found[: num_tokens - len(found)]
-                return found
+                continuation_ids = list(token_ids[end : end + num_tokens])
+                while len(continuation_ids) < num_tokens:
+                    continuation_ids += continuation_ids[: num_tokens - len(continuation_ids)]
+                return continuation_ids
         return []
 
 
 @dataclass(slots=True)
-class _Guesses:
-    """`guessed_at`: number of tokens when a guess was last made."""
+class _DraftState:
+    """`drafted_at`: number of tokens when a guess was last made."""
 
     record: AcceptanceRecord
     index: NgramIndex | None
-    guessed_at: int
+    drafted_at: int
 
 
 class AdaptiveDrafter:
-    """The `Drafter` of both proposers: it looks up n-grams of `ngram_sizes`, or leaves the tokens to the draft model."""
+    """The `Drafter` of both proposers: looks up n-grams of `ngram_sizes`, or only chooses the depth for a draft model."""
 
     def __init__(self, options: SpeculativeOptions, costs: SpeculationCosts) -> None:
-        self._best_depth = lru_cache(DEPTHS_KEPT)(costs.best_depth)
+        self._best_depth = lru_cache(DEPTHS_CACHED)(costs.best_depth)
         self._depth_max = options.num_speculative_tokens
         self._sizes = options.ngram_sizes
         self._num_running_max = options.disable_by_batch_size or costs.crossover(GOOD_ACCEPTANCE)
-        self._states: WeakKeyDictionary[Request, _Guesses] = WeakKeyDictionary()
-        self._unread: WeakSet[Request] = WeakSet()
+        self._states: WeakKeyDictionary[Request, _DraftState] = WeakKeyDictionary()
+        self._unindexed: WeakSet[Request] = WeakSet()
 
     def pays(self, num_running: int) -> bool:
         return num_running <= self._num_running_max
@@ -184,40 +184,40 @@ class AdaptiveDrafter:
         state = self._states.get(request)
         if state is None:
             index = NgramIndex(self._sizes) if self._sizes else None
-            state = self._states[request] = _Guesses(AcceptanceRecord(), index, request.num_tokens)
+            state = self._states[request] = _DraftState(AcceptanceRecord(), index, request.num_tokens)
         limit = min(limit, self._depth_max)
         if state.index is None:
             return Draft(self._depth(request, state, num_running, limit), [])
-        if not self._follow(request, state.index, num_running):
+        if not self._update_index(request, state.index, num_running):
             return NO_DRAFT
-        found = state.index.continuation(request.token_ids, limit)
-        depth = self._depth(request, state, num_running, len(found)) if found else 0
-        return Draft(depth, found[:depth])
+        draft_ids = state.index.continuation(request.token_ids, limit)
+        depth = self._depth(request, state, num_running, len(draft_ids)) if draft_ids else 0
+        return Draft(depth, draft_ids[:depth])
 
     def read(self, num_running: int) -> None:
         """Index more of the texts that are not fully indexed, as much as in a step that guesses."""
-        for request in [*self._unread]:
+        for request in [*self._unindexed]:
             index = self._states[request].index
             if index is not None:
-                self._follow(request, index, num_running)
+                self._update_index(request, index, num_running)
 
-    def _follow(self, request: Request, index: NgramIndex, num_running: int) -> bool:
+    def _update_index(self, request: Request, index: NgramIndex, num_running: int) -> bool:
         num_tokens = max(1, INDEX_TOKENS_PER_STEP // num_running)
-        is_read = index.follow(request.token_ids, num_tokens, num_unknown=request.num_unknown_tokens)
-        if is_read:
-            self._unread.discard(request)
+        is_indexed = index.update(request.token_ids, num_tokens, num_unknown=request.num_unknown_tokens)
+        if is_indexed:
+            self._unindexed.discard(request)
         else:
-            self._unread.add(request)
-        return is_read
+            self._unindexed.add(request)
+        return is_indexed
 
-    def _depth(self, request: Request, state: _Guesses, num_running: int, limit: int) -> int:
+    def _depth(self, request: Request, state: _DraftState, num_running: int, limit: int) -> int:
         """The depth that pays best. If none pays, occasionally one guess, to notice when that changes."""
         acceptance = round(state.record.acceptance * ACCEPTANCE_STEPS) / ACCEPTANCE_STEPS
         depth = self._best_depth(acceptance, num_running, limit)
-        if not depth and request.num_tokens - state.guessed_at >= PROBE_INTERVAL:
+        if not depth and request.num_tokens - state.drafted_at >= PROBE_INTERVAL:
             depth = 1
         if depth:
-            state.guessed_at = request.num_tokens
+            state.drafted_at = request.num_tokens
         return depth
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:

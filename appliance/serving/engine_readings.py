@@ -1,0 +1,48 @@
+"""What the live pages show of an engine and of the tenants that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from appliance.base.clock import Clock
+from appliance.serving.model_registry import ServedModel
+from appliance.telemetry.readings import EngineReading, TenantReading
+from engine.protocol import TenantProgress
+
+
+def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, str]) -> EngineReading:
+    """Return what the live pages show of a model's engine. `tenant_names` are those with live requests."""
+    client = model.client
+    return EngineReading(
+        model=model.name,
+        state=client.state,
+        error=client.error,
+        load_fraction=client.load_fraction,
+        info=client.info,
+        status=client.status,
+        pid=client.pid,
+        started_at=client.started_at,
+        restarts=client.restarts,
+        tokens_per_second=client.figures.tokens_per_second(clock.monotonic_s()),
+        probe_prompt_tokens=client.figures.probe_prompt_tokens,
+        ttft_p50_s=client.figures.ttft_quantile_s(0.5),
+        ttft_p95_s=client.figures.ttft_quantile_s(0.95),
+        tenants=tenant_readings(client.figures.tenants if client.state == "ready" else [], tenant_names),
+    )
+
+
+def tenant_readings(tenants: Sequence[TenantProgress], names: Mapping[str, str]) -> list[TenantReading]:
+    """Return who holds and waits for what. Without a name: our own probe, or one whose last request was settled just now."""
+    readings = [
+        TenantReading(
+            tenant_id=tenant.tenant_id,
+            name=names[tenant.tenant_id],
+            requests_running=tenant.num_running,
+            requests_waiting=tenant.num_waiting,
+            kv_blocks=tenant.kv_blocks,
+            service_s=tenant.service_s,
+        )
+        for tenant in tenants
+        if tenant.tenant_id in names
+    ]
+    return sorted(readings, key=lambda reading: (-reading.kv_blocks, -reading.requests_waiting, reading.name))

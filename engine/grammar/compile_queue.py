@@ -1,0 +1,131 @@
+"""Which grammar is compiled next, and which are cached. Knows no compiler and no thread: its owner locks.
+
+Each tenant has its own queue and its own cache. Tenants are served round robin, each with one compile running at a time. So
+texts that use up their whole deadline delay only the tenant that sent them, as long as there is another worker. When too many
+wait or are cached, an entry of the tenant with the most is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.errors import EngineOverloaded
+from engine.grammar.matcher import CompiledGrammar
+from engine.grammar.spec import GrammarSpec
+
+CACHED_GRAMMARS_MAX = 128
+WAITING_MAX = 512
+NO_THREAD = "the system starts no more threads"
+NO_PROCESS = "the system starts no more processes"
+
+
+def overloaded(spec: GrammarSpec, reason: str) -> EngineOverloaded:
+    """The error for a grammar that is not compiled now; the client may try again."""
+    return EngineOverloaded(f"{spec.param} cannot be compiled now: {reason}")
+
+
+class Job(NamedTuple):
+    """A compile that has begun."""
+
+    tenant_id: str
+    spec: GrammarSpec
+    grammar: Future[CompiledGrammar]
+
+
+@dataclass(slots=True)
+class _TenantQueue:
+    """One tenant's queue. `futures` has the most recent last: grammars compiled, refused, running and waiting."""
+
+    futures: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = field(default_factory=OrderedDict)
+    waiting: deque[GrammarSpec] = field(default_factory=deque)
+    num_running: int = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Grammars that neither wait nor run, and so may be evicted."""
+        return len(self.futures) - len(self.waiting) - self.num_running
+
+
+class CompileQueue:
+    """The queues of all tenants with any grammar here; the one served next comes first."""
+
+    def __init__(self, *, waiting_max: int | None = WAITING_MAX, running_max: int = 1) -> None:
+        """At most `waiting_max` compiles may wait, over all tenants (any number if None); `running_max` of each tenant may
+        run."""
+        self._waiting_max = waiting_max
+        self._running_max = running_max
+        self._queues: OrderedDict[str, _TenantQueue] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        """Compiles that have not begun."""
+        return sum(len(queue.waiting) for queue in self._queues.values())
+
+    def find(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar] | None:
+        """The future of a known grammar, which becomes the most recent one; None if it is unknown."""
+        queue = self._queues.get(tenant_id)
+        if queue is None or spec not in queue.futures:
+            return None
+        queue.futures.move_to_end(spec)
+        return queue.futures[spec]
+
+    def add(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """Append an unknown grammar to its tenant's queue. Raises `EngineOverloaded` when too many wait, unless another tenant
+        has at least two more waiting: then the last of those is refused instead."""
+        queue = self._queues.get(tenant_id) or _TenantQueue()
+        if self._waiting_max is not None and self.num_waiting >= self._waiting_max:
+            longest = max(self._queues.values(), key=lambda tenant_queue: len(tenant_queue.waiting), default=queue)
+            if len(longest.waiting) < len(queue.waiting) + 2:
+                raise self._overloaded(spec)
+            refused = longest.waiting.pop()
+            longest.futures.pop(refused).set_exception(self._overloaded(refused))
+        self._queues.setdefault(tenant_id, queue)
+        queue.waiting.append(spec)
+        queue.futures[spec] = grammar = Future[CompiledGrammar]()
+        return grammar
+
+    def start_next(self) -> Job | None:
+        """Start the next compile, of the tenant that was served least recently; None if none can start now."""
+        for tenant_id, queue in self._queues.items():
+            if queue.waiting and queue.num_running < self._running_max:
+                queue.num_running += 1
+                self._queues.move_to_end(tenant_id)
+                spec = queue.waiting.popleft()
+                return Job(tenant_id, spec, queue.futures[spec])
+        return None
+
+    def discard(self, job: Job) -> None:
+        """Discard a grammar whose compile has started: it is compiled again when it is next requested."""
+        self._queues[job.tenant_id].futures.pop(job.spec, None)
+
+    def finish(self, job: Job) -> None:
+        """Record that a compile is over: its tenant may start the next one."""
+        self._queues[job.tenant_id].num_running -= 1
+        self._drop_if_empty(job.tenant_id)
+        self._evict_oldest()
+
+    def cancel_waiting(self) -> None:
+        """Cancel all waiting compiles."""
+        for queue in self._queues.values():
+            for spec in queue.waiting:
+                queue.futures[spec].cancel()
+            queue.waiting.clear()
+
+    def _evict_oldest(self) -> None:
+        """Keep CACHED_GRAMMARS_MAX. Grammars that wait or run are never evicted, and evict none."""
+        surplus = sum(queue.num_cached for queue in self._queues.values()) - CACHED_GRAMMARS_MAX
+        for _ in range(surplus):
+            tenant_id, queue = max(self._queues.items(), key=lambda item: item[1].num_cached)
+            del queue.futures[next(spec for spec, grammar in queue.futures.items() if grammar.done())]
+            self._drop_if_empty(tenant_id)
+
+    def _drop_if_empty(self, tenant_id: str) -> None:
+        queue = self._queues[tenant_id]
+        if not queue.futures and not queue.num_running:
+            del self._queues[tenant_id]
+
+    def _overloaded(self, spec: GrammarSpec) -> EngineOverloaded:
+        return overloaded(spec, f"{self._waiting_max} grammars are already waiting")
