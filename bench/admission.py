@@ -40,9 +40,9 @@ import uvloop
 
 from appliance.base.interpreter import prepare_to_serve
 from bench.host_speed import HostSpeed, host_speed
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
+from tests.support.raw_http import RawHttpClient
 from tests.support.served_model import make_hollow_model
-from tests.support.wire import Wire
 
 MODEL = "tiny"
 PLAIN = "gh_plainplain_without_admission"
@@ -76,10 +76,10 @@ class Samples:
     end_ms: list[float] = field(default_factory=list)
 
 
-async def ask(wire: Wire, body: bytes) -> tuple[float, float, float]:
+async def send_request(wire: RawHttpClient, body: bytes) -> tuple[float, float, float]:
     """Send one request; return the times of sending it, of the answer's head and of its end."""
     sent_s = time.perf_counter()
-    head = await wire.ask("POST", "/v1/chat/completions", body)
+    head = await wire.send("POST", "/v1/chat/completions", body)
     head_s = time.perf_counter()
     if head.status != 200:
         raise RuntimeError(f"{head.status}: {await wire.content(head)!r}")
@@ -91,44 +91,48 @@ async def ask(wire: Wire, body: bytes) -> tuple[float, float, float]:
     return sent_s, head_s, time.perf_counter()
 
 
-async def block(wires: Sequence[Wire], seconds: float, *, pause_s: float, dice: random.Random) -> tuple[Samples, float]:
+async def run_block(
+    wires: Sequence[RawHttpClient], seconds: float, *, pause_s: float, rng: random.Random
+) -> tuple[Samples, float]:
     """Keep every wire busy for `seconds`; return the samples after SETTLE_S and the answers per second in that time."""
     began_s = time.perf_counter()
     counted_from_s, end_s = began_s + SETTLE_S, began_s + seconds
     samples, body = Samples(), json.dumps(BODY).encode()
     count = 0
 
-    async def work(wire: Wire) -> None:
+    async def run_client(wire: RawHttpClient) -> None:
         nonlocal count
-        await asyncio.sleep(dice.uniform(0.0, pause_s))
+        await asyncio.sleep(rng.uniform(0.0, pause_s))
         while (now_s := time.perf_counter()) < end_s:
-            sent_s, head_s, done_s = await ask(wire, body)
+            sent_s, head_s, done_s = await send_request(wire, body)
             if now_s >= counted_from_s:
                 samples.head_ms.append((head_s - sent_s) * 1000)
                 samples.end_ms.append((done_s - sent_s) * 1000)
             count += counted_from_s <= done_s < end_s
 
-    await asyncio.gather(*(work(wire) for wire in wires))
+    await asyncio.gather(*(run_client(wire) for wire in wires))
     return samples, count / (end_s - counted_from_s)
 
 
 async def measure_latency(
-    port: int, key: str, speed_of_host: HostSpeed, blocks: int, dice: random.Random
+    port: int, key: str, speed_of_host: HostSpeed, blocks: int, rng: random.Random
 ) -> tuple[dict[str, list[Samples]], Host]:
     """Return the samples of each block of both kinds, and the host's speed meanwhile."""
-    wires = {kind: [Wire(port, secret) for _ in range(CLIENTS)] for kind, secret in zip(KINDS, (key, PLAIN), strict=True)}
+    wires = {
+        kind: [RawHttpClient(port, secret) for _ in range(CLIENTS)] for kind, secret in zip(KINDS, (key, PLAIN), strict=True)
+    }
 
-    async def pair() -> dict[str, Samples]:
-        found: dict[str, Samples] = {}
-        for kind in dice.sample(KINDS, len(KINDS)):
-            found[kind], _ = await block(wires[kind], BLOCK_S + SETTLE_S, pause_s=ANSWER_S, dice=dice)
-        return found
+    async def run_pair() -> dict[str, Samples]:
+        results: dict[str, Samples] = {}
+        for kind in rng.sample(KINDS, len(KINDS)):
+            results[kind], _ = await run_block(wires[kind], BLOCK_S + SETTLE_S, pause_s=ANSWER_S, rng=rng)
+        return results
 
-    await pair()  # the warm-up
-    pairs, host = await until_undisturbed(speed_of_host, blocks, pair)
+    await run_pair()  # the warm-up
+    pairs, host = await until_undisturbed(speed_of_host, blocks, run_pair)
     for wire in (*wires["with"], *wires["without"]):
-        wire.hang_up()
-    return {kind: [found[kind] for found in pairs] for kind in KINDS}, host
+        wire.abort()
+    return {kind: [results[kind] for results in pairs] for kind in KINDS}, host
 
 
 async def measure_rate(
@@ -137,34 +141,37 @@ async def measure_rate(
     """Return answers per second with and without admission, in alternating rounds, the gateway's CPU time of each, and the
     host's speed meanwhile."""
 
-    async def pair() -> dict[str, tuple[float, float]]:
-        found: dict[str, tuple[float, float]] = {}
+    async def run_pair() -> dict[str, tuple[float, float]]:
+        results: dict[str, tuple[float, float]] = {}
         for kind, secret in zip(KINDS, (key, PLAIN), strict=True):
-            wires = [Wire(port, secret) for _ in range(CLIENTS)]
+            wires = [RawHttpClient(port, secret) for _ in range(CLIENTS)]
             before_s = _cpu_s(pid)
-            samples, rate = await block(wires, seconds + SETTLE_S, pause_s=0.0, dice=random.Random(0))
+            samples, rate = await run_block(wires, seconds + SETTLE_S, pause_s=0.0, rng=random.Random(0))
             answers = len(samples.end_ms) * (seconds + SETTLE_S) / seconds
-            found[kind] = round(rate, 1), round(1000 * (_cpu_s(pid) - before_s) / answers, 3)
+            results[kind] = round(rate, 1), round(1000 * (_cpu_s(pid) - before_s) / answers, 3)
             for wire in wires:
-                wire.hang_up()
-        return found
+                wire.abort()
+        return results
 
-    pairs, host = await until_undisturbed(speed_of_host, rounds, pair)
-    rates = {kind: [found[kind][0] for found in pairs] for kind in KINDS}
-    return rates, {kind: [found[kind][1] for found in pairs] for kind in KINDS}, host
+    pairs, host = await until_undisturbed(speed_of_host, rounds, run_pair)
+    rates: Rates = {kind: [results[kind][0] for results in pairs] for kind in KINDS}
+    return rates, {kind: [results[kind][1] for results in pairs] for kind in KINDS}, host
 
 
 async def until_undisturbed(speed_of_host: HostSpeed, count: int, measure: Callable[[], Awaitable[T]]) -> tuple[list[T], Host]:
     """Return the results of `count` undisturbed calls of `measure`, or fewer if that takes too many tries."""
-    parts: list[tuple[float, T]] = []
+    measured: list[tuple[float, T]] = []
     before = await _speed(speed_of_host)
-    while len(speed_of_host.undisturbed(parts)) < count and len(parts) < TRIES_MAX * count:
-        found = await measure()
+    while len(speed_of_host.undisturbed(measured)) < count and len(measured) < TRIES_MAX * count:
+        result = await measure()
         after = await _speed(speed_of_host)
-        parts.append((min(before, after), found))
+        measured.append((min(before, after), result))
         before = after
-    kept = speed_of_host.undisturbed(parts)
-    return kept, {"disturbed_pairs": len(parts) - len(kept), "pieces_per_s": [round(speed) for speed, _ in parts]}
+    undisturbed = speed_of_host.undisturbed(measured)
+    return undisturbed, {
+        "disturbed_pairs": len(measured) - len(undisturbed),
+        "pieces_per_s": [round(speed) for speed, _ in measured],
+    }
 
 
 async def _speed(host: HostSpeed) -> float:
@@ -177,23 +184,23 @@ def _cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def row_of(latency: dict[str, list[Samples]], rates: Rates, cpu_ms: Rates) -> dict[str, Any]:
+def make_row(latency: dict[str, list[Samples]], rates: Rates, cpu_ms: Rates) -> dict[str, Any]:
     """Return the figures, the goals, and every sample in hundredths of a millisecond."""
     heads = {kind: [ms for samples in blocks for ms in samples.head_ms] for kind, blocks in latency.items()}
     ends = {kind: [ms for samples in blocks for ms in samples.end_ms] for kind, blocks in latency.items()}
     pairs = zip(latency["with"], latency["without"], strict=True)
     added = [statistics.median(one.head_ms) - statistics.median(other.head_ms) for one, other in pairs]
     return {
-        **heading("admission"),
+        **row_header("admission"),
         "clients": CLIENTS,
         "answer_s": ANSWER_S,
         "requests": {kind: len(samples) for kind, samples in heads.items()},
         "head_ms": {kind: _quantiles(samples) for kind, samples in heads.items()},
         "end_ms": {kind: _quantiles(samples) for kind, samples in ends.items()},
-        "added_ms_p50": _added(heads, 0.5),
-        "added_ms_p99": _added(heads, 0.99),
-        "added_to_end_ms_p50": _added(ends, 0.5),
-        "added_to_end_ms_p99": _added(ends, 0.99),
+        "added_ms_p50": _added_ms(heads, 0.5),
+        "added_ms_p99": _added_ms(heads, 0.99),
+        "added_to_end_ms_p50": _added_ms(ends, 0.5),
+        "added_to_end_ms_p99": _added_ms(ends, 0.99),
         "added_ms_p50_of_each_pair_of_blocks": [round(ms, 2) for ms in added],
         "answers_per_s": rates,
         "gateway_cpu_ms_per_answer": cpu_ms,
@@ -217,7 +224,7 @@ def _quantile(samples: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _added(samples: dict[str, list[float]], share: float) -> float:
+def _added_ms(samples: dict[str, list[float]], share: float) -> float:
     return round(_quantile(samples["with"], share) - _quantile(samples["without"], share), 2)
 
 
@@ -257,21 +264,23 @@ def gateway(folder: Path, answer_s: float, before: str, profile: Path | None = N
 
 async def prepare(port: int) -> str:
     """Wait until the engine is ready, create a price and a tenant with every limit, and return the tenant's key."""
-    admin = Wire(port, ADMIN_TOKEN)
-    while (head := await admin.ask("GET", "/health/ready")).status != 200:
+    admin = RawHttpClient(port, ADMIN_TOKEN)
+    while (head := await admin.send("GET", "/health/ready")).status != 200:
         await admin.content(head)
         await asyncio.sleep(0.05)
     await admin.content(head)
     price = {"model": MODEL, "prompt": 10, "cached_prompt": 5, "completion": 20, "batch_percent": 50}
-    await _make(admin, "prices", price)
-    tenant = await _make(admin, "tenants", {"name": f"bench {time.time_ns()}", "limits": {**LIMITS, "monthly_budget": 10**12}})
-    key = await _make(admin, f"tenants/{tenant['id']}/keys", {"name": "bench", "limits": LIMITS})
-    admin.hang_up()
+    await _create(admin, "prices", price)
+    tenant = await _create(
+        admin, "tenants", {"name": f"bench {time.time_ns()}", "limits": {**LIMITS, "monthly_budget": 10**12}}
+    )
+    key = await _create(admin, f"tenants/{tenant['id']}/keys", {"name": "bench", "limits": LIMITS})
+    admin.abort()
     return str(key["key"])
 
 
-async def _make(admin: Wire, path: str, body: dict[str, Any]) -> Any:
-    head = await admin.ask("POST", f"/admin/v1/{path}", body)
+async def _create(admin: RawHttpClient, path: str, body: dict[str, Any]) -> Any:
+    head = await admin.send("POST", f"/admin/v1/{path}", body)
     answer = json.loads(await admin.content(head))
     if head.status not in (200, 201):
         raise RuntimeError(f"{path}: {answer}")
@@ -310,13 +319,13 @@ def main() -> None:
         print(rates, cpu_ms)
         return
     row = {
-        **row_of(latency, rates, cpu_ms),
+        **make_row(latency, rates, cpu_ms),
         "host": host,
         "gateway_started_by": options.before,
         "clients_scheduled": _scheduling(),
     }
     if not options.no_save:
-        keep(row)
+        save_row(row)
     print(json.dumps({name: value for name, value in row.items() if not name.startswith("samples")}, indent=1))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import uvloop
 
 from appliance.api import chat
+from appliance.api.auth import authenticate_tenant
 from appliance.app import Started, serve
 from appliance.base.clock import SystemClock
 from appliance.base.interpreter import prepare_to_serve
@@ -32,7 +33,7 @@ from appliance.serving.model_folder import ModelFolder
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from bench.admission import ADMIN_TOKEN, MODEL, PLAIN
 from engine.protocol import EngineFrame, FinishReason, GatewayFrame, GenerationRequest, TokenEvent
-from tests.support.fake_engine import FakeEngine, event
+from tests.support.fake_engine import FakeEngine, make_event
 
 STATUS_S = 0.5
 
@@ -41,12 +42,12 @@ class DelayedEngine(FakeEngine):
     """Answers each request with all of its tokens at once, `step_s` after its arrival, plus or minus a half: equal delays would
     synchronise the clients, and a burst of all of them would be measured."""
 
-    _dice = random.Random(0)
+    _rng = random.Random(0)
 
     def _receive(self, frame: GatewayFrame) -> None:
         loop = asyncio.get_running_loop()
         for request in frame.submit:
-            loop.call_later(self._step_s * self._dice.uniform(0.5, 1.5), self._answer, [request])
+            loop.call_later(self._step_s * self._rng.uniform(0.5, 1.5), self._answer, [request])
         if frame.shutdown:
             self._writer.close()
 
@@ -63,7 +64,7 @@ def _final(request: GenerationRequest) -> TokenEvent:
     count = request.sampling.max_tokens or 1
     prompt = request.prompt_token_ids
     token_ids = [prompt[index % len(prompt)] for index in range(count)]
-    return event(request, token_ids, count, finish_reason=FinishReason.LENGTH)
+    return make_event(request, token_ids, count, finish_reason=FinishReason.LENGTH)
 
 
 class NoReservation:
@@ -122,20 +123,20 @@ class NoLedger:
         """Do nothing."""
 
 
-def make_plain_way(generations: Generations) -> None:
+def install_plain_path(generations: Generations) -> None:
     """Let requests with the key PLAIN pass without admission, through the same handlers."""
-    made = datetime.now(UTC)
-    common: dict[str, Any] = {"allowed_models": None, "limits": Limits(), "created_at": made}
+    now = datetime.now(UTC)
+    common: dict[str, Any] = {"allowed_models": None, "limits": Limits(), "created_at": now}
     tenant = Tenant(id="plain", name="plain", tier="standard", weight=1, suspended=False, archived=False, **common)
     key = ApiKey(
         id="plain", tenant_id="plain", name="plain", prefix="gh_plainplai", scopes=("inference",), allowed_networks=None,
         expires_at=None, revoked_at=None, last_used_at=None, **common,
     )  # fmt: skip
     principal = Principal(tenant=tenant, key=key)
-    without = Generations.__new__(Generations)
-    without.__dict__.update(generations.__dict__)
-    without.__dict__.update(_admission=NoAdmission(), _ledger=NoLedger(), _watch=NoWatch(), _generations={})
-    authenticate, start = chat.authenticate_tenant, Generations.start
+    plain_generations = Generations.__new__(Generations)
+    plain_generations.__dict__.update(generations.__dict__)
+    plain_generations.__dict__.update(_admission=NoAdmission(), _ledger=NoLedger(), _watch=NoWatch(), _generations={})
+    authenticate, start = authenticate_tenant, Generations.start
 
     async def authenticate_or_not(request: Any) -> Principal:
         if request.headers.get("authorization", "").endswith(PLAIN):
@@ -143,9 +144,9 @@ def make_plain_way(generations: Generations) -> None:
         return await authenticate(request)
 
     async def start_either(self: Generations, order: Order, *args: Any, **options: Any) -> Generation:
-        return await start(without if order.principal is principal else self, order, *args, **options)
+        return await start(plain_generations if order.principal is principal else self, order, *args, **options)
 
-    chat.authenticate_tenant = authenticate_or_not
+    chat.authenticate_tenant = authenticate_or_not  # type: ignore[attr-defined]
     Generations.start = start_either  # type: ignore[method-assign]
 
 
@@ -155,9 +156,9 @@ def serve_gateway(folder: Path, answer_s: str, profile: str | None) -> None:
     def engine_command(_folder: ModelFolder, _settings: Settings, fd: int) -> list[str]:
         return [sys.executable, "-m", "bench.admission_gateway", "--fd", str(fd), answer_s]
 
-    def tell(started: Started) -> None:
+    def announce(started: Started) -> None:
         prepare_to_serve()  # as `gatehouse serve` does
-        make_plain_way(started.services.generations)
+        install_plain_path(started.services.generations)
         sys.stdout.write(f"{started.port}\n")
         sys.stdout.flush()
 
@@ -174,11 +175,11 @@ def serve_gateway(folder: Path, answer_s: str, profile: str | None) -> None:
     run = uvloop.run
     loaded = load_settings(options=settings, environ={})
     if profile is None:
-        run(serve(loaded, on_listening=tell))
+        run(serve(loaded, on_listening=announce))
         return
     profiler = cProfile.Profile()
     try:
-        profiler.runcall(run, serve(loaded, on_listening=tell))
+        profiler.runcall(run, serve(loaded, on_listening=announce))
     finally:
         profiler.dump_stats(profile)
 

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 
 MODEL = "gatehouse-demo"
 READY_TIMEOUT_S = 120.0
@@ -90,9 +90,9 @@ def make_key(url: str, token: str) -> str:
     return str(key["key"])
 
 
-async def stream_one(client: httpx.AsyncClient, numbers: tuple[int, int]) -> Answer:
+async def stream_one(client: httpx.AsyncClient, lengths: tuple[int, int]) -> Answer:
     """Stream one answer of a forced length; the prompt repeats the question."""
-    repeats, max_tokens = numbers
+    repeats, max_tokens = lengths
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": QUESTION * repeats}],
@@ -118,15 +118,15 @@ async def stream_one(client: httpx.AsyncClient, numbers: tuple[int, int]) -> Ans
     return Answer(request_id, usage["completion_tokens"], ttft_s, time.perf_counter() - started_s)
 
 
-async def run_round(url: str, key: str, streams: int, numbers: random.Random) -> tuple[float, list[Answer]]:
+async def run_round(url: str, key: str, streams: int, rng: random.Random) -> tuple[float, list[Answer]]:
     """Return wall-clock seconds and the answers of one round."""
-    wanted = [(numbers.randint(1, 8), numbers.randint(20, 300)) for _ in range(streams)]
+    lengths = [(rng.randint(1, 8), rng.randint(20, 300)) for _ in range(streams)]
     limits = httpx.Limits(max_connections=streams)
     async with httpx.AsyncClient(
         base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=600, limits=limits
     ) as client:
         started_s = time.perf_counter()
-        answers = await asyncio.gather(*(stream_one(client, each) for each in wanted))
+        answers = await asyncio.gather(*(stream_one(client, each) for each in lengths))
     return time.perf_counter() - started_s, list(answers)
 
 
@@ -150,18 +150,18 @@ def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
 
 def measure(streams: int, rounds: int) -> dict[str, Any]:
     """Return one row: medians over rounds, after one round that is not counted."""
-    numbers = random.Random(0)
+    rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder, appliance(Path(folder)) as (url, token, ready_s):
         key = make_key(url, token)
-        asyncio.run(run_round(url, key, streams, numbers))
+        asyncio.run(run_round(url, key, streams, rng))
         psutil.cpu_percent(None)
-        timed = [asyncio.run(run_round(url, key, streams, numbers)) for _ in range(rounds)]
+        timed = [asyncio.run(run_round(url, key, streams, rng)) for _ in range(rounds)]
         busy_percent = psutil.cpu_percent(None)
         answers = [answer for _, round_answers in timed for answer in round_answers]
         check_ledger(url, token, answers)
     ttfts_s = sorted(answer.ttft_s for answer in answers)
     return {
-        **heading("appliance_streams"),
+        **row_header("appliance_streams"),
         "model": MODEL,
         "streams": streams,
         "rounds": rounds,
@@ -186,7 +186,7 @@ def main() -> None:
     row = measure(options.streams, options.rounds)
     print(json.dumps(row))
     if not options.no_save:
-        keep(row)
+        save_row(row)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_cpu import SIZES, environment, make_model, make_prompts, timed
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine import LLM, SamplingParams
 
 OUTPUT_LEN = 64
@@ -26,7 +26,7 @@ PROMPT_LEN = 96
 LONG_PROMPT_LEN = 768
 
 
-def bits(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
+def greedy_logprobs(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
     answers = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     return [[entry[i].logprob for i, entry in zip(a.token_ids, a.logprobs or [], strict=True)] for a in answers]
@@ -66,7 +66,7 @@ def main() -> None:
         many = make_prompts(vocab_size, 16, PROMPT_LEN)
         long = make_prompts(vocab_size, 1, LONG_PROMPT_LEN)
         with LLM(directory, **common) as plain, LLM(directory, batch_invariant=True, **common) as invariant:
-            alone, among = bits(invariant, many[3:4]), bits(invariant, many)[3:4]
+            alone, among = greedy_logprobs(invariant, many[3:4]), greedy_logprobs(invariant, many)[3:4]
             if alone != among:
                 raise SystemExit("the invariant engine gives other bits in a batch, so no speed is reported")
             results = {
@@ -74,8 +74,8 @@ def main() -> None:
                 "sixteen": ratios(plain, invariant, many, OUTPUT_LEN, options.rounds),
                 "prompt": ratios(plain, invariant, long, 1, options.rounds),
             }
-    row = {**heading("batch_invariant"), "size": options.size, **environment(options.threads), "results": results}
-    keep(row)
+    row = {**row_header("batch_invariant"), "size": options.size, **environment(options.threads), "results": results}
+    save_row(row)
     print(json.dumps(row, indent=2))
 
 

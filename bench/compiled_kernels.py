@@ -34,18 +34,18 @@ def compile_all(versions: list[TritonVersion], modules: list[str], processes: in
     """The rows of every module under every version, in the order of module, configuration, capability and version."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         jobs = [pool.submit(version.compile_modules, modules, Path(folder, version.version), record) for version in versions]
-        made = [row for job in jobs for row in job.result()]
-    order = {(row["module"], row["name"]): index for index, row in reversed(list(enumerate(made)))}
-    return sorted(made, key=lambda row: (order[row["module"], row["name"]], row["capability"], row["triton"]))
+        rows = [row for job in jobs for row in job.result()]
+    order = {(row["module"], row["name"]): index for index, row in reversed(list(enumerate(rows)))}
+    return sorted(rows, key=lambda row: (order[row["module"], row["name"]], row["capability"], row["triton"]))
 
 
 def table(rows: list[Row]) -> str:
     """The rows as text, with a heading for each configuration."""
     widths = (4, 7, 5, 6, 7, 9, 30)
     lines = ["  " + " ".join(label.ljust(width) for label, width in zip(LABELS, (*widths, 0), strict=True))]
-    heading = None
+    configuration = None
     for row in rows:
-        if heading != (heading := (row["module"], row["name"])):
+        if configuration != (configuration := (row["module"], row["name"])):
             lines.append(f"{row['module']}: {row['name']}  ({row.get('num_warps')} warps, {row.get('num_stages')} stages)")
         cells = [_cell(row.get(column, "-")) for column in COLUMNS]
         lines.append("  " + " ".join(cell.ljust(width) for cell, width in zip(cells, (*widths, 0), strict=True)).rstrip())
@@ -56,7 +56,7 @@ def _cell(value: object) -> str:
     return "; ".join(str(part) for part in value) if isinstance(value, list) else str(value)
 
 
-def keep(rows: list[Row]) -> None:
+def save_rows(rows: list[Row]) -> None:
     """Replace the rows of the compiled modules, and remove those of modules that no longer exist."""
     compiled, names = {row["module"] for row in rows}, module_names()
     record: Record = {place: recorded for place, recorded in read(RECORD).items() if place[0] in set(names) - compiled}
@@ -79,7 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = compile_all(installed(), options.modules or module_names(), options.processes, None if options.all else RECORD)
     if not options.dry_run:
-        keep(rows)
+        save_rows(rows)
     print(table(rows))
     changed, broken = sum(not row["is_recorded"] for row in rows), sum(bool(row["faults"]) for row in rows)
     print(f"{len(rows)} configurations, {changed} new or changed, {broken} with faults")

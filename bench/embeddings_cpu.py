@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.engine_cpu import environment
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine.environment import prepare_environment
 
 prepare_environment()
@@ -40,12 +40,12 @@ Texts = Sequence[Sequence[int]]
 
 def make_texts(count: int) -> list[list[int]]:
     """Random texts with log-normal lengths around 37 tokens, like sentences and short paragraphs."""
-    numbers = random.Random(1)
-    lens = [min(LEN_MAX, int(numbers.lognormvariate(3.6, 0.8)) + 3) for _ in range(count)]
-    return [[numbers.randrange(5, VOCAB_SIZE) for _ in range(length)] for length in lens]
+    rng = random.Random(1)
+    lens = [min(LEN_MAX, int(rng.lognormvariate(3.6, 0.8)) + 3) for _ in range(count)]
+    return [[rng.randrange(5, VOCAB_SIZE) for _ in range(length)] for length in lens]
 
 
-def padded_batches(model: Any, texts: Texts) -> torch.Tensor:
+def peer_vectors(model: Any, texts: Texts) -> torch.Tensor:
     """Vectors from transformers: padded batches, mean over the mask, normalised to length one."""
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     vectors = torch.empty(len(texts), SHAPE["hidden_size"])
@@ -74,10 +74,10 @@ def measure(count: int, rounds: int, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         llm = LLM(folder, device="cpu", threads=threads)
-    torch.testing.assert_close(torch.tensor(llm.embed(texts)), padded_batches(model, texts), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(torch.tensor(llm.embed(texts)), peer_vectors(model, texts), rtol=0, atol=TOLERANCE)
     pairs = []
     for number in range(rounds):
-        order = [("ours", lambda: llm.embed(texts)), ("peer", lambda: padded_batches(model, texts))]
+        order = [("ours", lambda: llm.embed(texts)), ("peer", lambda: peer_vectors(model, texts))]
         cost_s = {name: timed(run) for name, run in (order if number % 2 == 0 else order[::-1])}
         pairs.append((cost_s["ours"], cost_s["peer"]))
     num_tokens = sum(map(len, texts))
@@ -100,8 +100,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     results = measure(options.texts, options.rounds, options.threads)
-    row = {**heading("embeddings_cpu"), **environment(options.threads), "peer": "transformers, padded batches of 32", **results}
-    keep(row)
+    row = {
+        **row_header("embeddings_cpu"),
+        **environment(options.threads),
+        "peer": "transformers, padded batches of 32",
+        **results,
+    }
+    save_row(row)
     print(json.dumps(row, indent=2))
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine.environment import prepare_environment
 
 prepare_environment()
@@ -61,25 +61,25 @@ class Workload:
         return sum(self.output_lens)
 
 
-def draw_length(numbers: random.Random, values: Sequence[int]) -> int:
+def draw_length(rng: random.Random, values: Sequence[int]) -> int:
     """Draw a length from the piecewise linear distribution through the percentiles."""
-    at = numbers.uniform(0, PERCENTILES[-1])
-    upper = next(i for i, percentile in enumerate(PERCENTILES) if at <= percentile and i)
+    rank = rng.uniform(0, PERCENTILES[-1])
+    upper = next(i for i, percentile in enumerate(PERCENTILES) if rank <= percentile and i)
     low, high = PERCENTILES[upper - 1], PERCENTILES[upper]
-    value = values[upper - 1] + (values[upper] - values[upper - 1]) * (at - low) / (high - low)
+    value = values[upper - 1] + (values[upper] - values[upper - 1]) * (rank - low) / (high - low)
     return max(2, round(value / LENGTH_DIVISOR))
 
 
 def make_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
     """Random tokens, the same for every engine."""
-    numbers = random.Random(5)
-    return [[numbers.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+    rng = random.Random(5)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def make_workload(vocab_size: int, count: int) -> Workload:
-    numbers = random.Random(5)
-    prompts = [[numbers.randrange(3, vocab_size) for _ in range(draw_length(numbers, PROMPT_LENS))] for _ in range(count)]
-    return Workload(prompts, [draw_length(numbers, OUTPUT_LENS) for _ in prompts])
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, vocab_size) for _ in range(draw_length(rng, PROMPT_LENS))] for _ in range(count)]
+    return Workload(prompts, [draw_length(rng, OUTPUT_LENS) for _ in prompts])
 
 
 def make_model(size: str, directory: Path) -> Any:
@@ -169,7 +169,7 @@ def compare(
     peer: str, rounds: int, ours: Callable[[], list[list[int]]], theirs: Callable[[], list[list[int]]], tokens: int
 ) -> dict[str, Any]:
     """Compare outputs, then time `rounds` interleaved pairs, in swapped order every other time."""
-    same = equal_share(ours(), theirs())
+    equal = equal_share(ours(), theirs())
     pairs = []
     started, started_s = cpu_seconds(), time.perf_counter()
     for number in range(rounds):
@@ -179,7 +179,7 @@ def compare(
     ratios = [theirs_cost.wall_s / ours_cost.wall_s for ours_cost, theirs_cost in pairs]
     return {
         "peer": peer,
-        "equal_requests": round(same, 3),
+        "equal_requests": round(equal, 3),
         "ratio_median": round(statistics.median(ratios), 2),
         "ratios": [round(ratio, 2) for ratio in ratios],
         "ours_tokens_per_s": round(tokens / min(pair[0].wall_s for pair in pairs), 1),
@@ -257,14 +257,14 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     rows = measure(options.size, options.rounds, options.peers.split(","), options.requests)
     row = {
-        **heading("engine_cpu"),
+        **row_header("engine_cpu"),
         "size": options.size,
         "requests": options.requests,
         "seats": SEATS,
         **environment(options.threads),
         "results": rows,
     }
-    keep(row)
+    save_row(row)
     print(json.dumps(row, indent=2))
 
 

@@ -33,21 +33,21 @@ from bench.gpu.rows import Row, Target, verdict
 from bench.peers import served
 from bench.peers.disturbance import CORES_MAX
 from bench.peers.models import SHAPES, make_model
-from bench.peers.plan import OURS, PEERS, VLLM_SERVED, Comparison, comparisons, slower
+from bench.peers.plan import OURS, PEERS, VLLM_SERVED, Comparison, comparisons, slower_vllm_settings
 from bench.peers.request_sets import request_set
-from bench.peers.rounds import equal_tokens, measure, row_of
-from bench.peers.workers import PEERS_FOLDER, Kind, PeerFailed, Worker, working
-from bench.rows import heading, keep
+from bench.peers.rounds import equal_tokens, make_row, measure
+from bench.peers.workers import PEERS_FOLDER, EngineSetup, PeerFailed, Worker, running_worker
+from bench.rows import row_header, save_row
 
 EQUAL_MIN = 0.2
 """A smaller share of tokens before the first difference cannot be rounding: another model was measured."""
-HEAD = ("row", "ours", "peer", "unit", "ratio", "must show", "verdict")
+HEADER = ("row", "ours", "peer", "unit", "ratio", "must show", "verdict")
 WIDTHS = (58, 9, 9, 9, 6, 20, 0)
 COUNTS = [1, 16, 48]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class RunFolders:
     """Directories of one run: the model's, and the one for the workers' output."""
 
     model: Path
@@ -58,66 +58,66 @@ def compare(ours: Worker, peer: Worker, comparison: Comparison, model: str, opti
     """Measure one row: compare the tokens first, then the times. Raises PeerFailed."""
     requests = request_set(comparison.count, SHAPES[model]["vocab_size"])
     rounds = max(1, round(options.rounds * comparison.rounds))
-    tell(f"  {comparison.name(model)}: {rounds} rounds")
+    log(f"  {comparison.name(model)}: {rounds} rounds")
     tokens, answers = equal_tokens(ours.run(requests)[0], peer.run(requests)[0])
     measured = measure(ours, peer, requests, rounds, options.noise)
-    row = row_of(comparison.name(model), comparison.peer.name, requests, measured, rounds)
+    row = make_row(comparison.name(model), comparison.peer.name, requests, measured, rounds)
     row.note += f"; equal tokens {tokens:.1%}" if tokens < 1 else ""
     row.facts |= {"ours": ours.facts, "peer": peer.facts, "equal_tokens": round(tokens, 4), "equal_answers": round(answers, 4)}
     if tokens < EQUAL_MIN:
         row.error = f"only {tokens:.0%} of the tokens are equal before an answer's first difference: not the same model"
-    shown = "" if row.ratio is None else f"{row.value:.0f} against {row.peer:.0f} tokens/s, {row.ratio:.2f} times, "
-    tell(f"    {shown}{row.error or row.note}")
+    speeds = "" if row.ratio is None else f"{row.value:.0f} against {row.peer:.0f} tokens/s, {row.ratio:.2f} times, "
+    log(f"    {speeds}{row.error or row.note}")
     return row
 
 
-def beside(
-    ours: Worker, peer: Kind, wanted: Sequence[Comparison], model: str, places: Places, options: argparse.Namespace
+def compare_with_peer(
+    ours: Worker, peer: EngineSetup, planned: Sequence[Comparison], model: str, folders: RunFolders, options: argparse.Namespace
 ) -> Iterator[Row]:
     """The rows of one peer. When it fails, the missing rows say so, and the next peer goes on."""
     done = 0
     try:
-        with working(peer, options.folder, places.model, options.threads, places.logs) as worker:
-            tell(f"{model}: {peer.name} loaded in {worker.facts['load_s']} s")
-            for comparison in wanted:
+        with running_worker(peer, options.folder, folders.model, options.threads, folders.logs) as worker:
+            log(f"{model}: {peer.name} loaded in {worker.facts['load_s']} s")
+            for comparison in planned:
                 yield compare(ours, worker, comparison, model, options)
                 done += 1
     except PeerFailed as error:
-        tell(f"  {error}")
-        yield from (Row(name=each.name(model), peer_name=peer.name, error=str(error)) for each in wanted[done:])
+        log(f"  {error}")
+        yield from (Row(name=each.name(model), peer_name=peer.name, error=str(error)) for each in planned[done:])
 
 
-def asked(model: str, options: argparse.Namespace) -> list[Comparison]:
+def select_comparisons(model: str, options: argparse.Namespace) -> list[Comparison]:
     names = {name for peer in options.peers for name in PEERS[peer]}
     return [each for each in comparisons(model) if each.count in options.requests and each.peer.name in names]
 
 
-def rows_of(model: str, places: Places, options: argparse.Namespace) -> list[tuple[Row, Target]]:
+def rows_of(model: str, folders: RunFolders, options: argparse.Namespace) -> list[tuple[Row, Target]]:
     """Make the model, then compare our engine with one peer after another."""
-    wanted = asked(model, options)
-    if not wanted:
+    planned = select_comparisons(model, options)
+    if not planned:
         return []
-    tell(f"{model}: making the model")
-    make_model(SHAPES[model], places.model)
+    log(f"{model}: making the model")
+    make_model(SHAPES[model], folders.model)
     rows: list[Row] = []
-    with working(OURS, options.folder, places.model, options.threads, places.logs) as ours:
-        for peer, group in groupby(wanted, key=lambda each: each.peer):
-            rows += beside(ours, peer, list(group), model, places, options)
-    beaten = slower({each: row.ratio for each, row in zip(wanted, rows, strict=True)})
-    return [(row, each.target(model, judged=each not in beaten)) for each, row in zip(wanted, rows, strict=True)]
+    with running_worker(OURS, options.folder, folders.model, options.threads, folders.logs) as ours:
+        for peer, group in groupby(planned, key=lambda each: each.peer):
+            rows += compare_with_peer(ours, peer, list(group), model, folders, options)
+    slower_settings = slower_vllm_settings({each: row.ratio for each, row in zip(planned, rows, strict=True)})
+    return [(row, each.target(model, judged=each not in slower_settings)) for each, row in zip(planned, rows, strict=True)]
 
 
 def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.Namespace, taken_s: float) -> dict[str, Any]:
     """The document that is added to the results: one per model."""
     return {
-        **heading("engine_peers"),
+        **row_header("engine_peers"),
         "model": model,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "threads": options.threads,
         "noise_cores": options.noise,
         "taken_s": round(taken_s, 1),
         "rows": [
-            {**row.as_dict(), "unit": target.unit, "must_show": target.words, "verdict": verdict(row, target, card="")}
+            {**row.as_dict(), "unit": target.unit, "must_show": target.text, "verdict": verdict(row, target, card="")}
             for row, target in rows
         ],
     }
@@ -125,26 +125,26 @@ def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.N
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
     """The rows as text for people to read."""
-    lines = [line(HEAD)]
+    lines = [format_line(HEADER)]
     for row in (row for report in reports for row in report["rows"]):
         numbers = [
             "-" if row[key] is None else f"{row[key]:.{digits}f}" for key, digits in (("value", 0), ("peer", 0), ("ratio", 2))
         ]
-        lines.append(line((row["name"], *numbers[:2], row["unit"], numbers[2], row["must_show"], row["verdict"])))
+        lines.append(format_line((row["name"], *numbers[:2], row["unit"], numbers[2], row["must_show"], row["verdict"])))
         if row["error"] or row["note"]:
             lines.append(f"      {row['error'] or row['note']}")
     return "\n".join(lines)
 
 
-def line(cells: Sequence[str]) -> str:
+def format_line(cells: Sequence[str]) -> str:
     return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
-def tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
-def several(kind: type, allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
+def comma_separated(kind: type, allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
     """An argparse type that parses `a,b,c` and rejects values that are not allowed."""
 
     def read(text: str) -> list[Any]:
@@ -167,28 +167,36 @@ def at_least_one(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--models", type=several(str, list(SHAPES)), default=list(SHAPES), help="8M,100M")
-    made.add_argument("--peers", type=several(str, list(PEERS)), default=list(PEERS), help="vllm,transformers,llama")
-    made.add_argument("--requests", type=several(int, COUNTS), default=COUNTS, help="1,16,48: how many at once")
-    made.add_argument(
+    argument_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    argument_parser.add_argument("--models", type=comma_separated(str, list(SHAPES)), default=list(SHAPES), help="8M,100M")
+    argument_parser.add_argument(
+        "--peers", type=comma_separated(str, list(PEERS)), default=list(PEERS), help="vllm,transformers,llama"
+    )
+    argument_parser.add_argument(
+        "--requests", type=comma_separated(int, COUNTS), default=COUNTS, help="1,16,48: how many at once"
+    )
+    argument_parser.add_argument(
         "--rounds", type=at_least_one, default=3, help="rounds of a judged row; costly ones get fewer (default 3)"
     )
-    made.add_argument("--served", action="store_true", help="also 16 streaming clients of both servers, 8M")
-    made.add_argument("--noise", type=float, default=CORES_MAX, help=f"cores that others may use (default {CORES_MAX})")
-    made.add_argument("--threads", type=at_least_one, default=2, help="of every engine (default 2)")
-    made.add_argument(
+    argument_parser.add_argument("--served", action="store_true", help="also 16 streaming clients of both servers, 8M")
+    argument_parser.add_argument(
+        "--noise", type=float, default=CORES_MAX, help=f"cores that others may use (default {CORES_MAX})"
+    )
+    argument_parser.add_argument("--threads", type=at_least_one, default=2, help="of every engine (default 2)")
+    argument_parser.add_argument(
         "--folder", type=Path, default=os.environ.get("GATEHOUSE_PEERS", PEERS_FOLDER), help="of the environments"
     )
-    made.add_argument("--logs", type=Path, help="where output of the engines goes (default: a new temporary folder)")
-    made.add_argument("--no-save", action="store_true", help="print only")
-    return made
+    argument_parser.add_argument("--logs", type=Path, help="where output of the engines goes (default: a new temporary folder)")
+    argument_parser.add_argument("--no-save", action="store_true", help="print only")
+    return argument_parser
 
 
 def missing(options: argparse.Namespace) -> list[str]:
     """Missing prerequisites, as the commands that create them."""
     found = []
-    kinds = [each.peer for model in options.models for each in asked(model, options)] + [VLLM_SERVED] * options.served
+    kinds = [each.peer for model in options.models for each in select_comparisons(model, options)] + [
+        VLLM_SERVED
+    ] * options.served
     for kind in kinds:
         try:
             kind.interpreter(options.folder)
@@ -205,20 +213,20 @@ def main() -> None:
         sys.exit("\n".join(problems))
     logs = options.logs or Path(tempfile.mkdtemp(prefix="engine-peers-"))
     logs.mkdir(parents=True, exist_ok=True)
-    tell(f"output of the engines: {logs}")
+    log(f"output of the engines: {logs}")
     reports = []
     for model in options.models:
         started_s = time.perf_counter()
         # Always the same path: vLLM caches compiled code under the model's path, so a second run starts sooner.
-        places = Places(options.folder / "models" / model, logs)
-        rows = rows_of(model, places, options)
+        folders = RunFolders(options.folder / "models" / model, logs)
+        rows = rows_of(model, folders, options)
         if options.served and model == served.MODEL:
-            rows.append(served.row(places.model, logs, options.folder, options.threads, options.rounds, options.noise))
+            rows.append(served.row(folders.model, logs, options.folder, options.threads, options.rounds, options.noise))
         if not rows:
             continue
         reports.append(document(model, rows, options, time.perf_counter() - started_s))
         if not options.no_save:
-            keep(reports[-1])
+            save_row(reports[-1])
     print(table(reports))
     sys.exit(any(row["error"] for report in reports for row in report["rows"]))
 

@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from bench.rows import TREE, heading, keep
+from bench.rows import TREE, row_header, save_row
 
 READY_TIMEOUT_S = 600.0
 
@@ -65,9 +65,9 @@ def main() -> None:
         home.mkdir()
         subprocess.run(["git", "clone", "-q", str(TREE), str(clone)], check=True)
         first_s, second_s = seconds_to_ready(clone, home), seconds_to_ready(clone, home)
-    row = {**heading("first_start"), "first_ready_s": round(first_s, 2), "second_ready_s": round(second_s, 2)}
+    row = {**row_header("first_start"), "first_ready_s": round(first_s, 2), "second_ready_s": round(second_s, 2)}
     print(json.dumps(row))
-    keep(row)
+    save_row(row)
 
 
 if __name__ == "__main__":

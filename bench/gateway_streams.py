@@ -110,7 +110,7 @@ class Client(asyncio.Protocol):
             self.done.set_exception(error)
 
 
-async def play(gateway: Gateway, streams: int, tokens: int) -> Round:
+async def run_round(gateway: Gateway, streams: int, tokens: int) -> Round:
     """Return the measurements of `streams` answers of `tokens` tokens, all requested at once."""
     body = {
         "model": MODEL,
@@ -127,10 +127,10 @@ async def play(gateway: Gateway, streams: int, tokens: int) -> Round:
     await asyncio.gather(*(client.done for _, client in opened))
     wall_s = time.perf_counter() - began_s
     await asyncio.sleep(0.3)  # the last settlements belong to the round
-    taken = Round(wall_s, _cpu_s(process) - before_s, sum(client.num_frames - 1 for _, client in opened))
+    result = Round(wall_s, _cpu_s(process) - before_s, sum(client.num_frames - 1 for _, client in opened))
     for transport, _ in opened:
         transport.close()
-    return taken
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +167,13 @@ async def _make_key(port: int) -> str:
     status = 0
     while status != 200:
         await asyncio.sleep(0.05)
-        status, _ = await _ask(port, "GET", "/health/ready")
-    _, tenant = await _ask(port, "POST", "/admin/v1/tenants", {"name": "bench"})
-    _, key = await _ask(port, "POST", f"/admin/v1/tenants/{tenant['id']}/keys", {"name": "bench"})
+        status, _ = await _call(port, "GET", "/health/ready")
+    _, tenant = await _call(port, "POST", "/admin/v1/tenants", {"name": "bench"})
+    _, key = await _call(port, "POST", f"/admin/v1/tenants/{tenant['id']}/keys", {"name": "bench"})
     return str(key["key"])
 
 
-async def _ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+async def _call(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(_request(method, path, ADMIN_TOKEN, b"" if body is None else json.dumps(body).encode(), close=True))
     head, _, content = (await reader.read()).partition(b"\r\n\r\n")
@@ -200,7 +200,7 @@ def serve_gateway(folder: Path, step_s: str, profile: str | None) -> None:
     def engine_command(_folder: ModelFolder, _settings: Settings, fd: int) -> list[str]:
         return [sys.executable, __file__, "--engine", str(fd), step_s]
 
-    def tell(started: Started) -> None:
+    def announce(started: Started) -> None:
         prepare_to_serve()  # as `gatehouse serve` does
         sys.stdout.write(f"{started.port}\n")
         sys.stdout.flush()
@@ -217,11 +217,11 @@ def serve_gateway(folder: Path, step_s: str, profile: str | None) -> None:
     }
     settings = load_settings(options=options, environ={})
     if profile is None:
-        uvloop.run(serve(settings, on_listening=tell))
+        uvloop.run(serve(settings, on_listening=announce))
         return
     profiler = cProfile.Profile()
     try:
-        profiler.runcall(uvloop.run, serve(settings, on_listening=tell))
+        profiler.runcall(uvloop.run, serve(settings, on_listening=announce))
     finally:
         profiler.dump_stats(profile)
 
@@ -234,28 +234,28 @@ async def _serve_engine(fd: int, step_s: float) -> None:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the row."""
     trees = [HERE] if options.beside is None else [HERE, options.beside.resolve()]
-    taken: list[list[Round]] = [[] for _ in trees]
+    rounds_by_tree: list[list[Round]] = [[] for _ in trees]
     with ExitStack() as stack:
         gateways = [
             stack.enter_context(gateway(tree, folder / str(index), options.step_ms / 1000)) for index, tree in enumerate(trees)
         ]
         for one in gateways:
-            uvloop.run(play(one, options.streams, 20))  # warms up
+            uvloop.run(run_round(one, options.streams, 20))  # warms up
         for number in range(options.rounds):
             order = range(len(trees)) if number % 2 == 0 else reversed(range(len(trees)))
             for index in order:
-                taken[index].append(uvloop.run(play(gateways[index], options.streams, options.tokens)))
+                rounds_by_tree[index].append(uvloop.run(run_round(gateways[index], options.streams, options.tokens)))
     num_tokens = options.streams * options.tokens
-    costs = [[round(1e6 * each.gateway_cpu_s / num_tokens, 1) for each in rounds] for rounds in taken]
+    costs = [[round(1e6 * each.gateway_cpu_s / num_tokens, 1) for each in rounds] for rounds in rounds_by_tree]
     row = {
-        **rows.heading("gateway_streams"),
+        **rows.row_header("gateway_streams"),
         "streams": options.streams,
         "tokens": options.tokens,
         "step_ms": options.step_ms,
         "cpu_us_per_token": costs,
         "cpu_us_per_token_median": [statistics.median(each) for each in costs],
-        "tokens_per_s": [[round(num_tokens / each.wall_s) for each in rounds] for rounds in taken],
-        "tokens_per_frame": [[round(num_tokens / each.num_frames, 2) for each in rounds] for rounds in taken],
+        "tokens_per_s": [[round(num_tokens / each.wall_s) for each in rounds] for rounds in rounds_by_tree],
+        "tokens_per_frame": [[round(num_tokens / each.num_frames, 2) for each in rounds] for rounds in rounds_by_tree],
     }
     if len(trees) > 1:
         ratios = [other / own for own, other in zip(*costs, strict=True)]
@@ -289,11 +289,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         if options.profile is not None:
             with gateway(HERE, Path(name) / "0", options.step_ms / 1000, options.profile) as one:
-                print(uvloop.run(play(one, options.streams, options.tokens)))
+                print(uvloop.run(run_round(one, options.streams, options.tokens)))
             return
         row = measure(options, Path(name))
     if not options.no_save:
-        rows.keep(row)
+        rows.save_row(row)
     print(json.dumps(row, indent=1))
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LazyCompiler
@@ -114,7 +114,7 @@ class NoPlainRunner:
         raise AssertionError("everything here is launched")
 
 
-class Parts:
+class PartTimes:
     """CPU time of each call of the wrapped methods, in seconds, by label."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def no_grammars() -> GrammarQueue:
 
 def make_engine(
     batch: int, *, calls: Calls | None = None, max_model_len: int = MAX_MODEL_LEN, budget: int = 8192
-) -> tuple[Engine, Parts]:
+) -> tuple[Engine, PartTimes]:
     """An engine of `batch` seats, and the times of its parts. `calls` runs its captured steps; by default they do nothing.
     `budget`: the most tokens in a step."""
     limits = SchedulerLimits(
@@ -170,7 +170,7 @@ def make_engine(
     steps.state.words.on_host = None
     runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
     engine = Engine(scheduler, runner, info, no_grammars())
-    parts = Parts()
+    parts = PartTimes()
     for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):
         parts.wrap(holder, name, name)
     parts.wrap(runner, "launch", "launch")
@@ -180,10 +180,10 @@ def make_engine(
 
 
 def submit(engine: Engine, number: int, max_tokens: int) -> None:
-    engine.submit(wanted(number, max_tokens))
+    engine.submit(make_request(number, max_tokens))
 
 
-def wanted(number: int, max_tokens: int) -> GenerationRequest:
+def make_request(number: int, max_tokens: int) -> GenerationRequest:
     """A request whose id is as long as those that the gateway assigns."""
     return GenerationRequest(
         request_id=f"req_{number:032x}",
@@ -193,16 +193,16 @@ def wanted(number: int, max_tokens: int) -> GenerationRequest:
     )
 
 
-class Wire:
+class LoopbackSocket:
     """The engine's end of its socket together with the gateway's: whatever the engine sends is read at once, and a request that
     ends is replaced; neither is timed. `turns` are CPU times between calls of `receive`, without the warm-up steps."""
 
-    def __init__(self, steps: int, parts: Parts, next_one: Callable[[], GenerationRequest]) -> None:
+    def __init__(self, steps: int, parts: PartTimes, next_request: Callable[[], GenerationRequest]) -> None:
         ours, theirs = socket.socketpair()
         self._engine, self._gateway = FrameSocket(ours), FrameSocket(theirs)
         self._steps = steps
         self._parts = parts
-        self._next_one = next_one
+        self._next_request = next_request
         self._started: float | None = None
         self._num_turns = 0
         self.turns: list[float] = []
@@ -240,7 +240,7 @@ class Wire:
             self.num_bytes.append(len(body))
         ended = sum(event.finish_reason is not None for event in frame.events)
         if ended:
-            self._gateway.send(GatewayFrame(submit=[self._next_one() for _ in range(ended)]))
+            self._gateway.send(GatewayFrame(submit=[self._next_request() for _ in range(ended)]))
 
 
 def measure(batch: int, phase: str, steps: int) -> dict[str, Any]:
@@ -248,23 +248,23 @@ def measure(batch: int, phase: str, steps: int) -> dict[str, Any]:
     lifetime = steps + WARM_STEPS + 100 if phase == "steady" else 2 * batch
     for number in range(batch):
         submit(engine, number, lifetime if phase == "steady" else 2 + 2 * number)
-    numbers = itertools.count(batch)
+    request_numbers = itertools.count(batch)
     parts.wrap(engine, "step_in_columns", "step")
-    wire = Wire(steps, parts, lambda: wanted(next(numbers), lifetime))
+    loopback = LoopbackSocket(steps, parts, lambda: make_request(next(request_numbers), lifetime))
     gc.collect()
     gc.freeze()
     gc.disable()
-    with closing(wire), suppress(PeerClosed):
-        serve(engine, wire)  # type: ignore[arg-type]
+    with closing(loopback), suppress(PeerClosed):
+        serve(engine, loopback)  # type: ignore[arg-type]
     gc.enable()
-    found: dict[str, Any] = {"calibrator_us": calibrator_us(), "batch": batch, "phase": phase}
-    for label, times in (("turn", wire.turns), ("step", parts.times.pop("step"))):
-        found |= {f"{label}_us_p50": us(times), f"{label}_us_p99": us(times, 0.99), f"{label}_us_mean": us_mean(times)}
-    found |= {"decode_us_p50": us(wire.decoding), "frame_bytes_p50": statistics.median(wire.num_bytes)}
-    return found | {f"{label}_us_p50": us(each) for label, each in parts.times.items()}
+    row: dict[str, Any] = {"calibrator_us": calibrator_us(), "batch": batch, "phase": phase}
+    for label, times in (("turn", loopback.turns), ("step", parts.times.pop("step"))):
+        row |= {f"{label}_us_p50": us(times), f"{label}_us_p99": us(times, 0.99), f"{label}_us_mean": us_mean(times)}
+    row |= {"decode_us_p50": us(loopback.decoding), "frame_bytes_p50": statistics.median(loopback.num_bytes)}
+    return row | {f"{label}_us_p50": us(each) for label, each in parts.times.items()}
 
 
-class Plain:
+class AttributeHolder:
     """An object with an attribute."""
 
     def __init__(self) -> None:
@@ -273,11 +273,11 @@ class Plain:
 
 def calibrator_us() -> float:
     """Time of 256 plain attribute updates: how fast this machine runs Python at the moment."""
-    things, times = [Plain() for _ in range(256)], []
+    holders, times = [AttributeHolder() for _ in range(256)], []
     for _ in range(400):
         started = time.thread_time()
-        for thing in things:
-            thing.number += 1
+        for holder in holders:
+            holder.number += 1
         times.append(time.thread_time() - started)
     return us(times)
 
@@ -300,12 +300,12 @@ def main() -> None:
         measure(int(batch), phase, options.steps) for batch in options.batches.split(",") for phase in ("steady", "turnover")
     ]
     row = {
-        **heading("host_step"),
+        **row_header("host_step"),
         "torch": torch.__version__,
         "steps": options.steps,
         "results": cells,
     }
-    keep(row)
+    save_row(row)
     for cell in cells:
         print(cell)
 

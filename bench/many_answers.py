@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from bench.host_step import no_grammars
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine.loop import Engine
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
 from engine.scheduling.block_pool import BlockPool
@@ -60,9 +60,9 @@ def measure(answers: int, prompt_len: int) -> tuple[float, list[float]]:
     engine = make_engine(prompt_len + 2 * OUTPUT_LEN, prompt_len // BLOCK_SIZE + answers * 8)
     sampling = SamplingParams(temperature=0.0, seed=1, ignore_eos=True, n=answers, max_tokens=OUTPUT_LEN)
     prompt = [2 + index % (VOCAB_SIZE - 2) for index in range(prompt_len)]
-    wanted = GenerationRequest(request_id="a", tenant_id="alice", prompt_token_ids=prompt, sampling=sampling)
+    request = GenerationRequest(request_id="a", tenant_id="alice", prompt_token_ids=prompt, sampling=sampling)
     started_s = time.perf_counter()
-    engine.submit(wanted)
+    engine.submit(request)
     submit_s, steps = time.perf_counter() - started_s, []
     while engine.has_requests:
         started_s = time.perf_counter()
@@ -88,7 +88,7 @@ def main() -> None:
         "steps": len(tries[0][1]),
     }
     print(figures)
-    keep({**heading("many_answers"), "answers": options.answers, "prompt": options.prompt, **figures})
+    save_row({**row_header("many_answers"), "answers": options.answers, "prompt": options.prompt, **figures})
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import session_cookie_name
 from bench.million_rows_questions import Filled, questions, walks
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from tests.support.databases import postgresql_binaries, running_cluster
 
 TENANTS, DAYS = 100, 30
@@ -51,7 +51,7 @@ MODELS = {"small": 7000, "medium": 2499, "large": 500, "rare": 1}
 """How many of every ten thousand events belong to each model."""
 QUESTIONS = 15
 GOAL_MS = 200
-_BATCH = 20_000
+INSERT_ROWS = 20_000
 
 
 async def fill(services: Services, count: int, keys: int) -> Filled:
@@ -68,12 +68,12 @@ async def fill(services: Services, count: int, keys: int) -> Filled:
         price = await services.prices.add(model=model, currency="EUR", prompt=150_000, cached_prompt=15_000, completion=600_000)
         prices[model] = price.id
     epoch_id = await begin_epoch(services.db, services.clock, "bench")
-    numbers, step = random.Random(1), timedelta(days=DAYS) / count
+    rng, step = random.Random(1), timedelta(days=DAYS) / count
     start = services.clock.now() - timedelta(days=DAYS)
-    for begin in range(0, count, _BATCH):
+    for begin in range(0, count, INSERT_ROWS):
         rows = [
-            _event(number, start + number * step, numbers, owners, prices, epoch_id)
-            for number in range(begin, min(begin + _BATCH, count))
+            _event(number, start + number * step, rng, owners, prices, epoch_id)
+            for number in range(begin, min(begin + INSERT_ROWS, count))
         ]
         async with services.db.writing() as connection:
             await connection.execute(insert(usage_events), rows)
@@ -96,15 +96,15 @@ def _request_id(number: int) -> str:
 def _event(
     number: int,
     moment: datetime,
-    numbers: random.Random,
+    rng: random.Random,
     owners: list[tuple[str, str]],
     prices: dict[str, str],
     epoch_id: str,
 ) -> dict[str, Any]:
-    tenant_id, key_id = owners[int(len(owners) * numbers.random() ** 3)]  # the first owner gets a seventh of all events
-    (model,) = numbers.choices(list(MODELS), list(MODELS.values()))
-    prompt, completion = numbers.randrange(1, 4000), numbers.randrange(1, 800)
-    cached = numbers.randrange(prompt)
+    tenant_id, key_id = owners[int(len(owners) * rng.random() ** 3)]  # the first owner gets a seventh of all events
+    (model,) = rng.choices(list(MODELS), list(MODELS.values()))
+    prompt, completion = rng.randrange(1, 4000), rng.randrange(1, 800)
+    cached = rng.randrange(prompt)
     voided = number % 1000 == 999
     if voided:
         prompt = cached = completion = 0
@@ -146,7 +146,7 @@ def _request(event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def walk(client: httpx.AsyncClient, path: str) -> list[float]:
+async def time_pages(client: httpx.AsyncClient, path: str) -> list[float]:
     """Return the milliseconds of each page of a report."""
     samples: list[float] = []
     position: dict[str, str] = {}
@@ -162,7 +162,7 @@ async def walk(client: httpx.AsyncClient, path: str) -> list[float]:
         position = {"page": page["next_page"]} if "next_page" in page else {"cursor": page["next_cursor"]}
 
 
-async def ask(client: httpx.AsyncClient, path: str) -> list[tuple[float, float]]:
+async def time_query(client: httpx.AsyncClient, path: str) -> list[tuple[float, float]]:
     """Return the milliseconds of each answer but the first, and the CPU milliseconds that this process spent on it."""
     samples = []
     for _ in range(QUESTIONS + 1):
@@ -196,12 +196,12 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
         headers = {"cookie": f"{session_cookie_name(secure=False)}={token}", "sec-fetch-site": "same-origin"}
         async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
             now = services.clock.now()
-            samples = {name: await ask(client, path) for name, path in questions(now, filled).items()}
-            pages = {name: await walk(client, path) for name, path in walks(now).items()}
+            samples = {name: await time_query(client, path) for name, path in questions(now, filled).items()}
+            pages = {name: await time_pages(client, path) for name, path in walks(now).items()}
     finally:
         await appliance.stop()
     return {
-        **heading("million_rows"),
+        **row_header("million_rows"),
         "database": services.db.kind,
         "events": count,
         "keys": TENANTS * keys,
@@ -238,7 +238,7 @@ def fresh_database(kind: str, folder: Path) -> Iterator[str]:
     if binaries is None:
         raise SystemExit("there are no PostgreSQL binaries on this machine")
     with running_cluster(binaries) as cluster:
-        yield cluster.lend()
+        yield cluster.acquire()
 
 
 def main() -> None:
@@ -248,13 +248,13 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=4, help="of each of the tenants")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), action="append")
     parser.add_argument("--dry-run", action="store_true", help="print the row and keep it out of bench/results/")
-    given = parser.parse_args()
-    for kind in given.database or ("sqlite", "postgresql"):
+    options = parser.parse_args()
+    for kind in options.database or ("sqlite", "postgresql"):
         with tempfile.TemporaryDirectory() as name, fresh_database(kind, Path(name)) as url:
-            row = asyncio.run(measure(url, Path(name), given.events, given.keys))
+            row = asyncio.run(measure(url, Path(name), options.events, options.keys))
         print(json.dumps(row))
-        if not given.dry_run:
-            keep(row)
+        if not options.dry_run:
+            save_row(row)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def _usage_questions(now: datetime, filled: Filled) -> dict[str, str]:
     day, week, month = (_iso(now - timedelta(days=days)) for days in (1, 7, 30))
     one, key, quiet = f"tenant_id={filled.tenant_id}", f"key_id={filled.key_id}", f"tenant_id={filled.quiet_tenant_id}"
     api = "/admin/v1/usage?"
-    asked = {
+    urls = {
         "usage of 30 days": api,
         "usage of 30 days by model": f"{api}group_by=model",
         "usage of 30 days by tenant": f"{api}group_by=tenant",
@@ -43,38 +43,38 @@ def _usage_questions(now: datetime, filled: Filled) -> dict[str, str]:
     }
     for bucket in ("hour", "minute"):
         of_month = f"{api}bucket={bucket}&start={month}"
-        asked[f"usage of 30 days by {bucket}"] = of_month
+        urls[f"usage of 30 days by {bucket}"] = of_month
         for groups in GROUPINGS:
-            asked[f"usage of 30 days by {bucket}, {groups}"] = f"{of_month}&group_by={groups}"
+            urls[f"usage of 30 days by {bucket}, {groups}"] = f"{of_month}&group_by={groups}"
         for name, only in {
             "the largest tenant": one,
             "a quiet tenant": quiet,
             "one key": key,
             "a rare model": "model=rare",
         }.items():
-            asked[f"usage of 30 days by {bucket} of {name}"] = f"{of_month}&{only}"
-            asked[f"usage of 30 days by {bucket} of {name} by tenant, key and model"] = (
+            urls[f"usage of 30 days by {bucket} of {name}"] = f"{of_month}&{only}"
+            urls[f"usage of 30 days by {bucket} of {name} by tenant, key and model"] = (
                 f"{of_month}&group_by=tenant,key,model&{only}"
             )
-    return asked
+    return urls
 
 
 def _organization_questions(now: datetime, filled: Filled) -> dict[str, str]:
     quiet = "".join(f"&api_key_ids[]={key_id}" for key_id in filled.quiet_key_ids)
     usage, costs = "/v1/organization/usage/completions?", "/v1/organization/costs?"
-    asked = {"organization costs of 180 days": f"{costs}limit=180&start_time={_unix(now, 180)}"}
-    asked["organization costs of 30 days by project and line item"] = (
+    urls = {"organization costs of 180 days": f"{costs}limit=180&start_time={_unix(now, 180)}"}
+    urls["organization costs of 30 days by project and line item"] = (
         f"{costs}limit=31&start_time={_unix(now, 30)}&group_by[]=project_id&group_by[]=line_item"
     )
     for width, limit in {"1d": 31, "1h": 168, "1m": 1440}.items():
         of_month = f"{usage}bucket_width={width}&limit={limit}&start_time={_unix(now, 30)}"
-        asked[f"organization usage, {limit} of {width}"] = of_month
-        asked[f"organization usage, {limit} of {width} by model"] = f"{of_month}&group_by[]=model"
-        asked[f"organization usage, {limit} of {width} of quiet keys by key"] = f"{of_month}{quiet}&group_by[]=api_key_id"
-        asked[f"organization usage, {limit} of {width} by project, key and model"] = (
+        urls[f"organization usage, {limit} of {width}"] = of_month
+        urls[f"organization usage, {limit} of {width} by model"] = f"{of_month}&group_by[]=model"
+        urls[f"organization usage, {limit} of {width} of quiet keys by key"] = f"{of_month}{quiet}&group_by[]=api_key_id"
+        urls[f"organization usage, {limit} of {width} by project, key and model"] = (
             f"{of_month}&group_by[]=project_id&group_by[]=api_key_id&group_by[]=model"
         )
-    return asked
+    return urls
 
 
 def _row_questions(now: datetime, filled: Filled) -> dict[str, str]:

@@ -26,17 +26,17 @@ from typing import Any
 import httpx
 
 from bench.appliance_streams import MODEL, appliance, make_key
-from bench.rows import heading, keep, revision
+from bench.rows import revision, row_header, save_row
 
 BODY_BYTES = 10 * 1024 * 1024 - 2_000
 ANSWERS, STEPS = 128, 40
-LINE = 256
+QUEUE_CLIENTS = 256
 PING_S = 0.002
 
 Attack = Callable[[], None]
 
 
-class Box:
+class AttackedAppliance:
     """A running appliance, as seen by an attacker with one key and by the operator who measures."""
 
     def __init__(self, url: str, token: str) -> None:
@@ -61,7 +61,7 @@ class Box:
         """The longest response time seen by a neighbour who only polls `/health/live`."""
         waits, over = [0.0], threading.Event()
 
-        def ask() -> None:
+        def poll() -> None:
             connection = http.client.HTTPConnection(*self.address, timeout=300)
             while not over.is_set():
                 began_s = time.perf_counter()
@@ -70,7 +70,7 @@ class Box:
                 waits.append(time.perf_counter() - began_s)
                 time.sleep(PING_S)
 
-        neighbour = threading.Thread(target=ask)
+        neighbour = threading.Thread(target=poll)
         neighbour.start()
         time.sleep(0.1)
         attack()
@@ -83,11 +83,11 @@ def _chat(**fields: Any) -> bytes:
     return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **fields}).encode()
 
 
-def _with(field: str, value: bytes) -> bytes:
+def _chat_with(field: str, value: bytes) -> bytes:
     return _chat(**{field: "@"}).replace(b'"@"', value)
 
 
-def _members(count: int) -> bytes:
+def _many_members(count: int) -> bytes:
     return b"{" + b",".join(b'"%x":1' % number for number in range(count)) + b"}"
 
 
@@ -103,9 +103,9 @@ def bodies() -> dict[str, bytes]:
     return {
         "small": _chat(),
         "one text": _chat(messages=[{"role": "user", "content": "x, [y] {" * (BODY_BYTES // 8)}]),
-        "lists": _with("tools", b"[" + b",".join([nest] * (BODY_BYTES // 181)) + b"]"),
-        "members": _with("guided_json", _members(BODY_BYTES // 11)),
-        "numbers": _with("tools", b"[" + b"1," * (BODY_BYTES // 2) + b"1]"),
+        "lists": _chat_with("tools", b"[" + b",".join([nest] * (BODY_BYTES // 181)) + b"]"),
+        "members": _chat_with("guided_json", _many_members(BODY_BYTES // 11)),
+        "numbers": _chat_with("tools", b"[" + b"1," * (BODY_BYTES // 2) + b"1]"),
         "bad words": _chat(bad_words=[f"{number}é世ß{number}界ñ{number:x}"[:16] for number in range(1000)]),
         f"{ANSWERS} answers": _chat(**many),
         f"{ANSWERS} answers, bad words": _chat(**many, bad_words=_short_words()),
@@ -113,7 +113,7 @@ def bodies() -> dict[str, bytes]:
     }
 
 
-def leave_line(box: Box) -> float:
+def leave_queue(box: AttackedAppliance) -> float:
     """The longest wait while LINE clients waiting in one queue leave it together."""
     box.admin.patch("/tiers/standard", json={"admission_wait_ms": 60_000}).raise_for_status()
     limits = {"limits": {"concurrent_requests": 1}}
@@ -124,7 +124,7 @@ def leave_line(box: Box) -> float:
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     clients = []
-    for _ in range(LINE + 1):
+    for _ in range(QUEUE_CLIENTS + 1):
         clients.append(socket.create_connection(box.address))
         clients[-1].sendall(head.encode() + body)
     time.sleep(1.0)
@@ -137,7 +137,7 @@ def leave_line(box: Box) -> float:
     return box.longest_wait_ms(leave)
 
 
-def measure(box: Box, tries: int) -> dict[str, dict[str, float]]:
+def measure(box: AttackedAppliance, tries: int) -> dict[str, dict[str, float]]:
     """Figures in milliseconds of each attack, by name."""
     found = {}
     for name, body in bodies().items():
@@ -153,7 +153,7 @@ def measure(box: Box, tries: int) -> dict[str, dict[str, float]]:
             "neighbour_ms": round(min(waits), 1),
         }
         sys.stderr.write(f"{name}: {found[name]}\n")
-    found[f"{LINE} leave a line"] = {"neighbour_ms": round(min(leave_line(box) for _ in range(1)), 1)}
+    found[f"{QUEUE_CLIENTS} leave a line"] = {"neighbour_ms": round(min(leave_queue(box) for _ in range(1)), 1)}
     return found
 
 
@@ -162,16 +162,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--tree", type=Path, default=None, help="checkout whose appliance is measured")
-    chosen = parser.parse_args()
-    row = heading("neighbour")
-    if chosen.tree is not None:
-        row |= revision(chosen.tree)
-        os.environ["PYTHONPATH"] = str(chosen.tree)
-        os.chdir(chosen.tree)
+    options = parser.parse_args()
+    row = row_header("neighbour")
+    if options.tree is not None:
+        row |= revision(options.tree)
+        os.environ["PYTHONPATH"] = str(options.tree)
+        os.chdir(options.tree)
     with tempfile.TemporaryDirectory() as folder, appliance(Path(folder)) as (url, token, _ready_s):
-        row["attacks"] = measure(Box(url, token), chosen.tries)
+        row["attacks"] = measure(AttackedAppliance(url, token), options.tries)
     sys.stdout.write(f"{json.dumps(row)}\n")
-    keep(row)
+    save_row(row)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from bench.engine_cpu import (  # noqa: E402
     timed,
 )
 from bench.int4_checkpoint import write_int4  # noqa: E402
-from bench.rows import heading, keep  # noqa: E402
+from bench.rows import row_header, save_row  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
@@ -130,13 +130,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     batches = [int(batch) for batch in options.batches.split(",")]
     row = {
-        **heading("quantised_cpu"),
+        **row_header("quantised_cpu"),
         "size": options.size,
         "quantization": options.quantization,
         **environment(options.threads),
         **measure(options.size, options.quantization, options.rounds, batches, options.threads),
     }
-    keep(row)
+    save_row(row)
     print(json.dumps(row, indent=2))
 
 

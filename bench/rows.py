@@ -16,12 +16,12 @@ RESULTS = TREE / "bench" / "results"
 MEASURED = ("appliance", "bench", "engine", "kernels", ":!bench/results")
 
 
-def heading(bench: str) -> dict[str, Any]:
+def row_header(bench: str) -> dict[str, Any]:
     """The beginning of a row of `bench`: time, revision, machine and its load."""
     return {"bench": bench, "at": datetime.now(UTC).isoformat(timespec="seconds"), **revision(), "machine": machine()}
 
 
-def keep(row: Mapping[str, Any]) -> None:
+def save_row(row: Mapping[str, Any]) -> None:
     """Append `row` to the file of its bench."""
     append_row(RESULTS / f"{row['bench']}.jsonl", row)
 

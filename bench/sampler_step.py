@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine.protocol import SamplingParams
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import Sampler
@@ -93,13 +93,13 @@ def main() -> None:
     for name, figures in cases.items():
         print(f"{name:12} {figures['ms']:9.3f} ms   {figures['ratio_to_softmax']:7.2f} × softmax")
     row = {
-        **heading("sampler_step"),
+        **row_header("sampler_step"),
         "device": torch.cuda.get_device_name() if logits.is_cuda else "cpu",
         "torch": torch.__version__,
         **{key: getattr(options, key) for key in ("rows", "vocab", "rounds", "threads")},
         "cases": cases,
     }
-    keep(row)
+    save_row(row)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import count, product
 from typing import Any
 
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine.protocol import Priority, SamplingParams
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
@@ -35,7 +35,7 @@ WARM_STEPS = 50
 BLOCK_SIZE = 16
 CALIBRATOR_UPDATES = 256
 SAMPLING = SamplingParams(seed=1)
-TOKEN, NOTHING = StepOutput([7]), StepOutput()
+TOKEN, NO_TOKEN = StepOutput([7]), StepOutput()
 PHASES = ("steady", "admission", "finish", "abort", "preemption", "chunked")
 GRID: dict[str, tuple[int, ...]] = {
     "running": (1, 64, 256, 1024),
@@ -63,13 +63,13 @@ class Cell:
     cached: int
 
 
-class Bed:
+class CellState:
     """A scheduler brought into the state of a cell."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        self._numbers = count()
-        self._long: Request | None = None
+        self._ids = count()
+        self._long_request: Request | None = None
         spare = cell.running * 300 + 8192
         self.pool = BlockPool(cell.cached + spare)
         limits = SchedulerLimits(
@@ -80,7 +80,7 @@ class Bed:
         for number in range(cell.running):
             self.add(64 + number % BLOCK_SIZE)
         while self.scheduler.accounts.prefilling or self.scheduler.num_waiting:
-            self.finish(self.scheduler.schedule())
+            self.apply_outputs(self.scheduler.schedule())
         for _ in range(cell.waiting):
             self.add(64)
 
@@ -91,7 +91,7 @@ class Bed:
         self.pool.release(blocks)
 
     def add(self, num_prompt_tokens: int, priority: Priority = Priority.STANDARD) -> Request:
-        number = next(self._numbers)
+        number = next(self._ids)
         request = Request(
             request_id=str(number),
             tenant_id=f"tenant {number % self.cell.tenants}",
@@ -106,8 +106,8 @@ class Bed:
         self.scheduler.add(request)
         return request
 
-    def finish(self, batch: ScheduledBatch) -> None:
-        self.scheduler.apply(batch, [TOKEN if item.samples else NOTHING for item in batch.items])
+    def apply_outputs(self, batch: ScheduledBatch) -> None:
+        self.scheduler.apply(batch, [TOKEN if item.samples else NO_TOKEN for item in batch.items])
 
     def before_step(self) -> None:
         """The phase's actions between steps; not timed."""
@@ -131,13 +131,13 @@ class Bed:
             for _ in range(min(8, len(running))):
                 self.scheduler.preempt(next(reversed(running)))
         elif phase == "chunked" and not self.scheduler.accounts.prefilling:
-            self.scheduler.abort(self._long or next(iter(running)))
-            self._long = self.add(32_768, Priority.INTERACTIVE)
+            self.scheduler.abort(self._long_request or next(iter(running)))
+            self._long_request = self.add(32_768, Priority.INTERACTIVE)
 
 
 def measure(cell: Cell, steps: int) -> dict[str, Any]:
-    bed = Bed(cell)
-    scheduler = bed.scheduler
+    state = CellState(cell)
+    scheduler = state.scheduler
     updated = list(scheduler.accounts.running_requests) * CALIBRATOR_UPDATES
     updated = updated[:CALIBRATOR_UPDATES]
     schedule_s: list[float] = []
@@ -149,11 +149,11 @@ def measure(cell: Cell, steps: int) -> dict[str, Any]:
     gc.disable()
     try:
         for number in range(steps + WARM_STEPS):
-            bed.before_step()
+            state.before_step()
             started_s = clock()
             batch = scheduler.schedule()
             scheduled_s = clock()
-            outputs = [TOKEN if item.samples else NOTHING for item in batch.items]
+            outputs = [TOKEN if item.samples else NO_TOKEN for item in batch.items]
             ran_s = clock()
             scheduler.apply(batch, outputs)
             applied_s = clock()
@@ -210,10 +210,10 @@ def prefix_match() -> dict[str, float]:
             for block_id, content_hash in zip(blocks, cache.hashes(request, 2048), strict=True):
                 pool.register(block_id, content_hash)
             continue
-        for kept, match in ((cold_s, cache.match), (again_s, cache.match_len)):
+        for samples_s, match in ((cold_s, cache.match), (again_s, cache.match_len)):
             started_s = time.thread_time()
             match(request)
-            kept.append(time.thread_time() - started_s)
+            samples_s.append(time.thread_time() - started_s)
     return {"cold_ms": round(statistics.median(cold_s) * 1e3, 3), "again_us": _us(statistics.median(again_s))}
 
 
@@ -256,14 +256,14 @@ def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
         rows.append(run(cell, steps))
         print(json.dumps(rows[-1]), flush=True)
     row = {
-        **heading("scheduler"),
+        **row_header("scheduler"),
         "quick": options.quick,
         "steps": steps,
         "prefix_match_32k": prefix_match(),
         "ratios": ratios(rows),
         "cells": rows,
     }
-    keep(row)
+    save_row(row)
     print(json.dumps({key: row[key] for key in ("prefix_match_32k", "ratios")}, indent=1))
 
 

@@ -27,7 +27,7 @@ from litestar.response import Stream
 from appliance.api.chat_answers import ChunkFramer
 from appliance.api.sse import EventStream
 from appliance.serving.text_output import Chunk
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 
 FRAMES_PER_STREAM = 400
 ROUNDS = 7
@@ -86,7 +86,7 @@ def compare(streams: int, ports: Mapping[str, int]) -> dict[str, object]:
     rounds = [{name: asyncio.run(frames_per_second(port, streams)) for name, port in ports.items()} for _ in range(ROUNDS)]
     ratios = [one["granian"] / one["uvicorn"] for one in rounds]
     return {
-        **heading("serving_http"),
+        **row_header("serving_http"),
         "versions": {name: version(name) for name in ("litestar", "uvloop", *ports)},
         "streams": streams,
         "frames_per_stream": FRAMES_PER_STREAM,
@@ -134,7 +134,7 @@ def main() -> None:
     with running("uvicorn") as uvicorn, running("granian") as granian:
         for streams in STREAM_COUNTS:
             row = compare(streams, {"uvicorn": uvicorn, "granian": granian})
-            keep(row)
+            save_row(row)
             print(json.dumps(row, indent=2))
 
 

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine.simulator.models import find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
 from engine.simulator.report import Objective, make_report
@@ -34,12 +34,12 @@ Row = dict[str, Any]
 
 def run(workload: Workload, objective: Objective | None = None, **options: Any) -> Row:
     """Run one simulation; return its report, with the seconds of processor time that it took."""
-    wanted = objective or Objective()
-    assert wanted.tpot_s is not None
-    replay = Replay(Setup(model=MODEL, gpu=GPU, inter_token_target_s=wanted.tpot_s, **options), workload)
+    slo = objective or Objective()
+    assert slo.tpot_s is not None
+    replay = Replay(Setup(model=MODEL, gpu=GPU, inter_token_target_s=slo.tpot_s, **options), workload)
     started_s = time.process_time()
     replay.run()
-    return make_report(replay, wanted) | {"cpu_s": round(time.process_time() - started_s, 1)}
+    return make_report(replay, slo) | {"cpu_s": round(time.process_time() - started_s, 1)}
 
 
 def highest_rate(
@@ -72,10 +72,10 @@ def highest_rate(
 
 def goodput(traces: Path, objective: Objective | None = None) -> Iterator[Row]:
     """The first 240 s after scaling, with an objective of 1 s to the first token and 25 ms per further token."""
-    wanted = objective or Objective()
+    slo = objective or Objective()
     for policy, budget in (("fair", None), *(("fcfs", budget) for budget in BUDGETS)):
         path = traces / "azure_conv_2023.csv"
-        found = highest_rate(path, wanted, SLICE_S, 2.8, 4.4, policy=policy, token_budget=budget)
+        found = highest_rate(path, slo, SLICE_S, 2.8, 4.4, policy=policy, token_budget=budget)
         yield {"policy": policy, "budget": budget or "adaptive", **found}
 
 
@@ -172,16 +172,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--parts", default=",".join(PARTS))
-    given = parser.parse_args()
-    for part in given.parts.split(","):
+    options = parser.parse_args()
+    for part in options.parts.split(","):
         started_s = time.perf_counter()
         results = []
-        for row in PARTS[part](given.traces):
+        for row in PARTS[part](options.traces):
             results.append(row)
             print(part, json.dumps(row), flush=True)
-        keep(
+        save_row(
             {
-                **heading("simulator"),
+                **row_header("simulator"),
                 "part": part,
                 "model": MODEL.name,
                 "gpu": GPU.name,

@@ -34,7 +34,7 @@ import httpx
 import psutil
 
 from bench.appliance_streams import MODEL, appliance
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 
 TENANTS = 4
 SAMPLE_S = 10.0
@@ -51,7 +51,7 @@ LISTS = ("/tenants", "/requests?limit=50", "/ledger?limit=100", "/audit?limit=50
 
 
 @dataclass(slots=True)
-class Told:
+class ClientResults:
     """Results seen by clients: answers by manner and status, and for those read to their end the reported tokens."""
 
     answers: Counter[str] = field(default_factory=Counter)
@@ -73,91 +73,93 @@ class Sample:
 class Client:
     """One client program with a key: sends one random kind of request after another."""
 
-    def __init__(self, url: str, key: str, admin: httpx.AsyncClient, told: Told, dice: random.Random) -> None:
+    def __init__(self, url: str, key: str, admin: httpx.AsyncClient, results: ClientResults, rng: random.Random) -> None:
         self._http = httpx.AsyncClient(base_url=f"{url}/v1", headers={"authorization": f"Bearer {key}"}, timeout=120)
         self._admin = admin
-        self._told = told
-        self._dice = dice
-        self._beginning = self._words(120)
+        self._results = results
+        self._rng = rng
+        self._common_prefix = self._words(120)
 
     async def run(self) -> None:
         """Send requests until cancelled."""
-        manners: dict[str, Callable[[], Awaitable[int]]] = {
+        senders: dict[str, Callable[[], Awaitable[int]]] = {
             "whole": lambda: self._whole({}),
             "streamed": lambda: self._streamed({}),
-            "long": lambda: self._streamed({"max_tokens": self._dice.randint(200, 400), "ignore_eos": True}),
-            "leaves": lambda: self._streamed({"max_tokens": 300, "ignore_eos": True}, leaves_after=self._dice.randint(0, 40)),
-            "is ended": lambda: self._streamed({"max_tokens": 300, "ignore_eos": True}, ended_after=self._dice.randint(1, 20)),
+            "long": lambda: self._streamed({"max_tokens": self._rng.randint(200, 400), "ignore_eos": True}),
+            "leaves": lambda: self._streamed(
+                {"max_tokens": 300, "ignore_eos": True}, disconnect_after=self._rng.randint(0, 40)
+            ),
+            "is ended": lambda: self._streamed({"max_tokens": 300, "ignore_eos": True}, abort_after=self._rng.randint(1, 20)),
             "several": lambda: self._whole({"n": 3, "temperature": 1.0}),
             "scored": lambda: self._streamed({"logprobs": True, "top_logprobs": 5}),
             "schema": lambda: self._whole({"response_format": self._schema()}),
-            "expression": lambda: self._whole({"guided_regex": f"({self._words(3)}|[a-z]{{{self._dice.randint(2, 30)}}})"}),
+            "expression": lambda: self._whole({"guided_regex": f"({self._words(3)}|[a-z]{{{self._rng.randint(2, 30)}}})"}),
             "sampled": lambda: self._streamed(self._sampling()),
-            "common beginning": lambda: self._whole({"messages": self._messages(self._beginning)}),
-            "refused": lambda: self._whole(self._dice.choice(REFUSED)),
+            "common beginning": lambda: self._whole({"messages": self._messages(self._common_prefix)}),
+            "refused": lambda: self._whole(self._rng.choice(REFUSED)),
         }
         try:
             while True:
-                manner = self._dice.choice(list(manners))
+                kind = self._rng.choice(list(senders))
                 try:
-                    status = await manners[manner]()
+                    status = await senders[kind]()
                 except httpx.TransportError as error:
-                    self._told.faults.append(f"{manner}: {error!r}")
+                    self._results.faults.append(f"{kind}: {error!r}")
                     continue
-                self._told.answers[f"{manner} {status}"] += 1
+                self._results.answers[f"{kind} {status}"] += 1
         finally:
             await self._http.aclose()
 
     def _words(self, count: int) -> str:
-        return " ".join(self._dice.choices(WORDS, k=count))
+        return " ".join(self._rng.choices(WORDS, k=count))
 
-    def _messages(self, beginning: str = "") -> list[dict[str, str]]:
-        return [{"role": "user", "content": f"{beginning} {self._words(self._dice.randint(1, 40))}"}]
+    def _messages(self, prefix: str = "") -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{prefix} {self._words(self._rng.randint(1, 40))}"}]
 
     def _body(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return {"model": MODEL, "messages": self._messages(), "max_tokens": self._dice.randint(1, 40), **fields}
+        return {"model": MODEL, "messages": self._messages(), "max_tokens": self._rng.randint(1, 40), **fields}
 
     def _schema(self) -> dict[str, Any]:
-        names = self._dice.sample(WORDS, 3)
+        names = self._rng.sample(WORDS, 3)
         properties = {
-            f"{name}{self._dice.randrange(10**6)}": {"type": self._dice.choice(("integer", "boolean"))} for name in names
+            f"{name}{self._rng.randrange(10**6)}": {"type": self._rng.choice(("integer", "boolean"))} for name in names
         }
         schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         return {"type": "json_schema", "json_schema": {"name": "soak", "schema": schema, "strict": True}}
 
     def _sampling(self) -> dict[str, Any]:
         return {
-            "temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": self._dice.randrange(2**31), "frequency_penalty": 0.5,
-            "stop": [self._dice.choice(WORDS)], "logit_bias": {str(self._dice.randrange(1000)): 5},
+            "temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": self._rng.randrange(2**31), "frequency_penalty": 0.5,
+            "stop": [self._rng.choice(WORDS)], "logit_bias": {str(self._rng.randrange(1000)): 5},
         }  # fmt: skip
 
     async def _whole(self, fields: dict[str, Any]) -> int:
         answer = await self._http.post("/chat/completions", json=self._body(fields))
         if answer.status_code == 200:
             usage = answer.json()["usage"]
-            self._told.completion_tokens[answer.headers["x-request-id"]] = usage["completion_tokens"]
+            self._results.completion_tokens[answer.headers["x-request-id"]] = usage["completion_tokens"]
         elif answer.status_code >= 500:
-            self._told.faults.append(answer.text[:300])
+            self._results.faults.append(answer.text[:300])
         return answer.status_code
 
-    async def _streamed(self, fields: dict[str, Any], *, leaves_after: int = -1, ended_after: int = -1) -> int:
+    async def _streamed(self, fields: dict[str, Any], *, disconnect_after: int = -1, abort_after: int = -1) -> int:
         body = self._body({**fields, "stream": True, "stream_options": {"include_usage": True}})
         async with self._http.stream("POST", "/chat/completions", json=body) as answer:
             if answer.status_code != 200:
                 await answer.aread()
-                self._told.faults.extend([answer.text[:300]] if answer.status_code >= 500 else [])
+                self._results.faults.extend([answer.text[:300]] if answer.status_code >= 500 else [])
                 return answer.status_code
             request_id, num_frames = answer.headers["x-request-id"], 0
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
-                if num_frames == leaves_after:
+                if num_frames == disconnect_after:
                     break
-                if num_frames == ended_after:
+                if num_frames == abort_after:
                     await self._admin.delete(f"/requests/{request_id}")
                 num_frames += 1
                 if (usage := json.loads(line[6:]).get("usage")) is not None:
-                    self._told.completion_tokens[request_id] = usage["completion_tokens"]
+                    self._results.completion_tokens[request_id] = usage["completion_tokens"]
         return 200
 
 
@@ -175,46 +177,46 @@ REFUSED: tuple[dict[str, Any], ...] = (
 async def watch_console(url: str) -> None:
     """Act as a signed-in user: keep the live stream open, read pages, and occasionally sign in again."""
     while True:
-        async with httpx.AsyncClient(base_url=url, timeout=60, follow_redirects=True) as person:
-            form = CSRF.findall((await person.get("/login")).text)
+        async with httpx.AsyncClient(base_url=url, timeout=60, follow_redirects=True) as browser:
+            form = CSRF.findall((await browser.get("/login")).text)
             fields = {"email": EMAIL, "password": PASSWORD, **({"csrf_token": form[0]} if form else {})}
-            (await person.post("/login", data=fields, headers={"origin": url})).raise_for_status()
+            (await browser.post("/login", data=fields, headers={"origin": url})).raise_for_status()
             for _ in range(20):
-                async with person.stream("GET", "/console/events") as live:
+                async with browser.stream("GET", "/console/events") as live:
                     lines = live.aiter_lines()
                     for page in PAGES:
-                        (await person.get(page)).raise_for_status()
+                        (await browser.get(page)).raise_for_status()
                         await anext(lines)
                         await asyncio.sleep(0.5)
 
 
-async def administer(admin: httpx.AsyncClient, url: str, dice: random.Random) -> None:
+async def administer(admin: httpx.AsyncClient, url: str, rng: random.Random) -> None:
     """Create, rotate and revoke keys; read lists; scrape metrics."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as anybody:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         while True:
-            tenant = (await admin.post("/tenants", json={"name": f"guest {dice.getrandbits(48):x}"})).raise_for_status().json()
+            tenant = (await admin.post("/tenants", json={"name": f"guest {rng.getrandbits(48):x}"})).raise_for_status().json()
             key = (await admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "guest"})).raise_for_status().json()
-            await anybody.get("/v1/models", headers={"authorization": f"Bearer {key['key']}"})
+            await client.get("/v1/models", headers={"authorization": f"Bearer {key['key']}"})
             (await admin.post(f"/keys/{key['id']}/rotate")).raise_for_status()
             (await admin.delete(f"/tenants/{tenant['id']}")).raise_for_status()
             for path in LISTS:
                 (await admin.get(path)).raise_for_status()
             for path in ("/metrics", "/health/ready"):
-                (await anybody.get(path)).raise_for_status()
+                (await client.get(path)).raise_for_status()
             await asyncio.sleep(1)
 
 
-async def sample(processes: dict[str, psutil.Process], told: Told, samples: dict[str, list[Sample]]) -> None:
+async def sample(processes: dict[str, psutil.Process], results: ClientResults, samples: dict[str, list[Sample]]) -> None:
     """Record every process every SAMPLE_S seconds."""
     began_s = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_S)
         for role, process in processes.items():
             anonymous = anonymous_bytes(process.pid)
-            now = time.monotonic() - began_s, told.answers.total()
+            now = time.monotonic() - began_s, results.answers.total()
             samples[role].append(Sample(*now, anonymous, process.num_fds(), process.num_threads()))
-        latest = {role: f"{taken[-1].anonymous / MIB:.0f} MiB, {taken[-1].num_fds} files" for role, taken in samples.items()}
-        print(f"{time.monotonic() - began_s:6.0f} s {told.answers.total():8} answers  {latest}", file=sys.stderr, flush=True)
+        latest = {role: f"{series[-1].anonymous / MIB:.0f} MiB, {series[-1].num_fds} files" for role, series in samples.items()}
+        print(f"{time.monotonic() - began_s:6.0f} s {results.answers.total():8} answers  {latest}", file=sys.stderr, flush=True)
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -223,16 +225,16 @@ def anonymous_bytes(pid: int) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
-def growth(taken: list[Sample]) -> float:
+def growth(series: list[Sample]) -> float:
     """Bytes per thousand answers: the slope of a least-squares line through the second half."""
-    half = taken[len(taken) // 2 :]
+    half = series[len(series) // 2 :]
     mean_x = sum(each.num_answers for each in half) / len(half)
     mean_y = sum(each.anonymous for each in half) / len(half)
     spread = sum((each.num_answers - mean_x) ** 2 for each in half)
     return 1000 * sum((each.num_answers - mean_x) * (each.anonymous - mean_y) for each in half) / spread if spread else 0.0
 
 
-async def wrong_in_ledger(admin: httpx.AsyncClient, told: Told) -> list[str]:
+async def ledger_mismatches(admin: httpx.AsyncClient, results: ClientResults) -> list[str]:
     """Ids of requests whose tokens in the ledger differ from those reported to the client, once no request runs."""
     posted: dict[str, int] = {}
     cursor = None
@@ -241,24 +243,24 @@ async def wrong_in_ledger(admin: httpx.AsyncClient, told: Told) -> list[str]:
         posted |= {row["request_id"]: row["completion_tokens"] for row in page["data"] if row["kind"] == "usage"}
         cursor = page["next_cursor"]
         if not page["has_more"]:
-            return [name for name, tokens in told.completion_tokens.items() if posted.get(name) != tokens]
+            return [name for name, tokens in results.completion_tokens.items() if posted.get(name) != tokens]
 
 
 async def soak(url: str, token: str, minutes: float, clients: int, seed: int) -> dict[str, Any]:
     """Return the row's figures of traffic and growth."""
-    dice, told = random.Random(seed), Told()
+    rng, results = random.Random(seed), ClientResults()
     async with httpx.AsyncClient(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}, timeout=60) as admin:
         (await admin.post("/prices", json={"model": MODEL, **PRICE})).raise_for_status()
         keys = []
         for number in range(TENANTS):
             tenant = (await admin.post("/tenants", json={"name": f"soak {number}"})).raise_for_status().json()
-            made = (await admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "soak"})).raise_for_status().json()
-            keys.append(made["key"])
+            created = (await admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "soak"})).raise_for_status().json()
+            keys.append(created["key"])
         system = (await admin.get("/system")).raise_for_status().json()
         processes = {each["role"]: psutil.Process(each["pid"]) for each in system["processes"]}
         samples: dict[str, list[Sample]] = {role: [] for role in processes}
-        work = [Client(url, keys[n % TENANTS], admin, told, random.Random(dice.random())).run() for n in range(clients)]
-        others = [watch_console(url), administer(admin, url, dice), sample(processes, told, samples)]
+        work = [Client(url, keys[n % TENANTS], admin, results, random.Random(rng.random())).run() for n in range(clients)]
+        others = [watch_console(url), administer(admin, url, rng), sample(processes, results, samples)]
         tasks = [asyncio.ensure_future(each) for each in [*work, *others]]
         done, _ = await asyncio.wait(tasks, timeout=60 * minutes, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
@@ -267,24 +269,32 @@ async def soak(url: str, token: str, minutes: float, clients: int, seed: int) ->
         for task in done:
             task.result()  # raises the error that ended it
         await asyncio.sleep(5)
-        wrong = await wrong_in_ledger(admin, told)
+        wrong = await ledger_mismatches(admin, results)
     return {
-        "answers": told.answers.total(),
-        "answers_by_manner": dict(sorted(told.answers.items())),
-        "faults": told.faults[:20],
+        "answers": results.answers.total(),
+        "answers_by_manner": dict(sorted(results.answers.items())),
+        "faults": results.faults[:20],
         "ledger_wrong": wrong[:20],
-        "held_against_ledger": len(told.completion_tokens),
+        "held_against_ledger": len(results.completion_tokens),
         "grown": {
             role: {
-                "anonymous_mib_first": round(taken[0].anonymous / MIB, 1),
-                "anonymous_mib_half": round(taken[len(taken) // 2].anonymous / MIB, 1),
-                "anonymous_mib_last": round(taken[-1].anonymous / MIB, 1),
-                "kib_per_1000_answers": round(growth(taken) / 1024, 1),
-                "files": [taken[0].num_fds, max(each.num_fds for each in taken), taken[-1].num_fds],
-                "threads": [taken[0].num_threads, max(each.num_threads for each in taken), taken[-1].num_threads],
-                "samples": [[round(each.at_s), each.num_answers, round(each.anonymous / MIB, 1)] for each in taken],
+                "anonymous_mib_first": round(series[0].anonymous / MIB, 1),
+                "anonymous_mib_half": round(series[len(series) // 2].anonymous / MIB, 1),
+                "anonymous_mib_last": round(series[-1].anonymous / MIB, 1),
+                "kib_per_1000_answers": round(growth(series) / 1024, 1),
+                "files": [
+                    series[0].num_fds,
+                    max(each.num_fds for each in series),
+                    series[-1].num_fds,
+                ],
+                "threads": [
+                    series[0].num_threads,
+                    max(each.num_threads for each in series),
+                    series[-1].num_threads,
+                ],
+                "samples": [[round(each.at_s), each.num_answers, round(each.anonymous / MIB, 1)] for each in series],
             }
-            for role, taken in samples.items()
+            for role, series in samples.items()
         },
     }
 
@@ -300,21 +310,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)
         with appliance(data_dir, admin_email=EMAIL, admin_password=PASSWORD) as (url, token, _):
-            found = asyncio.run(soak(url, token, options.minutes, options.clients, options.seed))
+            figures = asyncio.run(soak(url, token, options.minutes, options.clients, options.seed))
         files = {path.name: path.stat().st_size for path in data_dir.iterdir() if path.is_file()}
         check = [sys.executable, "-m", "appliance.cli.main", "db", "check", "--data-dir", folder]
         is_sound = subprocess.run(check, check=False, stdout=sys.stderr).returncode == 0
     row = {
-        **heading("soak"),
+        **row_header("soak"),
         "minutes": options.minutes,
         "clients": options.clients,
-        **found,
+        **figures,
         "files": files,
         "db_check": is_sound,
     }
     print(json.dumps(row))
     if not options.no_save:
-        keep(row)
+        save_row(row)
 
 
 if __name__ == "__main__":

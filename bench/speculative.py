@@ -34,7 +34,7 @@ import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from bench.engine_cpu import environment  # noqa: E402
-from bench.rows import heading, keep  # noqa: E402
+from bench.rows import row_header, save_row  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 DEMO = Path(__file__).parents[1] / "engine" / "demo" / "gatehouse-demo"
@@ -99,8 +99,8 @@ def cases(folder: Path, models: list[str]) -> Iterator[Case]:
         yield Case("demo model, a log with changing numbers", DEMO, [LOG], repeats=True)
         yield Case("demo model, prose", DEMO, [PROSE], repeats=False)
     if "100m" in models:
-        numbers = random.Random(3)
-        prompts = [{"prompt_token_ids": [numbers.randrange(3, 8000) for _ in range(128)]} for _ in range(2)]
+        rng = random.Random(3)
+        prompts = [{"prompt_token_ids": [rng.randrange(3, 8000) for _ in range(128)]} for _ in range(2)]
         looping = make_random_model(folder / "looping", LOOPING)
         yield Case("random 100m model, greedy loops", looping, prompts, repeats=True)
         wandering = make_random_model(folder / "wandering", WANDERING)
@@ -134,8 +134,8 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
         pairs = []
         for number in range(rounds):
             order = [plain, guessing] if number % 2 == 0 else [guessing, plain]
-            taken = {id(llm): seconds(lambda llm=llm: answers(llm)) for llm in order}
-            pairs.append((taken[id(plain)], taken[id(guessing)]))
+            costs = {id(llm): seconds(lambda llm=llm: answers(llm)) for llm in order}
+            pairs.append((costs[id(plain)], costs[id(guessing)]))
         after = guessing.status()
     ratios = [slow[0] / fast[0] for slow, fast in pairs]
     total = num_tokens * len(case.prompts)
@@ -159,8 +159,8 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
 
 def bootstrap_interval(ratios: list[float]) -> list[float]:
     """95 % bootstrap interval of the median."""
-    numbers = random.Random(0)
-    medians = sorted(statistics.median(numbers.choices(ratios, k=len(ratios))) for _ in range(2000))
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
     return [round(medians[50], 2), round(medians[1949], 2)]
 
 
@@ -179,13 +179,13 @@ def main() -> None:
             for case in cases(Path(folder), options.models.split(","))
         ]
     row = {
-        **heading("speculative"),
+        **row_header("speculative"),
         "rounds": options.rounds,
         "tokens": options.tokens,
         **environment(options.threads),
         "results": rows,
     }
-    keep(row)
+    save_row(row)
     print(json.dumps(row, indent=2))
 
 

@@ -33,7 +33,7 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.grammar_libraries import LIBRARIES, Follower, Library, Refused, Stopped
-from bench.rows import heading, keep
+from bench.rows import row_header, save_row
 from engine.grammar.vocabulary import Vocabulary, vocabulary_of
 
 REPO = Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-class Judge:
+class SchemaChecker:
     """Tests one library on schemas."""
 
     def __init__(self, library: Library, tokenizer: Tokenizer, vocabulary: Vocabulary, samples: int) -> None:
@@ -107,7 +107,7 @@ class Judge:
         return row
 
     def agrees(self, compiled: Any, schema: Any, test: dict[str, Any]) -> bool:
-        data = in_order(schema, test["data"])
+        data = reorder_properties(schema, test["data"])
         texts = (json.dumps(data, separators=(",", ":")), json.dumps(data, ensure_ascii=False))
         try:
             return all(self.accepts(compiled, text) == test["valid"] for text in texts)
@@ -124,25 +124,25 @@ class Judge:
         eos = self.vocabulary.eos_token_ids[0]
         return bool(self.mask(follower)[eos // 32] >> eos % 32 & 1)
 
-    def sample(self, compiled: Any, schema: Any, numbers: random.Random) -> dict[str, Any]:
+    def sample(self, compiled: Any, schema: Any, rng: random.Random) -> dict[str, Any]:
         """Draw random documents: how many ended, and those that `jsonschema` rejects."""
         validator = validator_for(schema, default=jsonschema.Draft202012Validator)
         ended, bad = 0, []
         for _ in range(self.samples):
             try:
-                text = self.draw(compiled, numbers)
+                text = self.draw(compiled, rng)
             except Stopped:
                 self.stopped += 1
                 continue
             if text is None:
                 continue
             ended += 1
-            complaint = _complaint(validator, schema, text)
-            if complaint:
-                bad.append([text[:500], complaint[:200]])
+            problem = _validation_error(validator, schema, text)
+            if problem:
+                bad.append([text[:500], problem[:200]])
         return {"drawn": self.samples, "ended": ended, "bad": bad}
 
-    def draw(self, compiled: Any, numbers: random.Random) -> str | None:
+    def draw(self, compiled: Any, rng: random.Random) -> str | None:
         """Draw one random text; None if it did not end in time."""
         follower = self.library.follow(compiled)
         written = bytearray()
@@ -151,10 +151,10 @@ class Judge:
             allowed = [32 * w + b for w, word in enumerate(row) if word for b in range(32) if word >> b & 1]
             if not allowed:
                 return None
-            leaning = step > PATIENCE_TOKENS * numbers.random()
+            prefers_end = step > PATIENCE_TOKENS * rng.random()
             ends = [i for i in allowed if i in self.vocabulary.eos_token_ids]
             closing = ends or [i for i in allowed if i in self.closing]
-            token_id = numbers.choice(closing if leaning and closing else allowed)
+            token_id = rng.choice(closing if prefers_end and closing else allowed)
             if token_id in self.vocabulary.eos_token_ids:
                 return written.decode()
             if not follower.accept(token_id):
@@ -163,22 +163,22 @@ class Judge:
         return None
 
 
-def in_order(schema: Any, data: Any) -> Any:
+def reorder_properties(schema: Any, data: Any) -> Any:
     """The data with its properties in the order of the schema."""
     if not isinstance(schema, dict):
         return data
     if isinstance(data, list):
         items = schema.get("items")
-        return [in_order(items, item) for item in data]
+        return [reorder_properties(items, item) for item in data]
     if not isinstance(data, dict):
         return data
     listed = schema.get("properties")
     listed = listed if isinstance(listed, dict) else {}
     names = [name for name in listed if name in data] + [name for name in data if name not in listed]
-    return {name: in_order(listed.get(name, schema.get("additionalProperties")), data[name]) for name in names}
+    return {name: reorder_properties(listed.get(name, schema.get("additionalProperties")), data[name]) for name in names}
 
 
-def _complaint(validator: Any, schema: Any, text: str) -> str:
+def _validation_error(validator: Any, schema: Any, text: str) -> str:
     """Why `jsonschema` rejects a text; empty if it is valid."""
     try:
         value = json.loads(text)
@@ -196,11 +196,11 @@ def serve(library: str, vocab: int, samples: int) -> None:
     tokenizer = make_tokenizer(vocab)
     data = json.loads(tokenizer.to_str())
     vocabulary = vocabulary_of(data, tokenizer.get_vocab_size(), [0])
-    judge = Judge(LIBRARIES[library](vocabulary), tokenizer, vocabulary, samples)
+    checker = SchemaChecker(LIBRARIES[library](vocabulary), tokenizer, vocabulary, samples)
     print(json.dumps({"vocab": vocabulary.size}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        print(json.dumps(judge.run(job["name"], job["schema"], job["tests"])), flush=True)
+        print(json.dumps(checker.run(job["name"], job["schema"], job["tests"])), flush=True)
 
 
 class Runner:
@@ -211,7 +211,7 @@ class Runner:
         self._command += ["--vocab", str(arguments.vocab), "--samples", str(arguments.samples)]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, line: bytes) -> dict[str, Any]:
+    def check(self, line: bytes) -> dict[str, Any]:
         if self._process is None:
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO)
             self._read(600.0)
@@ -229,14 +229,14 @@ class Runner:
     def _read(self, deadline_s: float) -> dict[str, Any] | None:
         assert self._process is not None
         assert self._process.stdout is not None
-        end, unread = time.monotonic() + deadline_s, b""
-        while not unread.endswith(b"\n"):
+        end, received = time.monotonic() + deadline_s, b""
+        while not received.endswith(b"\n"):
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
             data = os.read(self._process.stdout.fileno(), 1 << 20) if ready else b""
             if not data:
                 return None
-            unread += data
-        answer: dict[str, Any] = json.loads(unread)
+            received += data
+        answer: dict[str, Any] = json.loads(received)
         return answer
 
     def close(self) -> None:
@@ -250,30 +250,30 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def summary(library: str, answers: list[dict[str, Any]], tests: dict[str, list[bool]]) -> dict[str, Any]:
-    taken = [answer for answer in answers if "compile_ms" in answer]
-    compiles, masks = [a["compile_ms"] for a in taken], [us for a in taken for us in a["mask_us"]]
-    exact = [a for a in taken if not a["wrongly_accepted"] and not a["wrongly_refused"]]
-    total = collections.Counter(valid for a in taken for valid in tests[a["name"]])
+    compiled = [answer for answer in answers if "compile_ms" in answer]
+    compiles, masks = [a["compile_ms"] for a in compiled], [us for a in compiled for us in a["mask_us"]]
+    exact = [a for a in compiled if not a["wrongly_accepted"] and not a["wrongly_refused"]]
+    total = collections.Counter(valid for a in compiled for valid in tests[a["name"]])
     return {
         "library": library,
         "schemas": len(answers),
-        "supported_percent": round(100 * len(taken) / len(answers), 1),
+        "supported_percent": round(100 * len(compiled) / len(answers), 1),
         "lost": sum("lost" in answer for answer in answers),
-        "wrongly_accepted": sum(len(a["wrongly_accepted"]) for a in taken),
+        "wrongly_accepted": sum(len(a["wrongly_accepted"]) for a in compiled),
         "invalid_instances": total[False],
-        "wrongly_refused": sum(len(a["wrongly_refused"]) for a in taken),
+        "wrongly_refused": sum(len(a["wrongly_refused"]) for a in compiled),
         "valid_instances": total[True],
         "schemas_exact_percent": round(100 * len(exact) / len(answers), 1),
-        "stopped": sum(a["stopped"] for a in taken),
-        "drawn": sum(a["drawn"] for a in taken),
-        "ended": sum(a["ended"] for a in taken),
-        "drawn_invalid": sum(len(a["bad"]) for a in taken),
+        "stopped": sum(a["stopped"] for a in compiled),
+        "drawn": sum(a["drawn"] for a in compiled),
+        "ended": sum(a["ended"] for a in compiled),
+        "drawn_invalid": sum(len(a["bad"]) for a in compiled),
         "compile_ms_p50": percentile(compiles, 50),
         "compile_ms_p99": percentile(compiles, 99),
         "mask_us_p50": percentile(masks, 50),
         "mask_us_p99": percentile(masks, 99),
         "mask_us_max": max(masks, default=0.0),
-        "schema_mask_us_p99": percentile([statistics.median(a["mask_us"]) for a in taken if a["mask_us"]], 99),
+        "schema_mask_us_p99": percentile([statistics.median(a["mask_us"]) for a in compiled if a["mask_us"]], 99),
     }
 
 
@@ -308,14 +308,14 @@ def main() -> None:
         runner = Runner(library, arguments)
         answers = []
         for line in lines:
-            answers.append(runner.ask(line))
+            answers.append(runner.check(line))
             if arguments.details:
                 with arguments.details.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"library": library, **answers[-1]} | {"mask_us": []}) + "\n")
         runner.close()
         rows.append(summary(library, answers, tests) | {"version": installed(library)})
         print(json.dumps(rows[-1], indent=1))
-    keep({**heading("structured_output"), "vocab": arguments.vocab, "results": rows})
+    save_row({**row_header("structured_output"), "vocab": arguments.vocab, "results": rows})
 
 
 if __name__ == "__main__":

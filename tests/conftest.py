@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: a clock that stands still, databases of both kinds, and the cast."""
+"""Fixtures of the whole suite: a fake clock, databases of both kinds, and the cast."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from appliance.base import db, migrations
 from appliance.base.db import Database
 from appliance.tenancy import members
 from engine.environment import SPINS
+from tests.support.alternate_databases import skipped_cases
 from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
-from tests.support.compiled_statements import shared_by_all_engines
-from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
-from tests.support.databases_in_turn import left_out
-from tests.support.kept_rows import made_in
-from tests.support.selection import leave_out
+from tests.support.compiled_statements import share_compiled_statements
+from tests.support.databases import Cluster, is_required, postgresql_binaries, running_cluster
+from tests.support.deselection import deselect
+from tests.support.row_templates import make_from_template
 
-YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
+YOUNG_OBJECTS_MAX = 20_000  # threshold of a collection: tests create more objects than a server, and pauses do not matter
 _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
 
-# As the engine does before torch comes: threads that wait for one another at full speed, on processors that the suite shares,
-# took twice as long as everything else that the tests of kernels for CPUs do.
+# As the engine does before it imports torch: threads that spin while waiting for each other, on processors shared by the suite,
+# took twice as long as everything else in the tests of CPU kernels.
 os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let the cases of a test take turns on the databases, where there are both."""
-    if postgresql_binaries() is not None or required("postgres"):
-        leave_out(config, items, left_out(items))
+    """Alternate the cases of a test between the databases, if there are both."""
+    if postgresql_binaries() is not None or is_required("postgres"):
+        deselect(config, items, skipped_cases(items))
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector leave alone what lives to the end anyway: the libraries, the tests' own modules and items.
+    """Exempt from garbage collection what lives to the end anyway: libraries, test modules and items.
 
-    It stays so when a program under test takes its own freezing back: a full collection over the libraries takes a second.
+    This is kept when a program under test unfreezes: a full collection over the libraries takes a second.
     """
     gc.collect()
     gc.freeze()
@@ -52,29 +52,29 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the end of the process find everything: some libraries complain of what is left. Not before: at its own end pytest
-    collects five times, to hear of what tests have left behind."""
+    """Unfreeze only at the end of the process, where some libraries report leaked objects: before that, pytest collects five
+    times to report what tests left behind."""
     _STAY_FROZEN.stop()
     atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cheap_passwords() -> Iterator[None]:
-    """Let whole applications hash passwords as quickly as `quick_hasher` does: argon2 is made to take a tenth of a second."""
+    """Make applications hash passwords at low cost: argon2 takes a tenth of a second by design."""
     with mock.patch.object(members, "PasswordHasher", quick_hasher):
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _statements_compiled_once() -> Iterator[None]:
-    """Let whole applications share what they compile: a fifth of a test's time over a database went into that."""
-    with shared_by_all_engines():
+    """Share compiled SQL statements between applications: compiling them took a fifth of a database test's time."""
+    with share_compiled_statements():
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _migrations_read_once() -> Iterator[None]:
-    """Let every database that is migrated find the migrations loaded: a process that serves migrates one."""
+    """Load migrations once for all databases; a server migrates only one."""
     scripts = ScriptDirectory.from_config(migrations._config())
     with mock.patch.object(ScriptDirectory, "from_config", return_value=scripts):
         yield
@@ -82,20 +82,20 @@ def _migrations_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_outlives_the_machine() -> Iterator[None]:
-    """Let SQLite wait for no disk: what a power cut would leave is nothing that a process can test on itself."""
+    """Turn off SQLite's disk synchronisation: a process cannot test power cuts on itself."""
     with mock.patch.object(db, "SQLITE_SYNCHRONOUS", "OFF"):
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _plain_tracebacks() -> None:
-    """Let a log that nobody has configured write failures as ours does: in frames, with every variable, one takes 20 ms."""
+    """Make unconfigured logs write plain tracebacks, as ours do: formatting one with all variables takes 20 ms."""
     structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
 
 
 @pytest.fixture
 def clock() -> FakeClock:
-    """A clock that stands still."""
+    """A clock that only the test moves."""
     return FakeClock()
 
 
@@ -105,7 +105,7 @@ def postgresql() -> Iterator[Cluster]:
     binaries = postgresql_binaries()
     if binaries is None:
         reason = "no PostgreSQL binaries on this machine"
-        if required("postgres"):
+        if is_required("postgres"):
             pytest.fail(reason)
         pytest.skip(reason)
     with running_cluster(binaries) as cluster:
@@ -122,7 +122,7 @@ def migrated_sqlite_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of a database without tables, once of each kind."""
+    """The URL of an empty database, of each kind."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'gatehouse.db'}"
         return
@@ -134,21 +134,21 @@ def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of a migrated database of this test alone, once of each kind."""
+    """The URL of a migrated database for this test only, of each kind."""
     if request.param == "sqlite":
         path = tmp_path / "gatehouse.db"
         shutil.copyfile(request.getfixturevalue("migrated_sqlite_file"), path)
         yield f"sqlite:///{path}"
         return
     cluster: Cluster = request.getfixturevalue("postgresql")
-    url = cluster.lend()
+    url = cluster.acquire()
     yield url
-    cluster.give_back(url)
+    cluster.release(url)
 
 
 @pytest.fixture
 async def database(database_url: str) -> AsyncIterator[Database]:
-    """A migrated database of this test alone, once of each kind. No connection may be left in use."""
+    """A migrated database for this test only, of each kind. All connections must have been returned."""
     opened = Database.open(database_url)
     yield opened
     assert opened.checked_out() == 0, "a connection was not given back"
@@ -157,5 +157,5 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 
 @pytest.fixture
 async def cast(database: Database, clock: FakeClock) -> Cast:
-    """Alice, Bob and Charlie, present in `database`."""
-    return await made_in(database, clock, make_cast)
+    """Alice, Bob and Charlie, created in `database`."""
+    return await make_from_template(database, clock, make_cast)

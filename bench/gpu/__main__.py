@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import requirements
-from bench.gpu.conduct import Outcome, conduct, results_folder
 from bench.gpu.plan import PARTS, TOTAL_S, stages
-from bench.gpu.report import complete, document, status, table
+from bench.gpu.processes import Outcome, results_folder, run_stages
+from bench.gpu.report import complete_rows, document, status, table
 from bench.gpu.result_files import ResultFiles
 from bench.gpu.summary import summary
 
@@ -42,7 +42,7 @@ def main() -> int:
         path = results_folder() / f"gpu-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
 
     def told(outcome: Outcome, parts: set[str]) -> dict[str, Any]:
-        rows = complete(outcome, parts)
+        rows = complete_rows(outcome, parts)
         return document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
 
     signal.signal(signal.SIGTERM, _break_off)
@@ -52,7 +52,7 @@ def main() -> int:
             if outcome.rows or options.out is not None:  # without a GPU there is no result to keep
                 files.write(told(outcome, {target for part in outcome.parts for target in part["targets"]}))
 
-        outcome = conduct(
+        outcome = run_stages(
             planned,
             rehearse=options.rehearse,
             total_s=total_s,

@@ -40,7 +40,7 @@ def nothing_kernel(place):  # type: ignore[no-untyped-def]
 def calibrate(context: Context) -> None:
     """First measure the figures that other parts divide by, reporting each at once; nvidia-smi, which may hang, runs last."""
     card = _card(context)
-    context.tell(**card)
+    context.add_facts(**card)
     copies: list[float] = []
 
     def copy_and_read(size: int) -> None:
@@ -55,7 +55,7 @@ def calibrate(context: Context) -> None:
     context.guard("graph gap per kernel", lambda: _gap(context))
     if context.device.type == "cuda":
         state = driver.state()
-        context.tell(state_after_products=state, card={**card["card"], "driver": driver.version(state)})
+        context.add_facts(state_after_products=state, card={**card["card"], "driver": driver.version(state)})
 
 
 def _card(context: Context) -> dict[str, Any]:
@@ -79,35 +79,35 @@ def _copy(context: Context, size_gb: int, rates_found: list[float]) -> None:
     count = context.size(size_gb * GB // 4, 4096 * size_gb)
     x = torch.empty(count, device=context.device).normal_()
     out = torch.empty_like(x)
-    tried: dict[str, tuple[Call, bool]] = {
+    methods: dict[str, tuple[Call, bool]] = {
         "captured": (lambda: out.copy_(x), True),
         "plain": (lambda: out.copy_(x), False),
         "kernel": (lambda: torch.neg(x, out=out), True),
     }
-    ways: dict[str, list[float]] = {}
-    for way, (call, captured) in tried.items():
-        taken = seconds([call], context.device, captured=captured)
-        ways[way] = [2 * x.nbytes / taken_s for taken_s in taken]
-    rates = max(ways.values(), key=median)
+    method_rates: dict[str, list[float]] = {}
+    for method, (call, captured) in methods.items():
+        times_s = seconds([call], context.device, captured=captured)
+        method_rates[method] = [2 * x.nbytes / time_s for time_s in times_s]
+    rates = max(method_rates.values(), key=median)
     row = Row(name=f"copy {size_gb} GB", value=median(rates) / 1e9, samples=[rate / 1e9 for rate in rates])
-    row.facts = {way: median(found) / 1e9 for way, found in ways.items()}
+    row.facts = {method: median(found) / 1e9 for method, found in method_rates.items()}
     context.emit(row)
     rates_found.append(median(rates))
-    context.tell(bandwidth=max(rates_found))
+    context.add_facts(bandwidth=max(rates_found))
 
 
 def _read(context: Context, size_gb: int) -> None:
     x = torch.empty(context.size(size_gb * GB // 4, 4096 * size_gb), device=context.device).normal_()
     out = torch.empty((), device=context.device)
-    rates = [x.nbytes / taken_s / 1e9 for taken_s in seconds([lambda: torch.amax(x, dim=0, out=out)], context.device)]
+    rates = [x.nbytes / time_s / 1e9 for time_s in seconds([lambda: torch.amax(x, dim=0, out=out)], context.device)]
     context.emit(Row(name=f"read {size_gb} GB", value=median(rates), samples=rates))
 
 
 def _matmul(context: Context) -> None:
     size = context.size(8192, 64)
     a, b = (torch.randn(size, size, device=context.device).to(context.dtype) for _ in "ab")
-    rates = [2 * size**3 / taken_s / 1e12 for taken_s in seconds([lambda: torch.mm(a, b)], context.device)]
-    context.tell(flops=median(rates) * 1e12)
+    rates = [2 * size**3 / time_s / 1e12 for time_s in seconds([lambda: torch.mm(a, b)], context.device)]
+    context.add_facts(flops=median(rates) * 1e12)
     context.emit(Row(name="matmul bf16 8192³", value=median(rates), samples=rates))
 
 
@@ -122,8 +122,8 @@ def _matmul_fp8(context: Context) -> None:
             return a.float() @ b.float().T
         return torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=out_dtype, use_fast_accum=True)
 
-    rates = [2 * size**3 / taken_s / 1e12 for taken_s in seconds([multiply], context.device)]
-    context.tell(flops_fp8=median(rates) * 1e12)
+    rates = [2 * size**3 / time_s / 1e12 for time_s in seconds([multiply], context.device)]
+    context.add_facts(flops_fp8=median(rates) * 1e12)
     context.emit(Row(name="matmul fp8 8192³", value=median(rates), samples=rates))
 
 
@@ -131,7 +131,7 @@ def _gap(context: Context) -> None:
     place = torch.zeros(1, dtype=torch.int32, device=context.device)
     calls = [lambda: nothing_kernel[(1,)](place)] * context.size(NUM_EMPTY, 3)
     started_s = time.perf_counter()
-    gaps = [1e6 * taken_s for taken_s in seconds(calls, context.device)]
-    context.tell(gap_s=median(gaps) / 1e6)
+    gaps = [1e6 * time_s for time_s in seconds(calls, context.device)]
+    context.add_facts(gap_s=median(gaps) / 1e6)
     note = f"an empty kernel's own time included; took {time.perf_counter() - started_s:.1f} s"
     context.emit(Row(name="graph gap per kernel", value=median(gaps), samples=gaps, note=note))

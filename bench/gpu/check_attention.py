@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.errors import Three, Two, compare, invariant
-from bench.gpu.inputs import FP8, Pages, angles, gathered, make_pages, normal, queries
+from bench.gpu.errors import ResultPair, ResultTriple, check_errors, check_invariant
+from bench.gpu.inputs import FP8, Pages, gather_kv, make_pages, make_queries, normal, rope_angles
 from kernels.attention_rows import AttentionShape
 from kernels.cpu.rope_and_cache import rope_and_cache as torch_rope
 from kernels.reference.attention import paged_decode as exact_decode
@@ -22,7 +22,7 @@ from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.rotated_decode import rotated_decode
 
-Case = tuple[str, Callable[[], Three]]
+Case = tuple[str, Callable[[], ResultTriple]]
 
 
 def check(context: Context) -> None:
@@ -30,34 +30,38 @@ def check(context: Context) -> None:
     small, lengths = context.rehearsal, _lengths(context)
     llama, slim, gemma, groups = _shapes(context)
     shapes = [llama, *groups, *(() if small else (replace(llama, block_size=32), replace(llama, block_size=64)))]
-    compare(context, "paged decode", [_decode(context, shape, lengths) for shape in shapes] + _long(context, llama))
-    compare(context, "paged decode, head size 64", [_decode(context, slim, lengths)])
-    compare(context, "paged decode, window and soft-cap", [_decode(context, gemma, lengths)])
-    compare(
+    check_errors(context, "paged decode", [_decode(context, shape, lengths) for shape in shapes] + _long(context, llama))
+    check_errors(context, "paged decode, head size 64", [_decode(context, slim, lengths)])
+    check_errors(context, "paged decode, window and soft-cap", [_decode(context, gemma, lengths)])
+    check_errors(
         context,
         "paged decode with rotation",
         [_rotated(context, shape, list(filter(None, lengths))) for shape in (llama, slim, gemma)],
     )
     alone = [9] if small else [1, 65, 1023, 4095]
     cases = [_rotated(context, shape, [length]) for shape in (llama, slim, gemma) for length in alone]
-    compare(context, "paged decode with rotation, one request", cases)
+    check_errors(context, "paged decode with rotation, one request", cases)
     shapes = [llama] if small else [llama, slim, gemma]
-    invariant(context, "paged decode", [(_name(shape), partial(_alone, context, shape, lengths)) for shape in shapes])
+    check_invariant(
+        context, "paged decode", [(_name(shape), partial(_alone_and_batched, context, shape, lengths)) for shape in shapes]
+    )
 
 
 def check_prefill(context: Context) -> None:
     """Check prefills, and decodes over an fp8 cache: the other half of the attention variants."""
     small = context.rehearsal
     llama, slim, gemma, groups = _shapes(context)
-    over_fp8 = [llama] if small else [llama, slim, gemma, groups[0], groups[-1]]
-    compare(context, "paged decode, fp8 KV", [_decode(context, shape, _lengths(context), fp8=True) for shape in over_fp8])
+    fp8_shapes = [llama] if small else [llama, slim, gemma, groups[0], groups[-1]]
+    check_errors(
+        context, "paged decode, fp8 KV", [_decode(context, shape, _lengths(context), fp8=True) for shape in fp8_shapes]
+    )
     chunks = [(9, 9), (5, 20)] if small else [(100, 100), (37, 300), (1, 16)]
     long = [] if small else [_prefill(context, llama, [(129, 8192)], label="129 tokens of 8k")]
-    compare(context, "paged prefill", [_prefill(context, shape, chunks) for shape in (llama, slim, *groups[-1:])] + long)
-    compare(context, "paged prefill, window and soft-cap", [_prefill(context, gemma, chunks)])
-    over_fp8 = [llama] if small else [llama, gemma]
-    compare(context, "paged prefill, fp8 KV", [_prefill(context, shape, chunks, fp8=True) for shape in over_fp8])
-    compare(context, "paged prefill, small chunks", [_prefill(context, llama, [(3, 17), (2, 2), (1, 33)])])
+    check_errors(context, "paged prefill", [_prefill(context, shape, chunks) for shape in (llama, slim, *groups[-1:])] + long)
+    check_errors(context, "paged prefill, window and soft-cap", [_prefill(context, gemma, chunks)])
+    fp8_shapes = [llama] if small else [llama, gemma]
+    check_errors(context, "paged prefill, fp8 KV", [_prefill(context, shape, chunks, fp8=True) for shape in fp8_shapes])
+    check_errors(context, "paged prefill, small chunks", [_prefill(context, llama, [(3, 17), (2, 2), (1, 33)])])
 
 
 def _lengths(context: Context) -> list[int]:
@@ -82,14 +86,14 @@ def _long(context: Context, shape: AttentionShape) -> list[Case]:
 
 
 def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8: bool = False, label: str = "") -> Case:
-    def make() -> Three:
+    def make() -> ResultTriple:
         pages = make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
         scales = torch.tensor([0.5, 2.0], device=context.device) if fp8 else None
-        q = queries(pages, len(lengths), context.dtype)
-        given = (pages.cache, pages.tables, pages.context_lens, shape)
-        ours = paged_decode(q, *given, kv_scales=scales)
-        exact = exact_decode(q.double(), *given, kv_scales=scales)
-        theirs = torch.stack([_torch(q[row : row + 1], pages, row, scales)[0] for row in range(len(lengths))])
+        q = make_queries(pages, len(lengths), context.dtype)
+        args = (pages.cache, pages.tables, pages.context_lens, shape)
+        ours = paged_decode(q, *args, kv_scales=scales)
+        exact = exact_decode(q.double(), *args, kv_scales=scales)
+        theirs = torch.stack([_torch_attention(q[row : row + 1], pages, row, scales)[0] for row in range(len(lengths))])
         return ours, exact, theirs
 
     return label or _name(shape), make
@@ -98,11 +102,11 @@ def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8:
 def _rotated(context: Context, shape: AttentionShape, lengths: list[int]) -> Case:
     """Decode with QK-norm and rotation, compared with torch's separate operations, which round queries and keys in between."""
 
-    def make() -> Three:
+    def make() -> ResultTriple:
         device, dtype, size = context.device, context.dtype, shape.head_dim
         pages = make_pages(lengths, shape, dtype=dtype, device=device)
         qkv = normal(len(lengths), shape.num_heads + 2 * shape.num_kv_heads, size, dtype=dtype, device=device)
-        cos, sin = angles(len(lengths), size, dtype, device)
+        cos, sin = rope_angles(len(lengths), size, dtype, device)
         newest = pages.context_lens.long() - 1
         blocks = pages.tables.gather(1, (newest // shape.block_size)[:, None])[:, 0].long()
         slots = blocks * shape.block_size + newest % shape.block_size
@@ -111,31 +115,31 @@ def _rotated(context: Context, shape: AttentionShape, lengths: list[int]) -> Cas
             "k_weight": normal(size, dtype=dtype, device=device),
         }
 
-        def apart(rotate: Callable[..., None], kind: torch.dtype) -> tuple[torch.Tensor, Pages]:
-            turned, cache = qkv.to(kind, copy=True), pages.cache.to(kind, copy=True)
+        def separate(rotate: Callable[..., None], kind: torch.dtype) -> tuple[torch.Tensor, Pages]:
+            rotated, cache = qkv.to(kind, copy=True), pages.cache.to(kind, copy=True)
             weights = {name: weight.to(kind) for name, weight in norms.items()}
             rotate(
-                turned, cos.to(kind), sin.to(kind), cache, slots,
+                rotated, cos.to(kind), sin.to(kind), cache, slots,
                 num_kv_heads=shape.num_kv_heads, rotary_dim=size, eps=1e-6, **weights,
             )  # fmt: skip
-            return turned[:, : shape.num_heads], replace(pages, cache=cache)
+            return rotated[:, : shape.num_heads], replace(pages, cache=cache)
 
-        q, held = apart(exact_rope, torch.float64)
-        exact = exact_decode(q, held.cache, held.tables, held.context_lens, shape)
-        q, held = apart(torch_rope, dtype)
-        theirs = torch.stack([_torch(q[row : row + 1], held, row, None)[0] for row in range(len(lengths))])
-        given = (qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape)
-        return rotated_decode(*given, rotary_dim=size, eps=1e-6, **norms), exact, theirs
+        q, rotated_pages = separate(exact_rope, torch.float64)
+        exact = exact_decode(q, rotated_pages.cache, rotated_pages.tables, rotated_pages.context_lens, shape)
+        q, rotated_pages = separate(torch_rope, dtype)
+        theirs = torch.stack([_torch_attention(q[row : row + 1], rotated_pages, row, None)[0] for row in range(len(lengths))])
+        args = (qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape)
+        return rotated_decode(*args, rotary_dim=size, eps=1e-6, **norms), exact, theirs
 
     return _name(shape), make
 
 
-def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | None) -> torch.Tensor:
+def _torch_attention(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | None) -> torch.Tensor:
     """q: [T, H, D], a request's newest queries → [T, H, D] in q's dtype: torch's attention, or products and a softmax."""
     shape = pages.shape
     if not pages.lengths[request]:
         return torch.zeros_like(q)
-    keys, values = (each.to(q.dtype) for each in gathered(pages, request))
+    keys, values = (each.to(q.dtype) for each in gather_kv(pages, request))
     if scales is not None:
         keys, values = keys * scales[0].to(q.dtype), values * scales[1].to(q.dtype)
     length, count = pages.lengths[request], q.shape[0]
@@ -146,14 +150,14 @@ def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | N
         return attend(wide, keys, values, is_causal=count > 1, enable_gqa=True)[0].transpose(0, 1)
     position = torch.arange(length - count, length, device=q.device)[:, None]
     token = torch.arange(length, device=q.device)[None, :]
-    seen = token <= position
+    visible = token <= position
     if shape.sliding_window is not None:
-        seen &= token > position - shape.sliding_window
+        visible &= token > position - shape.sliding_window
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = (wide @ keys.transpose(-1, -2)) * shape.head_dim**-0.5
     if shape.softcap is not None:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
-    return (torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1) @ values)[0].transpose(0, 1)
+    return (torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ values)[0].transpose(0, 1)
 
 
 def _prefill(
@@ -161,26 +165,26 @@ def _prefill(
 ) -> Case:
     """chunks: (number of queries, number of tokens of the request) for each"""
 
-    def make() -> Three:
+    def make() -> ResultTriple:
         lengths = [length for _, length in chunks]
         pages = make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
         scales = torch.tensor([0.5, 2.0], device=context.device) if fp8 else None
         counts = [count for count, _ in chunks]
         starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
-        q = queries(pages, starts[-1], context.dtype)
-        at = torch.tensor(starts, dtype=torch.int32, device=context.device)
-        given = (pages.cache, pages.tables, at, pages.context_lens, shape)
-        ours = paged_prefill(q, *given, max_query_len=max(counts), kv_scales=scales)
-        exact = exact_prefill(q.double(), *given, max_query_len=max(counts), kv_scales=scales)
-        theirs = [_torch(q[starts[row] : starts[row + 1]], pages, row, scales) for row in range(len(chunks))]
+        q = make_queries(pages, starts[-1], context.dtype)
+        query_starts = torch.tensor(starts, dtype=torch.int32, device=context.device)
+        args = (pages.cache, pages.tables, query_starts, pages.context_lens, shape)
+        ours = paged_prefill(q, *args, max_query_len=max(counts), kv_scales=scales)
+        exact = exact_prefill(q.double(), *args, max_query_len=max(counts), kv_scales=scales)
+        theirs = [_torch_attention(q[starts[row] : starts[row + 1]], pages, row, scales) for row in range(len(chunks))]
         return ours, exact, torch.cat(theirs)
 
     return label or _name(shape), make
 
 
-def _alone(context: Context, shape: AttentionShape, lengths: list[int]) -> Two:
+def _alone_and_batched(context: Context, shape: AttentionShape, lengths: list[int]) -> ResultPair:
     pages = make_pages(lengths, shape, dtype=context.dtype, device=context.device)
-    q = queries(pages, len(lengths), context.dtype)
+    q = make_queries(pages, len(lengths), context.dtype)
     together = paged_decode(q, pages.cache, pages.tables, pages.context_lens, shape)
     rows = [slice(row, row + 1) for row in range(len(lengths))]
     alone = [paged_decode(q[row], pages.cache, pages.tables[row], pages.context_lens[row], shape) for row in rows]

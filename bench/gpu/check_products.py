@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.errors import Cases, Three, Two, compare, invariant
-from bench.gpu.inputs import PRODUCTS, coded, normal
+from bench.gpu.errors import Cases, ResultPair, ResultTriple, check_errors, check_invariant
+from bench.gpu.inputs import PRODUCTS, normal, pack_weight
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import experts as exact_experts
 from kernels.reference import fused_linear as exact_fused
@@ -34,33 +34,33 @@ SUBNORMAL_DEVIATION = 2.0**-7
 
 def check(context: Context) -> None:
     """Check products in 16 and 8 bits."""
-    of_int8, of_fp8 = partial(_coded, kind="int8"), partial(_coded, kind="fp8")
+    of_int8, of_fp8 = partial(_quantised, kind="int8"), partial(_quantised, kind="fp8")
     for name, make in (("bf16", _plain), ("int8", of_int8), ("fp8 weights", of_fp8), ("fp8 rows", _fp8_rows)):
-        compare(context, f"product {name}", _cases(context, make))
-    alone = [(str(shape), partial(_alone, context, *shape, four_bits=False)) for shape in _shapes(context)]
-    invariant(context, "product bf16", alone)
+        check_errors(context, f"product {name}", _cases(context, make))
+    alone = [(str(shape), partial(_alone_and_batched, context, *shape, four_bits=False)) for shape in _shapes(context)]
+    check_invariant(context, "product bf16", alone)
 
 
 def check_fused(context: Context) -> None:
     """Check products in 4 bits, whose decoded weights are kept for later cases, fused products and experts."""
-    compare(context, "product int4", _cases(context, _int4))
-    few = [count for count in _rows(context) if count <= 16]
+    check_errors(context, "product int4", _cases(context, _int4))
+    row_counts = [count for count in _rows(context) if count <= 16]
 
-    def fused(make: Callable[[Context, int, Tail], Three]) -> list[tuple[str, Callable[[], Three]]]:
+    def fused(make: Callable[[Context, int, Tail], ResultTriple]) -> list[tuple[str, Callable[[], ResultTriple]]]:
         """One row takes all four products of a layer: it has its own kernels, and 8- and 4-bit models are timed with it."""
-        found = [(f"{m} rows", partial(make, context, m, _out_and_gates(context))) for m in few]
+        found = [(f"{m} rows", partial(make, context, m, _out_and_gates(context))) for m in row_counts]
         return [*found, ("1 row, down and query-key-value", partial(make, context, 1, _down_and_first(context)))]
 
-    compare(context, "product + residual + norm", fused(_fused))
+    check_errors(context, "product + residual + norm", fused(_fused))
     subnormal = ("1 row, all weights subnormal", partial(_fused_subnormal, context, _out_and_gates(context)))
-    compare(context, "product fp8 + residual + norm", [*fused(_fused_fp8), subnormal])
-    compare(context, "product int8 + residual + norm", fused(_fused_int8))
+    check_errors(context, "product fp8 + residual + norm", [*fused(_fused_fp8), subnormal])
+    check_errors(context, "product int8 + residual + norm", fused(_fused_int8))
     above = ("1 row, most of it above 0", partial(_fused_int4, context, 1, _out_and_gates(context), mean=1.0))
-    compare(context, "product int4 + residual + norm", [*fused(_fused_int4), above])
+    check_errors(context, "product int4 + residual + norm", [*fused(_fused_int4), above])
     tokens = [3] if context.rehearsal else [1, 9, 64]
-    compare(context, "experts", [(f"{m} tokens", partial(_experts, context, m)) for m in tokens])
-    alone = [(str(shape), partial(_alone, context, *shape, four_bits=True)) for shape in _shapes(context)]
-    invariant(context, "product int4", alone)
+    check_errors(context, "experts", [(f"{m} tokens", partial(_experts, context, m)) for m in tokens])
+    alone = [(str(shape), partial(_alone_and_batched, context, *shape, four_bits=True)) for shape in _shapes(context)]
+    check_invariant(context, "product int4", alone)
 
 
 def _shapes(context: Context) -> list[tuple[int, int]]:
@@ -71,12 +71,12 @@ def _rows(context: Context) -> list[int]:
     return [1, 3] if context.rehearsal else [1, 7, 16, 17, 64, 200]
 
 
-def _cases(context: Context, make: Callable[[Context, int, int, int], Three]) -> Cases[Three]:
+def _cases(context: Context, make: Callable[[Context, int, int, int], ResultTriple]) -> Cases[ResultTriple]:
     shapes = _shapes(context)
     return [(f"{m} × {n} × {k}", partial(make, context, m, n, k)) for n, k in shapes for m in _rows(context)]
 
 
-def _pair(context: Context, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(context: Context, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = normal(m, k, dtype=context.dtype, device=context.device)
     return x, normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5)
 
@@ -85,31 +85,31 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.double() @ weight.double().T
 
 
-def _plain(context: Context, m: int, n: int, k: int) -> Three:
-    x, weight = _pair(context, m, n, k)
+def _plain(context: Context, m: int, n: int, k: int) -> ResultTriple:
+    x, weight = _operands(context, m, n, k)
     return linear(x, weight), _product(x, weight), functional.linear(x, weight)
 
 
-def _coded(context: Context, m: int, n: int, k: int, *, kind: str) -> Three:
-    x, weight = _pair(context, m, n, k)
-    packed = coded(kind, weight)
+def _quantised(context: Context, m: int, n: int, k: int, *, kind: str) -> ResultTriple:
+    x, weight = _operands(context, m, n, k)
+    packed = pack_weight(kind, weight)
     assert not isinstance(packed, torch.Tensor), f"{kind} is no code"
     decoded = exact.dequantise(packed)
     return PRODUCTS[kind](x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
 
 
-def _fp8_rows(context: Context, m: int, n: int, k: int) -> Three:
-    x, weight = _pair(context, m, n, k)
+def _fp8_rows(context: Context, m: int, n: int, k: int) -> ResultTriple:
+    x, weight = _operands(context, m, n, k)
     packed = pack_fp8(weight)
     values, scales = quantize_rows_fp8(x)
     ours = linear_fp8(values, packed, x_scales=scales, out_dtype=context.dtype)
     decoded = exact.dequantise(packed)
-    wide = values.float() * scales
-    return ours, _product(wide, decoded), functional.linear(wide.to(x.dtype), decoded.to(x.dtype))
+    dequantised = values.float() * scales
+    return ours, _product(dequantised, decoded), functional.linear(dequantised.to(x.dtype), decoded.to(x.dtype))
 
 
-def _int4(context: Context, m: int, n: int, k: int) -> Three:
-    x, _ = _pair(context, m, n, k)
+def _int4(context: Context, m: int, n: int, k: int) -> ResultTriple:
+    x, _ = _operands(context, m, n, k)
     packed, decoded = _int4_weight(context.dtype, context.device, n, k)
     return linear_int4(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
 
@@ -144,19 +144,19 @@ def _down_and_first(context: Context) -> Tail:
     return Tail(32, 80, 56, False) if context.rehearsal else Tail(4096, 14336, 6144, False)
 
 
-def _fused(context: Context, m: int, tail: Tail) -> Three:
+def _fused(context: Context, m: int, tail: Tail) -> ResultTriple:
     """A product added to the stream, its norm, and the next product."""
     weights = _plain_weights(context, tail)
     return _layer_tail(context, m, tail, weights, (weights[0].float(), weights[1].float()))
 
 
-def _fused_fp8(context: Context, m: int, tail: Tail) -> Three:
+def _fused_fp8(context: Context, m: int, tail: Tail) -> ResultTriple:
     """The first weight has a scale for each row, the second a single scale."""
     first, second = _plain_weights(context, tail)
-    return _fused_coded(context, m, tail, (pack_fp8(first), pack_fp8(second, per_row=False)))
+    return _fused_quantised(context, m, tail, (pack_fp8(first), pack_fp8(second, per_row=False)))
 
 
-def _fused_subnormal(context: Context, tail: Tail) -> Three:
+def _fused_subnormal(context: Context, tail: Tail) -> ResultTriple:
     """Weights that are all e4m3 numbers below 2^-6, which are subnormal as operands of bfloat16 too. With other weights a card
     whose matrix instructions flush them to zero would pass: among normally distributed weights about one in a thousand is
     subnormal, and those are the smallest."""
@@ -167,17 +167,17 @@ def _fused_subnormal(context: Context, tail: Tail) -> Three:
         scale = 2.0 ** round(math.log2(columns**-0.5 / SUBNORMAL_DEVIATION))
         return Fp8Weight(codes.view(torch.float8_e4m3fn), torch.full((rows,), scale, device=context.device))
 
-    return _fused_coded(context, 1, tail, tail.weights(weight))
+    return _fused_quantised(context, 1, tail, tail.weights(weight))
 
 
-def _fused_int8(context: Context, m: int, tail: Tail) -> Three:
+def _fused_int8(context: Context, m: int, tail: Tail) -> ResultTriple:
     first, second = _plain_weights(context, tail)
-    return _fused_coded(context, m, tail, (pack_int8(first), pack_int8(second)))
+    return _fused_quantised(context, m, tail, (pack_int8(first), pack_int8(second)))
 
 
-def _fused_coded(
+def _fused_quantised(
     context: Context, m: int, tail: Tail, weights: tuple[Int8Weight, Int8Weight] | tuple[Fp8Weight, Fp8Weight]
-) -> Three:
+) -> ResultTriple:
     return _layer_tail(context, m, tail, weights, (exact.dequantise(weights[0]), exact.dequantise(weights[1])))
 
 
@@ -188,7 +188,7 @@ def _plain_weights(context: Context, tail: Tail) -> tuple[torch.Tensor, torch.Te
     return tail.weights(weight)
 
 
-def _fused_int4(context: Context, m: int, tail: Tail, *, mean: float = 0.0) -> Three:
+def _fused_int4(context: Context, m: int, tail: Tail, *, mean: float = 0.0) -> ResultTriple:
     (first, exact_first), (second, exact_second) = tail.weights(partial(_int4_weight, context.dtype, context.device))
     return _layer_tail(context, m, tail, (first, second), (exact_first, exact_second), mean=mean)
 
@@ -201,7 +201,7 @@ def _layer_tail(
     exact_weights: tuple[torch.Tensor, torch.Tensor],
     *,
     mean: float = 0.0,
-) -> Three:
+) -> ResultTriple:
     """The result with `weights` as served, the one with `exact_weights` in float32, and torch's in the dtype of the rows.
     mean: mean of the rows that are multiplied first."""
     dtype, device = context.dtype, context.device
@@ -211,38 +211,38 @@ def _layer_tail(
     stream = linear_add(x, weights[0], residual, norm_weight)
     ours = [stream.total, normed_linear(stream, weights[1], EPS, gate=gate)]
     true = exact_fused.linear_add(x.float(), exact_weights[0], residual.float(), norm_weight)
-    wide = [true.total, exact_fused.normed_linear(true, exact_weights[1], EPS, gate=gate)]
+    exact_outputs = [true.total, exact_fused.normed_linear(true, exact_weights[1], EPS, gate=gate)]
     first, second = (weight.to(dtype) for weight in exact_weights)
     total = residual + functional.linear(x, first)
     product = functional.linear(functional.rms_norm(total, (tail.width,), norm_weight, EPS), second)
     if tail.is_gated:
         gates, up = product.chunk(2, dim=1)
         product = functional.silu(gates) * up
-    return ours, wide, [total, product]
+    return ours, exact_outputs, [total, product]
 
 
-def _experts(context: Context, m: int) -> Three:
-    hidden, inner, count, chosen = (32, 24, 4, 2) if context.rehearsal else (2048, 768, 128, 8)
+def _experts(context: Context, m: int) -> ResultTriple:
+    hidden, inner, count, top_k = (32, 24, 4, 2) if context.rehearsal else (2048, 768, 128, 8)
     dtype, device = context.dtype, context.device
     x = normal(m, hidden, dtype=dtype, device=device)
     gate_up = normal(count, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
     down = normal(count, hidden, inner, dtype=dtype, device=device, scale=inner**-0.5)
-    likely, ids = torch.topk(torch.rand(m, count, device=device).softmax(-1), chosen)
-    weights = (likely / likely.sum(-1, keepdim=True)).to(dtype)
+    top_probs, ids = torch.topk(torch.rand(m, count, device=device).softmax(-1), top_k)
+    weights = (top_probs / top_probs.sum(-1, keepdim=True)).to(dtype)
     exact = exact_experts.mix_gated_experts(x.float(), weights.float(), ids, gate_up.float(), down.float())
     theirs = torch.zeros(m, hidden, dtype=dtype, device=device)
-    for place in range(chosen):
-        both = torch.einsum("tik,tk->ti", gate_up[ids[:, place]], x)
-        gated = functional.silu(both[:, :inner]) * both[:, inner:]
-        theirs += torch.einsum("tki,ti->tk", down[ids[:, place]], gated) * weights[:, place, None]
+    for rank in range(top_k):
+        gate_up_out = torch.einsum("tik,tk->ti", gate_up[ids[:, rank]], x)
+        gated = functional.silu(gate_up_out[:, :inner]) * gate_up_out[:, inner:]
+        theirs += torch.einsum("tki,ti->tk", down[ids[:, rank]], gated) * weights[:, rank, None]
     mix = bind_experts(list(gate_up), list(down), "silu")
     assert mix is not None, "matrices of one kind"
     return mix(x, weights, ids), exact, theirs
 
 
-def _alone(context: Context, n: int, k: int, *, four_bits: bool) -> Two:
+def _alone_and_batched(context: Context, n: int, k: int, *, four_bits: bool) -> ResultPair:
     """Each row of a full tile of 16 computed by itself, and the rows computed together."""
-    x, weight = _pair(context, 4 if context.rehearsal else 16, n, k)
+    x, weight = _operands(context, 4 if context.rehearsal else 16, n, k)
     packed = pack_int4(weight, 128) if four_bits else None
 
     def multiply(rows: torch.Tensor) -> torch.Tensor:

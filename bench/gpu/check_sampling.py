@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.errors import Three, Two, compare, equal, invariant
-from bench.gpu.inputs import coded, normal
+from bench.gpu.errors import ResultPair, ResultTriple, check_equal, check_errors, check_invariant
+from bench.gpu.inputs import normal, pack_weight
 from kernels.quantised_weights import Int8Weight
 from kernels.reference import sampling as exact
 from kernels.sampling_columns import SamplingColumns
@@ -31,18 +31,26 @@ FILTERS: tuple[dict[str, float], ...] = (
 
 def check(context: Context) -> None:
     vocab = context.size(128_256, 700)
-    equal(context, "sampler, greedy", [("rows", lambda: _drawn(context, vocab, [{"temperature": 0.0}] * 4))])
-    equal(context, "sampler, top-k top-p min-p", [("filters", lambda: _drawn(context, vocab, FILTERS))])
-    equal(context, "sampler, penalties and bitmask", [("rules", lambda: _drawn(context, vocab, FILTERS[:3], rules=True))])
-    invariant(context, "sampler", [("filters", lambda: _alone(context, vocab))])
-    equal(context, "grammar bitmask", [("rows", lambda: _masked(context))])
-    compare(context, "log-probabilities", [("rows", lambda: _scored(context))])
-    equal(context, "rejection sampling", [("drafts", lambda: _rejected(context))])
-    equal(context, "fused head + argmax", [("rows", lambda: _head(context)), ("product", lambda: _twice(context, "bf16"))])
-    equal(context, "fused head in 8 bits + argmax", [("product", lambda: _twice(context, "int8"))])
+    check_equal(context, "sampler, greedy", [("rows", lambda: _sampled(context, vocab, [{"temperature": 0.0}] * 4))])
+    check_equal(context, "sampler, top-k top-p min-p", [("filters", lambda: _sampled(context, vocab, FILTERS))])
+    check_equal(
+        context, "sampler, penalties and bitmask", [("rules", lambda: _sampled(context, vocab, FILTERS[:3], rules=True))]
+    )
+    check_invariant(context, "sampler", [("filters", lambda: _alone_and_batched(context, vocab))])
+    check_equal(context, "grammar bitmask", [("rows", lambda: _bitmask(context))])
+    check_errors(context, "log-probabilities", [("rows", lambda: _logprobs(context))])
+    check_equal(context, "rejection sampling", [("drafts", lambda: _rejection(context))])
+    check_equal(
+        context,
+        "fused head + argmax",
+        [("rows", lambda: _head(context)), ("product", lambda: _head_and_product(context, "bf16"))],
+    )
+    check_equal(context, "fused head in 8 bits + argmax", [("product", lambda: _head_and_product(context, "int8"))])
 
 
-def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.device, num_rules: int = 1) -> SamplingColumns:
+def sampling_columns(
+    settings: Sequence[dict[str, float]], vocab: int, device: torch.device, num_rules: int = 1
+) -> SamplingColumns:
     """Sampling columns with one slot for each of `settings`."""
     columns = SamplingColumns.empty(len(settings), vocab, num_rules, device)
     for slot, each in enumerate(settings):
@@ -56,24 +64,24 @@ def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.d
     return columns
 
 
-def both(module: str, name: str) -> tuple[Launcher, Launcher]:
+def triton_and_reference(module: str, name: str) -> tuple[Launcher, Launcher]:
     """A Triton launcher and its reference, imported per row, so that a missing one costs no other row."""
     triton, reference = (importlib.import_module(f"kernels.{kind}.{module}") for kind in ("triton", "reference"))
     return getattr(triton, name), getattr(reference, name)
 
 
-def _given(
+def _inputs(
     context: Context, vocab: int, settings: Sequence[dict[str, float]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingColumns]:
     count = len(settings)
     logits = normal(count, vocab, dtype=torch.float32, device=context.device, scale=3.0)
     slots = torch.arange(count, dtype=torch.int32, device=context.device)
     positions = 7 * torch.arange(count, device=context.device)
-    return logits, slots, positions, columns_of(settings, vocab, context.device)
+    return logits, slots, positions, sampling_columns(settings, vocab, context.device)
 
 
-def _drawn(context: Context, vocab: int, settings: Sequence[dict[str, float]], *, rules: bool = False) -> Two:
-    logits, slots, positions, columns = _given(context, vocab, settings)
+def _sampled(context: Context, vocab: int, settings: Sequence[dict[str, float]], *, rules: bool = False) -> ResultPair:
+    logits, slots, positions, columns = _inputs(context, vocab, settings)
     masks = None
     if rules:
         columns.rules.fill_(0)
@@ -88,20 +96,20 @@ def _drawn(context: Context, vocab: int, settings: Sequence[dict[str, float]], *
     return ours, exact.sample(logits, slots, positions, columns, masks=masks).to(ours.device)
 
 
-def _alone(context: Context, vocab: int) -> Two:
+def _alone_and_batched(context: Context, vocab: int) -> ResultPair:
     settings = FILTERS[:5]
-    logits, slots, positions, columns = _given(context, vocab, settings)
+    logits, slots, positions, columns = _inputs(context, vocab, settings)
     rows = [slice(row, row + 1) for row in range(len(settings))]
     alone = [sample(logits[row], slots[row], positions[row], columns) for row in rows]
     return torch.cat(alone), sample(logits, slots, positions, columns)
 
 
-def _rejected(context: Context) -> Two:
-    ours, exact_rejection = both("drafts", "reject_drafts")
+def _rejection(context: Context) -> ResultPair:
+    ours, exact_rejection = triton_and_reference("drafts", "reject_drafts")
     requests, guesses, vocab, device = 6, 3, context.size(32_000, 300), context.device
     target = torch.randn(requests, guesses + 1, vocab, device=device).mul_(2).softmax(-1)
     draft = (target[:, :guesses].log() + 0.3 * torch.randn(requests, guesses, vocab, device=device)).softmax(-1).contiguous()
-    given = (
+    inputs = (
         target,
         draft,
         torch.multinomial(draft.flatten(0, 1), 1).view(requests, guesses),
@@ -109,11 +117,11 @@ def _rejected(context: Context) -> Two:
         torch.arange(1, requests + 1, device=device) * STREAM,
         11 * torch.arange(requests, device=device),
     )
-    return ours(*given), exact_rejection(*given)
+    return ours(*inputs), exact_rejection(*inputs)
 
 
-def _masked(context: Context) -> Two:
-    ours, exact_bitmask = both("bitmask", "apply_bitmask")
+def _bitmask(context: Context) -> ResultPair:
+    ours, exact_bitmask = triton_and_reference("bitmask", "apply_bitmask")
     rows, vocab = 4, 4099 if not context.rehearsal else 259
     logits = normal(rows, vocab, dtype=context.dtype, device=context.device)
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32))).to(torch.int32).to(context.device)
@@ -124,10 +132,10 @@ def _masked(context: Context) -> Two:
     return logits, expected.to(logits.device)
 
 
-def _scored(context: Context) -> Three:
+def _logprobs(context: Context) -> ResultTriple:
     """Log-probabilities of so many tokens that the largest error of either side is what its arithmetic allows: with only a few,
     torch is twice as exact by chance in one run of twenty."""
-    ours, _ = both("logprobs", "token_logprobs")
+    ours, _ = triton_and_reference("logprobs", "token_logprobs")
     rows, vocab = context.size(16, 5), context.size(128_256, 700)
     logits = normal(rows, vocab, dtype=torch.float32, device=context.device, scale=3.0)
     ids = torch.randint(0, vocab, (rows, 32), device=context.device)
@@ -135,12 +143,12 @@ def _scored(context: Context) -> Three:
     return ours(logits, ids)[0], wide, logits.log_softmax(-1).gather(1, ids)
 
 
-def _twice(context: Context, kind: str) -> Two:
+def _head_and_product(context: Context, kind: str) -> ResultPair:
     """The fused head, and the plain product of the same rows as in the plain runner: ties included."""
-    ours, _ = both("greedy_head", "greedy_head")
+    ours, _ = triton_and_reference("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
     hidden = normal(16, width, dtype=context.dtype, device=context.device)
-    weight = coded(kind, normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5))
+    weight = pack_weight(kind, normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5))
     tokens = ours(hidden, weight)
     if isinstance(weight, Int8Weight):
         logits = linear_int8(hidden, weight)
@@ -150,9 +158,9 @@ def _twice(context: Context, kind: str) -> Two:
     return tokens, logits.float().argmax(dim=1).to(tokens.dtype)
 
 
-def _head(context: Context) -> Two:
+def _head(context: Context) -> ResultPair:
     """Rows far from ties: the largest logit does not depend on the order of summation."""
-    ours, _ = both("greedy_head", "greedy_head")
+    ours, _ = triton_and_reference("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
     hidden = normal(5, width, dtype=context.dtype, device=context.device)
     weight = normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5)

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import Pages, angles, coded, make_pages, normal, queries
+from bench.gpu.inputs import Pages, make_pages, make_queries, normal, pack_weight, rope_angles
 from bench.gpu.layer import CHOSEN, LLAMA, TINY, emit_choice
 from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
@@ -46,7 +46,7 @@ from kernels.triton.rotated_decode import rotated_decode
 
 ROW_TILES = [GemvTiles(2, 2048), GemvTiles(2, 2048, 8), GemvTiles(4, 1024), GemvTiles(8, 512), GemvTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
-TURN = "100 tokens behind 32k: chosen splits over others"
+CHAT_TURN = "100 tokens behind 32k: chosen splits over others"
 
 
 def measure(context: Context) -> None:
@@ -58,7 +58,7 @@ def measure(context: Context) -> None:
         context.guard(name, partial(_decode, context, name, lengths))
         name = f"decode {len(lengths)} × 1k with its rotation: chosen launches over others"
         context.guard(name, partial(_rotation, context, name, lengths))
-    context.guard(TURN, lambda: _turn(context))
+    context.guard(CHAT_TURN, lambda: _chat_turn(context))
     head = "Llama-3.1-8B int4, head in 8 bits, batch 1"
     context.guard(head, lambda: head_in_8_bits(context, head))
     context.guard(PREFILL, lambda: _prefill(context))
@@ -71,7 +71,7 @@ def _products(context: Context, name: str, kind: str) -> None:
     sizes = {"qkv": (hidden * 3 // 2, hidden), "out": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
 
     def weight(rows: int, columns: int) -> Weight:
-        return coded(kind, normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
+        return pack_weight(kind, normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
 
     weights = {part: [weight(*size) for _ in range(layers)] for part, size in sizes.items()}
     norm_weight, residual = torch.ones(hidden, dtype=dtype, device=device), normal(1, hidden, dtype=dtype, device=device)
@@ -83,14 +83,16 @@ def _products(context: Context, name: str, kind: str) -> None:
         "gate_up": lambda each: normed_linear(stream, each, 1e-6, gate="silu"),
         "down": lambda each: linear_add(gated, each, residual, norm_weight),
     }
-    taken = {part: _times(context, part, sizes[part], weights[part], call) for part, call in calls.items()}
-    fastest = sum(min(times.values()) for times in taken.values())
-    row = Row(name=name, value=sum(times[CHOSEN] for times in taken.values()) / fastest)
-    row.facts = {"us": {part: {case: each * 1e6 for case, each in times.items()} for part, times in taken.items()}}
+    times_s = {part: _candidate_times(context, part, sizes[part], weights[part], call) for part, call in calls.items()}
+    fastest = sum(min(part_times_s.values()) for part_times_s in times_s.values())
+    row = Row(name=name, value=sum(part_times_s[CHOSEN] for part_times_s in times_s.values()) / fastest)
+    row.facts = {
+        "us": {part: {case: each * 1e6 for case, each in part_times_s.items()} for part, part_times_s in times_s.items()}
+    }
     context.emit(row)
 
 
-def _times(
+def _candidate_times(
     context: Context, part: str, size: tuple[int, int], weights: list[Weight], call: Callable[[Weight], object]
 ) -> dict[str, float]:
     """Seconds of a product of one row with the chosen tiles, and with other candidates."""
@@ -98,12 +100,12 @@ def _times(
     outputs, x = size[0] // 2 if is_gated else size[0], torch.empty(1, size[1], dtype=context.dtype, device=context.device)
     chosen = fused_linear.choose_tiles(x, weights[0], outputs, gated=is_gated, has_squares_out=has_squares_out)
     calls: list[Call] = [partial(call, weight) for weight in weights]
-    taken = {CHOSEN: median(seconds(calls, context.device))}
-    for words, tiles in _candidates(context, weights[0], outputs, gated=is_gated).items():
+    times_s = {CHOSEN: median(seconds(calls, context.device))}
+    for label, tiles in _candidates(context, weights[0], outputs, gated=is_gated).items():
         if tiles != chosen:
             with mock.patch.object(fused_linear, "choose_tiles", mock.Mock(return_value=tiles)):
-                taken[words] = median(seconds(calls, context.device, samples=3))
-    return taken
+                times_s[label] = median(seconds(calls, context.device, samples=3))
+    return times_s
 
 
 def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) -> dict[str, AnyTiles]:
@@ -123,8 +125,8 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
     shape, device = (TINY if context.rehearsal else LLAMA), context.device
     lengths = [20, 5] if context.rehearsal else lengths
     copies = context.size(2 if len(lengths) > 1 else 32, 1)
-    held = [make_pages(lengths, shape, dtype=context.dtype, device=device) for _ in range(copies)]
-    q = queries(held[0], len(lengths), context.dtype)
+    caches = [make_pages(lengths, shape, dtype=context.dtype, device=device) for _ in range(copies)]
+    q = make_queries(caches[0], len(lengths), context.dtype)
     chosen = attention_splits.shape_tiling(shape, context.dtype, 1, device)
     cases = {
         CHOSEN: chosen,
@@ -133,20 +135,21 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
         "one program less": replace(chosen, programs=chosen.programs - 1),
     }
 
-    def times(tiling: DecodeTiling) -> float:
-        fixed = mock.Mock(return_value=tiling)
+    def median_s(tiling: DecodeTiling) -> float:
+        fixed_tiling = mock.Mock(return_value=tiling)
         with ExitStack() as stack:
             for module in (attention_splits, attention_decode):
-                stack.enter_context(mock.patch.object(module, "shape_tiling", fixed))
-            width = held[0].tables.shape[1]
+                stack.enter_context(mock.patch.object(module, "shape_tiling", fixed_tiling))
+            width = caches[0].tables.shape[1]
             workspace = attention_decode.decode_workspace(shape, len(lengths), width, context.dtype, device)
             decode = attention_decode.paged_decode
             calls: list[Call] = [
-                partial(decode, q, pages.cache, pages.tables, pages.context_lens, shape, workspace=workspace) for pages in held
+                partial(decode, q, pages.cache, pages.tables, pages.context_lens, shape, workspace=workspace)
+                for pages in caches
             ]
             return median(seconds(calls, device, samples=3))
 
-    emit_choice(context, name, {case: times(tiling) for case, tiling in cases.items()})
+    emit_choice(context, name, {case: median_s(tiling) for case, tiling in cases.items()})
 
 
 def _rotation(context: Context, name: str, lengths: list[int]) -> None:
@@ -154,41 +157,41 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
     shape, device, num_requests = (TINY if context.rehearsal else LLAMA), context.device, len(lengths)
     lengths = [20, 5] if context.rehearsal else lengths
     copies = context.size(2 if len(lengths) > 1 else 32, 1)
-    held = [make_pages(lengths, shape, dtype=context.dtype, device=device) for _ in range(copies)]
-    workspace = attention_decode.decode_workspace(shape, len(lengths), held[0].tables.shape[1], context.dtype, device)
+    caches = [make_pages(lengths, shape, dtype=context.dtype, device=device) for _ in range(copies)]
+    workspace = attention_decode.decode_workspace(shape, len(lengths), caches[0].tables.shape[1], context.dtype, device)
     heads, size = shape.num_heads, shape.head_dim
     qkv = normal(len(lengths), heads + 2 * shape.num_kv_heads, size, dtype=context.dtype, device=device)
-    cos, sin = angles(len(lengths), size, context.dtype, device)
+    cos, sin = rope_angles(len(lengths), size, context.dtype, device)
     slots = torch.arange(len(lengths), device=device) * shape.block_size
 
-    def apart(pages: Pages) -> None:
+    def two_launches(pages: Pages) -> None:
         rope_and_cache(qkv, cos, sin, pages.cache, slots, num_kv_heads=shape.num_kv_heads, rotary_dim=size)
-        given = (qkv[:, :heads], pages.cache, pages.tables, pages.context_lens, shape)
-        attention_decode.paged_decode(*given, workspace=workspace)
+        args = (qkv[:, :heads], pages.cache, pages.tables, pages.context_lens, shape)
+        attention_decode.paged_decode(*args, workspace=workspace)
 
-    def together(pages: Pages) -> None:
-        given = (qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape)
-        rotated_decode(*given, rotary_dim=size, workspace=workspace)
+    def one_launch(pages: Pages) -> None:
+        args = (qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape)
+        rotated_decode(*args, rotary_dim=size, workspace=workspace)
 
-    def merged_apart(pages: Pages) -> None:
+    def separate_merge(pages: Pages) -> None:
         out = torch.empty_like(qkv[:, :heads])
-        given = (qkv, pages.cache, pages.tables, pages.context_lens, shape, out, workspace)
-        attention_decode.launch_decode(*given, rotation=Rotation(cos, sin, slots, None, None, 0.0, size))
+        args = (qkv, pages.cache, pages.tables, pages.context_lens, shape, out, workspace)
+        attention_decode.launch_decode(*args, rotation=Rotation(cos, sin, slots, None, None, 0.0, size))
 
-    cases = {CHOSEN: together, "two launches": apart}
+    cases = {CHOSEN: one_launch, "two launches": two_launches}
     if num_requests == 1:
-        cases["splits, then their merge"] = merged_apart
+        cases["splits, then their merge"] = separate_merge
     if num_requests > FUSED_ROWS_MAX:  # `PagedPlan.takes_projections`
-        cases = {CHOSEN: apart, "one launch": together}
+        cases = {CHOSEN: two_launches, "one launch": one_launch}
 
-    def times(call: Callable[[Pages], None]) -> float:
-        return median(seconds([partial(call, pages) for pages in held], device, samples=3))
+    def median_s(call: Callable[[Pages], None]) -> float:
+        return median(seconds([partial(call, pages) for pages in caches], device, samples=3))
 
-    taken = {case: times(call) for case, call in cases.items()}
+    times_s = {case: median_s(call) for case, call in cases.items()}
     if num_requests == 1:
         with mock.patch.object(lone_decode, "TILE_ELEMENTS", lone_decode.TILE_ELEMENTS // 2):
-            taken["tiles of half the size"] = times(together)
-    emit_choice(context, name, taken)
+            times_s["tiles of half the size"] = median_s(one_launch)
+    emit_choice(context, name, times_s)
 
 
 def _prefill(context: Context) -> None:
@@ -196,7 +199,7 @@ def _prefill(context: Context) -> None:
     or keys, where one program of a multiprocessor exponentiates while another multiplies. Last, a kernel not in service."""
     shape, length = (TINY if context.rehearsal else LLAMA), context.size(8192, 20)
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
-    q = queries(pages, length, context.dtype)
+    q = make_queries(pages, length, context.dtype)
     starts = torch.tensor([0, length], dtype=torch.int32, device=context.device)
     sizes = (shape.head_dim, pages.cache.element_size(), length * shape.group)
     chosen = attention_prefill.prefill_tiling(*sizes, False, capability(context.device))
@@ -210,34 +213,34 @@ def _prefill(context: Context) -> None:
     prefill = partial(
         attention_prefill.paged_prefill, q, pages.cache, pages.tables, starts, pages.context_lens, shape, max_query_len=length
     )
-    taken = {}
+    times_s = {}
     for case, tiling in cases.items():
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(attention_prefill, "prefill_tiling", mock.Mock(return_value=tiling)))
             if case != CHOSEN:
                 stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
-            taken[case] = median(seconds([prefill], context.device, samples=3))
-    emit_choice(context, PREFILL, taken)
+            times_s[case] = median(seconds([prefill], context.device, samples=3))
+    emit_choice(context, PREFILL, times_s)
     rows, card = attention_prefill_hopper.ROWS, capability(context.device)
     if not context.rehearsal and attention_prefill_hopper.is_overlapped(shape, pages.cache.element_size(), rows, card):
         with mock.patch.object(attention_prefill_hopper, "overlapped_prefill", prefill_by_groups):
-            taken["groups of warps"] = median(seconds([prefill], context.device, samples=3))
-        emit_choice(context, PREFILL, taken)
+            times_s["groups of warps"] = median(seconds([prefill], context.device, samples=3))
+        emit_choice(context, PREFILL, times_s)
 
 
-def _turn(context: Context) -> None:
+def _chat_turn(context: Context) -> None:
     """A chat turn after its cached prefix: keys without splits, with half as many and with twice as many splits, and by the
     kernel without overlap."""
     shape, count, length = (TINY if context.rehearsal else LLAMA), context.size(100, 9), context.size(32_768, 140)
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
-    q = queries(pages, count, context.dtype)
+    q = make_queries(pages, count, context.dtype)
     starts = torch.tensor([0, count], dtype=torch.int32, device=context.device)
-    turn = partial(
+    chat_turn = partial(
         attention_prefill.paged_prefill, q, pages.cache, pages.tables, starts, pages.context_lens, shape, max_query_len=count
     )
     choose, split_keys = chunk_splits.chunk_splits, context.size(chunk_splits.SPLIT_KEYS, 32)
 
-    def taken(splits: Callable[[int], int], *, overlapped: bool = True) -> float:
+    def median_s(splits: Callable[[int], int], *, overlapped: bool = True) -> float:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(chunk_splits, "SPLIT_KEYS", split_keys))
             stack.enter_context(
@@ -245,13 +248,13 @@ def _turn(context: Context) -> None:
             )
             if not overlapped:
                 stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
-            return median(seconds([turn], context.device, samples=3))
+            return median(seconds([chat_turn], context.device, samples=3))
 
     cases = {
-        CHOSEN: taken(lambda chosen: chosen),
-        "no splits": taken(lambda _: 1),
-        "half as many": taken(lambda chosen: max(1, chosen // 2)),
-        "twice as many": taken(lambda chosen: 2 * chosen),
-        "no overlap": taken(lambda chosen: chosen, overlapped=False),
+        CHOSEN: median_s(lambda chosen: chosen),
+        "no splits": median_s(lambda _: 1),
+        "half as many": median_s(lambda chosen: max(1, chosen // 2)),
+        "twice as many": median_s(lambda chosen: 2 * chosen),
+        "no overlap": median_s(lambda chosen: chosen, overlapped=False),
     }
-    emit_choice(context, TURN, cases)
+    emit_choice(context, CHAT_TURN, cases)

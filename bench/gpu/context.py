@@ -75,12 +75,12 @@ class Context:
         try:
             row.limit = compute()
         except FactMissing as missing:
-            row.note = "; ".join(words for words in (f"no limit: {missing}", row.note) if words)
+            row.note = "; ".join(note for note in (f"no limit: {missing}", row.note) if note)
 
     def emit(self, row: Row) -> None:
         self.write({"row": row.as_dict()})
 
-    def tell(self, **facts: Any) -> None:
+    def add_facts(self, **facts: Any) -> None:
         """Add facts for this part and later ones."""
         self.facts.update(facts)
         self.write({"facts": facts})
@@ -96,9 +96,9 @@ class Context:
             measure()
         except Exception as error:
             self.failures += 1
-            words = "".join(traceback.format_exception(error))[-WORDS_MAX:]
+            trace = "".join(traceback.format_exception(error))[-WORDS_MAX:]
             for name in [names] if isinstance(names, str) else names:
-                self.emit(Row(name=name, error=f"{type(error).__name__}: {str(error)[:300]}", note=words))
+                self.emit(Row(name=name, error=f"{type(error).__name__}: {str(error)[:300]}", note=trace))
             log.exception("failed rows=%s", names)
             self._check_device(names)
         if self.device.type == "cuda" and (not self.engines or self.failures > failures):

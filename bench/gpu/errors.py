@@ -9,13 +9,13 @@ import torch
 
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
-from bench.gpu.targets import exactly, numbers, same_bits
+from bench.gpu.targets import equality_row, error_row, invariance_row
 
 T = TypeVar("T")
 Outputs = torch.Tensor | Sequence[torch.Tensor]
-Two = tuple[Outputs, Outputs]
+ResultPair = tuple[Outputs, Outputs]
 """Our result, and the one that it must equal."""
-Three = tuple[Outputs, Outputs, Outputs]
+ResultTriple = tuple[Outputs, Outputs, Outputs]
 """Our result, the exact one, and torch's."""
 Cases = Sequence[tuple[str, Callable[[], T]]]
 """Each case's name, and the function that computes it."""
@@ -23,24 +23,24 @@ FLOOR_UNITS = 0.25
 """In rounding units of the largest result: below this, torch's error is a matter of chance (a copy has none)."""
 
 
-def compare(context: Context, name: str, cases: Cases[Three]) -> None:
+def check_errors(context: Context, name: str, cases: Cases[ResultTriple]) -> None:
     """Emit a row with the error of the worst case; its facts list all cases."""
 
     def measure() -> None:
         found = {label: _error(*make()) for label, make in cases}
         worst = max(found, key=lambda label: found[label]["ratio"])
         samples = [each["ratio"] for each in found.values()]
-        row = Row(name=numbers(name), value=found[worst]["ratio"], samples=samples, facts={"cases": found})
+        row = Row(name=error_row(name), value=found[worst]["ratio"], samples=samples, facts={"cases": found})
         row.note = f"worst: {worst}, error {found[worst]['ours']:.3g}, torch's {found[worst]['torch']:.3g}"
         context.emit(row)
 
-    context.guard(numbers(name), measure)
+    context.guard(error_row(name), measure)
 
 
 def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
     """Our error and torch's, for the output with the worst ratio of the two."""
     found = []
-    for mine, true, other in zip(_listed(ours), _listed(exact), _listed(theirs), strict=True):
+    for mine, true, other in zip(_as_list(ours), _as_list(exact), _as_list(theirs), strict=True):
         true = true.double()
         assert mine.shape == true.shape, f"shape {tuple(mine.shape)}, expected {tuple(true.shape)}"
         error, base = ((each.double() - true).abs().max().item() for each in (mine, other))
@@ -52,17 +52,17 @@ def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
     return max(found, key=lambda each: each["ratio"])
 
 
-def equal(context: Context, name: str, cases: Cases[Two]) -> None:
+def check_equal(context: Context, name: str, cases: Cases[ResultPair]) -> None:
     """Emit a row that counts the elements that differ from the reference."""
-    _count(context, exactly(name), cases)
+    _count(context, equality_row(name), cases)
 
 
-def invariant(context: Context, name: str, cases: Cases[Two]) -> None:
+def check_invariant(context: Context, name: str, cases: Cases[ResultPair]) -> None:
     """Emit a row that counts the bytes that differ between a row computed alone and the same row in a batch."""
-    _count(context, same_bits(name), cases)
+    _count(context, invariance_row(name), cases)
 
 
-def _count(context: Context, name: str, cases: Cases[Two]) -> None:
+def _count(context: Context, name: str, cases: Cases[ResultPair]) -> None:
     def measure() -> None:
         found = {label: _differences(*make()) for label, make in cases}
         note = ", ".join(f"{label}: {count}" for label, count in found.items() if count)
@@ -73,7 +73,7 @@ def _count(context: Context, name: str, cases: Cases[Two]) -> None:
 
 def _differences(ours: Outputs, expected: Outputs) -> int:
     total = 0
-    for mine, wanted in zip(_listed(ours), _listed(expected), strict=True):
+    for mine, wanted in zip(_as_list(ours), _as_list(expected), strict=True):
         assert mine.shape == wanted.shape, f"shape {tuple(mine.shape)}, expected {tuple(wanted.shape)}"
         assert mine.dtype == wanted.dtype, f"{mine.dtype}, expected {wanted.dtype}"
         left, right = (each.contiguous().view(-1).view(torch.uint8).view(mine.numel(), -1) for each in (mine, wanted))
@@ -81,5 +81,5 @@ def _differences(ours: Outputs, expected: Outputs) -> int:
     return total
 
 
-def _listed(outputs: Outputs) -> list[torch.Tensor]:
+def _as_list(outputs: Outputs) -> list[torch.Tensor]:
     return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)

@@ -22,37 +22,37 @@ class GraphUse:
     captured: int = 0
 
     @property
-    def lacks(self) -> str:
+    def problem(self) -> str:
         """Why the time of these steps is not that of whole graphs; empty if it is."""
         found = [f"{self.captured} graphs were captured within the time"] if self.captured else []
         if self.without_choice:
             found.append(f"{self.without_choice} of {self.steps} steps chose their tokens outside of a graph")
         return ", ".join(found)
 
-    def told(self, row: Row, *, whole: bool = False) -> Row:
+    def annotate(self, row: Row, *, whole: bool = False) -> Row:
         """Add what the steps lacked to the row's note. `whole`: the row claims whole graphs, and fails without them."""
         row.facts["graphs"] = asdict(self)
-        row.note = "; ".join(words for words in (self.lacks, row.note) if words)
+        row.note = "; ".join(words for words in (self.problem, row.note) if words)
         if whole:
-            row.error = self.lacks
+            row.error = self.problem
         return row
 
 
 @contextmanager
-def graph_use() -> Iterator[GraphUse]:
+def count_graph_use() -> Iterator[GraphUse]:
     """Count the decode steps inside the block, and those whose graph was not whole. An engine without graphs lacks none."""
     use = GraphUse()
     select_shape, make_ready = DecodeSteps.select_shape, CudaGraphs.make_ready
 
-    def chosen(steps: DecodeSteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
+    def count_step(steps: DecodeSteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
         shape = select_shape(steps, num_rows, needs, has_guesses=has_guesses)
         use.steps += 1
         use.without_choice += shape.kind is None and not needs.masked
         return shape
 
-    def captured(graphs: CudaGraphs, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
+    def count_capture(graphs: CudaGraphs, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         use.captured += 1
         make_ready(graphs, key, function, is_kept=is_kept)
 
-    with mock.patch.object(DecodeSteps, "select_shape", chosen), mock.patch.object(CudaGraphs, "make_ready", captured):
+    with mock.patch.object(DecodeSteps, "select_shape", count_step), mock.patch.object(CudaGraphs, "make_ready", count_capture):
         yield use

@@ -34,51 +34,51 @@ def measure_calls(context: Context, launch: Call) -> None:
     """`launch` launches one Triton kernel that does nothing. The row's value is the sum of one call of each kind, in µs."""
     size = context.size(4096, 64)
     matrix = torch.randn(size, size, device=context.device).to(context.dtype)
-    occupy = _occupation(context, lambda: torch.mm(matrix, matrix))
+    occupy = _make_busy(context, lambda: torch.mm(matrix, matrix))
     calls = _calls(context, launch)
     situations: dict[str, Call] = {"idle": lambda: None, "busy": occupy}
     if (replay := calls.get(GRAPH)) is not None:
-        situations["behind"] = partial(_in_turn, occupy, replay)
-    taken: dict[str, dict[str, float]] = {}
+        situations["behind"] = partial(_call_all, occupy, replay)
+    times_us: dict[str, dict[str, float]] = {}
     for name, call in calls.items():
         call()
-        taken[name] = {
-            situation: 1e6 * median([_taken_s(context, call, before) for _ in range(SAMPLES)])
-            for situation, before in situations.items()
+        times_us[name] = {
+            situation: 1e6 * median([_cpu_time_s(context, call, make_ready) for _ in range(SAMPLES)])
+            for situation, make_ready in situations.items()
         }
-    row = Row(name=HOST_CALLS, value=sum(each["busy"] for each in taken.values()), facts={"us": taken})
-    told = (f"{name} {' / '.join(f'{us:.0f}' for us in found.values())}" for name, found in taken.items())
-    row.note = f"{' / '.join(situations)}: {', '.join(told)}"
+    row = Row(name=HOST_CALLS, value=sum(each["busy"] for each in times_us.values()), facts={"us": times_us})
+    figures = (f"{name} {' / '.join(f'{us:.0f}' for us in call_times_us.values())}" for name, call_times_us in times_us.items())
+    row.note = f"{' / '.join(situations)}: {', '.join(figures)}"
     context.emit(row)
 
 
 def _calls(context: Context, launch: Call) -> dict[str, Call]:
     on_card = context.device.type == "cuda"
     tokens = torch.zeros(COUNT, dtype=torch.int64, device=context.device)
-    kept = torch.zeros(COUNT, dtype=torch.int64, pin_memory=on_card)
+    pinned = torch.zeros(COUNT, dtype=torch.int64, pin_memory=on_card)
     calls: dict[str, Call] = {
-        "copy to the device": lambda: tokens.copy_(kept, non_blocking=True),
-        "copy to the host": lambda: kept.copy_(tokens, non_blocking=True),
+        "copy to the device": lambda: tokens.copy_(pinned, non_blocking=True),
+        "copy to the host": lambda: pinned.copy_(tokens, non_blocking=True),
         "operation of torch": lambda: tokens.add_(1),
         "kernel of Triton": launch,
     }
     if on_card:
-        event, passed = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        passed.record()
+        event, past_event = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        past_event.record()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(GRAPH_KERNELS):
                 tokens.add_(1)
-        calls |= {"event": event.record, "wait for what is over": passed.synchronize, GRAPH: graph.replay}
+        calls |= {"event": event.record, "wait for what is over": past_event.synchronize, GRAPH: graph.replay}
     return calls
 
 
-def _in_turn(*calls: Call) -> None:
+def _call_all(*calls: Call) -> None:
     for call in calls:
         call()
 
 
-def _occupation(context: Context, product: Call) -> Call:
+def _make_busy(context: Context, product: Call) -> Call:
     """Return a call that keeps the device busy for BUSY_S, and the host awake for half of that time."""
     product()
     synchronize(context.device)
@@ -97,11 +97,11 @@ def _occupation(context: Context, product: Call) -> Call:
     return occupy
 
 
-def _taken_s(context: Context, call: Call, before: Call) -> float:
+def _cpu_time_s(context: Context, call: Call, make_ready: Call) -> float:
     """Processor time that `call` takes this thread."""
-    before()
+    make_ready()
     started_s = time.thread_time()
     call()
-    taken_s = time.thread_time() - started_s
+    elapsed_s = time.thread_time() - started_s
     synchronize(context.device)
-    return taken_s
+    return elapsed_s

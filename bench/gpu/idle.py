@@ -62,26 +62,26 @@ class Replays:
 @contextmanager
 def timed_replays(device: torch.device) -> Iterator[Replays]:
     """Time every replay inside the block; the times are available after it. A rehearsal times the direct calls instead."""
-    found = Replays()
+    replays = Replays()
     marks: list[tuple[Any, Any]] = []
     replay, call = CudaGraphs.run, DirectCalls.run
 
-    def replayed(graphs: CudaGraphs, key: Hashable, function: Callable[[], None]) -> None:
-        found.graphs[graphs] = None
+    def timed_replay(graphs: CudaGraphs, key: Hashable, function: Callable[[], None]) -> None:
+        replays.graphs[graphs] = None
         begin = _mark(device)
         replay(graphs, key, function)
         marks.append((begin, _mark(device)))
 
-    def called(calls: DirectCalls, key: Hashable, function: Callable[[], None]) -> None:
+    def timed_call(calls: DirectCalls, key: Hashable, function: Callable[[], None]) -> None:
         begin = _mark(device)
         call(calls, key, function)
         marks.append((begin, _mark(device)))
 
-    with mock.patch.object(CudaGraphs, "run", replayed), mock.patch.object(DirectCalls, "run", called):
-        yield found
+    with mock.patch.object(CudaGraphs, "run", timed_replay), mock.patch.object(DirectCalls, "run", timed_call):
+        yield replays
     if device.type == "cuda":
         torch.cuda.synchronize()
-    found.spans_ms = [(_since(marks[0][0], begin), _since(marks[0][0], end)) for begin, end in marks]
+    replays.spans_ms = [(_since(marks[0][0], begin), _since(marks[0][0], end)) for begin, end in marks]
 
 
 def _mark(device: torch.device) -> Any:
@@ -111,7 +111,7 @@ class Idle:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class StepSpan:
     """Consecutive steps, in seconds. `at` is the number of the first one, counted from any earlier step."""
 
     at: float
@@ -127,7 +127,7 @@ class Stretch:
         return mean(self.warm_s) + growth * (at - self.at - len(self.step_s) / 2)
 
 
-def growth_s(earlier: Stretch, later: Stretch) -> float:
+def growth_s(earlier: StepSpan, later: StepSpan) -> float:
     """How many seconds longer each step takes than the one before, because requests grow: the median over steps at the same
     position in both stretches, so that one disturbed step carries no more weight than any other. Never negative: a negative
     growth would only mean that the card was warming up."""
@@ -136,7 +136,7 @@ def growth_s(earlier: Stretch, later: Stretch) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedSteps:
     """A trace of steps launched in turn; the time, without the profiler, of a served step and of one launched in turn, both at
     the position of the trace; and the share of waits, as served."""
 
@@ -161,7 +161,7 @@ class Traced:
         return max(0.0, self.waits, 1 - self.busy)
 
     @property
-    def wrong(self) -> str:
+    def problem(self) -> str:
         """Why the trace does not show how long kernels take; empty if it does."""
         if self.trace.overlap > OVERLAP_MAX:
             return f"{100 * self.trace.overlap:.1f} % of the trace overlaps: its kernels were not launched in turn"
@@ -202,7 +202,7 @@ def idle_of(events: list[dict[str, Any]], kinds: tuple[str, ...]) -> Idle:
         end = max(end, until)
         of_kernel[name] = of_kernel.get(name, 0.0) + until - begin
     span = max(end - first, 1e-9)
-    top = dict(sorted(((name[:60], taken / span) for name, taken in of_kernel.items()), key=lambda pair: -pair[1])[:12])
+    top = dict(sorted(((name[:60], busy_us / span) for name, busy_us in of_kernel.items()), key=lambda pair: -pair[1])[:12])
     long = sum(gap for gap in gaps if gap > LONG_US)
     overlap = sum(of_kernel.values()) - (span - sum(gaps))
     return Idle(sum(gaps) / span, long / span, span, len(work), max(gaps, default=0.0), top, overlap / span)

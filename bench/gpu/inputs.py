@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "bf16": linear, "int8": linear_int8, "fp8": linear_fp8, "int4": linear_int4,
 }  # fmt: skip
-"""x: [T, K], a weight as `coded` of this kind → x Wᵀ"""
+"""x: [T, K], a weight as `pack_weight` of this kind → x Wᵀ"""
 
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -70,7 +70,7 @@ def make_pages(lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dt
     return Pages(shape, cache, tables.to(device), lens.to(device), tuple(lengths))
 
 
-def coded(kind: str, weight: torch.Tensor) -> Weight:
+def pack_weight(kind: str, weight: torch.Tensor) -> Weight:
     """The weight as a layer stores it: plain, "int8", "fp8" by rows, or "int4" in groups of 128."""
     match kind:
         case "int8":
@@ -89,22 +89,22 @@ def stored_bytes(weight: Weight) -> int:
     return weight.words.nbytes + weight.scales_zeros.nbytes if isinstance(weight, Int4Weight) else weight.nbytes
 
 
-def queries(pages: Pages, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+def make_queries(pages: Pages, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     """[T, H, D], a view into a projection: in each row, keys and values follow the queries."""
     shape = pages.shape
     wide = normal(num_rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=pages.cache.device)
     return wide[:, : shape.num_heads]
 
 
-def angles(num_rows: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_angles(num_rows: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of arbitrary angles, as `rope_and_cache` takes them: [T, 1, rotary_dim] each."""
-    turned = torch.rand(num_rows, 1, rotary_dim // 2, device=device) * 6
-    return torch.cat((turned.cos(), turned.cos()), -1).to(dtype), torch.cat((-turned.sin(), turned.sin()), -1).to(dtype)
+    radians = torch.rand(num_rows, 1, rotary_dim // 2, device=device) * 6
+    return torch.cat((radians.cos(), radians.cos()), -1).to(dtype), torch.cat((-radians.sin(), radians.sin()), -1).to(dtype)
 
 
-def gathered(pages: Pages, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_kv(pages: Pages, request: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one request, [1, K, T, D] each, for a library without paging."""
     length = pages.lengths[request]
     blocks = pages.tables[request, : -(-length // pages.shape.block_size)].long()
-    found = pages.cache[blocks].flatten(0, 1)[:length]
-    return found[:, 0].transpose(0, 1).unsqueeze(0), found[:, 1].transpose(0, 1).unsqueeze(0)
+    kv = pages.cache[blocks].flatten(0, 1)[:length]
+    return kv[:, 0].transpose(0, 1).unsqueeze(0), kv[:, 1].transpose(0, 1).unsqueeze(0)

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from bench.gpu.context import Context
 from bench.gpu.inputs import make_pages, normal
 from bench.gpu.rows import Row
-from bench.gpu.targets import LAYER_ROWS, layer_of
+from bench.gpu.targets import LAYER_ROWS, layer_row
 from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
 from kernels.operations import FUSED_ROWS_MAX
@@ -40,42 +40,42 @@ CHOSEN = "chosen"
 
 def measure_layers(context: Context) -> None:
     """Measure whether kernels are launched early where that is faster: a row for each model and number of rows."""
-    for model, numbers in LAYER_ROWS.items():
-        for rows in numbers:
-            name = layer_of(model, rows)
-            context.guard(name, partial(_early, context, name, model, rows))
+    for model, row_counts in LAYER_ROWS.items():
+        for rows in row_counts:
+            name = layer_row(model, rows)
+            context.guard(name, partial(_measure_layer, context, name, model, rows))
 
 
-def _early(context: Context, name: str, model: str, rows: int) -> None:
+def _measure_layer(context: Context, name: str, model: str, rows: int) -> None:
     run, layers = make_layer(context, model, rows)
     ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "early": lambda: mock.patch.object(early_launch, "EARLY_ROWS_MAX", rows),
-        "in turn": launched_in_turn,
+        "in turn": launched_serially,
     }
     served = "early" if rows <= early_launch.EARLY_ROWS_MAX else "in turn"
-    taken: dict[str, list[float]] = {way: [] for way in ways}
+    times_s: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(context.size(2, 1)):
         for way, launched in ways.items():
             with launched():
-                taken[way] += seconds([run], context.device, samples=3)
-    emit_choice(context, name, {CHOSEN if way == served else way: median(found) / layers for way, found in taken.items()})
+                times_s[way] += seconds([run], context.device, samples=3)
+    emit_choice(context, name, {CHOSEN if way == served else way: median(found) / layers for way, found in times_s.items()})
 
 
-def emit_choice(context: Context, name: str, taken: dict[str, float]) -> None:
+def emit_choice(context: Context, name: str, times_s: dict[str, float]) -> None:
     """taken: seconds by case, including `CHOSEN`. The row's value is the time of `CHOSEN` over that of the fastest case."""
-    row = Row(name=name, value=taken[CHOSEN] / min(taken.values()))
-    row.facts = {"us": {case: taken_s * 1e6 for case, taken_s in taken.items()}}
-    row.note = ", ".join(f"{case}: {taken_s * 1e6:.3g} µs" for case, taken_s in taken.items())
+    row = Row(name=name, value=times_s[CHOSEN] / min(times_s.values()))
+    row.facts = {"us": {case: time_s * 1e6 for case, time_s in times_s.items()}}
+    row.note = ", ".join(f"{case}: {time_s * 1e6:.3g} µs" for case, time_s in times_s.items())
     context.emit(row)
 
 
-def launched_in_turn() -> AbstractContextManager[None]:
+def launched_serially() -> AbstractContextManager[None]:
     """Inside the block no kernel starts before the previous one has ended."""
-    return launched_with(mock.patch.dict(os.environ, {VARIABLE: "0"}))
+    return launches_patched(mock.patch.dict(os.environ, {VARIABLE: "0"}))
 
 
 @contextmanager
-def launched_with(patch: AbstractContextManager[object]) -> Iterator[None]:
+def launches_patched(patch: AbstractContextManager[object]) -> Iterator[None]:
     """Apply a patch to launches inside the block, and not to those after it."""
     try:
         with patch:
@@ -90,41 +90,41 @@ def make_layer(context: Context, model: str, rows: int) -> tuple[Callable[[], No
     number of layers that they run in turn."""
     shape, hidden, inner, layers = (TINY, 64, 96, 1) if context.rehearsal else MODELS[model]
     device, dtype = context.device, context.dtype
-    made = partial(normal, dtype=dtype, device=device)
+    make = partial(normal, dtype=dtype, device=device)
     rows = context.size(rows, min(rows, 3) if rows <= FUSED_ROWS_MAX else FUSED_ROWS_MAX + 1)
     lengths = [context.size(CONTEXT_LEN, 20)] * rows
-    held = [make_pages(lengths, shape, dtype=dtype, device=device) for _ in range(layers)]
-    width, attended = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.num_heads * shape.head_dim
-    cos, sin = made(rows, 1, shape.head_dim), made(rows, 1, shape.head_dim)
+    caches = [make_pages(lengths, shape, dtype=dtype, device=device) for _ in range(layers)]
+    width, num_attended = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.num_heads * shape.head_dim
+    cos, sin = make(rows, 1, shape.head_dim), make(rows, 1, shape.head_dim)
     slots = torch.arange(rows, device=device) * shape.block_size
-    norm_weight, first = torch.ones(hidden, dtype=dtype, device=device), made(rows, hidden)
-    sizes = {"qkv": (width, hidden), "out": (hidden, attended), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
-    weights = [{part: made(*size, scale=size[1] ** -0.5) for part, size in sizes.items()} for _ in range(layers)]
-    workspace = attention_decode.decode_workspace(shape, rows, held[0].tables.shape[1], dtype, device)
+    norm_weight, first = torch.ones(hidden, dtype=dtype, device=device), make(rows, hidden)
+    sizes = {"qkv": (width, hidden), "out": (hidden, num_attended), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    weights = [{part: make(*size, scale=size[1] ** -0.5) for part, size in sizes.items()} for _ in range(layers)]
+    workspace = attention_decode.decode_workspace(shape, rows, caches[0].tables.shape[1], dtype, device)
 
-    def few() -> None:
-        stream = linear_add(made_rows, weights[0]["out"], first, norm_weight)
-        for layer, pages in zip(weights, held, strict=True):
+    def run_fused() -> None:
+        stream = linear_add(attention_rows, weights[0]["out"], first, norm_weight)
+        for layer, pages in zip(weights, caches, strict=True):
             qkv = normed_linear(stream, layer["qkv"], 1e-6).view(rows, -1, shape.head_dim)
-            found = rotated_decode(
+            attended = rotated_decode(
                 qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape,
                 rotary_dim=shape.head_dim, workspace=workspace,
             )  # fmt: skip
-            stream = linear_add(found.view(rows, -1), layer["out"], stream.total, norm_weight)
+            stream = linear_add(attended.view(rows, -1), layer["out"], stream.total, norm_weight)
             gated = normed_linear(stream, layer["gate_up"], 1e-6, gate="silu")
             stream = linear_add(gated, layer["down"], stream.total, norm_weight)
 
-    def many() -> None:
+    def run_unfused() -> None:
         normed, total = add_rms_norm(first, first, norm_weight, 1e-6)
-        for layer, pages in zip(weights, held, strict=True):
+        for layer, pages in zip(weights, caches, strict=True):
             qkv = linear(normed, layer["qkv"]).view(rows, -1, shape.head_dim)
             rope_and_cache(qkv, cos, sin, pages.cache, slots, num_kv_heads=shape.num_kv_heads, rotary_dim=shape.head_dim)
             queries = qkv[:, : shape.num_heads]
             given = (queries, pages.cache, pages.tables, pages.context_lens, shape)
-            found = attention_decode.paged_decode(*given, workspace=workspace)
-            normed, total = add_rms_norm(linear(found.view(rows, -1), layer["out"]), total, norm_weight, 1e-6)
+            attended = attention_decode.paged_decode(*given, workspace=workspace)
+            normed, total = add_rms_norm(linear(attended.view(rows, -1), layer["out"]), total, norm_weight, 1e-6)
             gated = silu_mul(linear(normed, layer["gate_up"]))
             normed, total = add_rms_norm(linear(gated, layer["down"]), total, norm_weight, 1e-6)
 
-    made_rows = made(rows, attended)
-    return (few if rows <= FUSED_ROWS_MAX else many), layers
+    attention_rows = make(rows, num_attended)
+    return (run_fused if rows <= FUSED_ROWS_MAX else run_unfused), layers

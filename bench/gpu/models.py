@@ -90,13 +90,13 @@ def random_engine(
         fill_plan(plan, shapes, context.device)
         progress(1.0)
 
-    chosen = {"device": context.device.type, **(_rehearsed(options) if context.rehearsal else options)}
+    chosen = {"device": context.device.type, **(_rehearsal_options(options) if context.rehearsal else options)}
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.models.loading.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # everything that a GPU does, on a CPU, except graphs
             stack.enter_context(
-                mock.patch("engine.resolved_options.resolve_step_mode", return_value=_rehearsed_mode(context, chosen))
+                mock.patch("engine.resolved_options.resolve_step_mode", return_value=_rehearsal_mode(context, chosen))
             )
             if chosen.pop("interpreted", False):
                 stack.enter_context(mock.patch.dict("kernels.ops._TABLES", cpu="kernels.triton.table"))
@@ -113,13 +113,13 @@ def random_engine(
     del engine
 
 
-def _rehearsed_mode(context: Context, options: dict[str, Any]) -> StepMode:
+def _rehearsal_mode(context: Context, options: dict[str, Any]) -> StepMode:
     is_plain = bool(options.get("batch_invariant") or options.get("enforce_eager"))
     mode = StepMode.of(EngineOptions(model=Path(), enforce_eager=is_plain), "cuda")
     return mode if context.device.type == "cuda" else mode.without_graphs()
 
 
-def _rehearsed(options: dict[str, Any]) -> dict[str, Any]:
+def _rehearsal_options(options: dict[str, Any]) -> dict[str, Any]:
     """The same options for a model of a few thousand weights."""
     options = {name: value for name, value in options.items() if name != "kv_cache_bytes"}
     small = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
@@ -167,12 +167,12 @@ def fill_plan(plan: WeightPlan, shapes: dict[str, tuple[int, ...]], device: torc
         if isinstance(place, torch.Tensor):
             fill(name, place)
         elif name in shapes or name not in plan.optional:
-            place.load(made(name, shapes[name], device))
+            place.load(make_tensor(name, shapes[name], device))
     unused = set(shapes) - set(plan.places) - set(plan.tied)
     assert not unused, f"the model does not take {sorted(unused)[:4]}"
 
 
-def made(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def make_tensor(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Make the tensor of that name, in the format of the checkpoint."""
     generator = _generator(name, device)
     if name.endswith((".qweight", ".qzeros")):

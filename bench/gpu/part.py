@@ -24,11 +24,11 @@ from bench.parent import end_with_parent
 
 log = logging.getLogger("gatehouse.bench")
 
-LAST_WORDS_S = 2.0
+STACK_DUMP_S = 2.0
 """How long before its end a part prints the stack of each of its threads."""
 HUNG_S = 1.0
 """If the main thread has not done so after this long, it no longer runs Python, and the watchdog prints them instead."""
-BEHIND = 10
+WARM_UP_NICENESS = 10
 """Added niceness of a part that gives no rows, so that it yields to the parts that run alongside it."""
 
 
@@ -37,8 +37,8 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=sorted(BY_NAME))
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
-    _give_way(options.names)
-    answers = _own_output()
+    _lower_priority(options.names)
+    rows_out = _reserve_stdout()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     faulthandler.enable()
     requirements.check(rehearse=options.rehearse)
@@ -55,15 +55,15 @@ def main() -> None:
         _import_libraries(getattr(module, "LIBRARIES", ()))
 
     def write(line: dict[str, Any]) -> None:
-        answers.write(json.dumps(line) + "\n")
-        answers.flush()
+        rows_out.write(json.dumps(line) + "\n")
+        rows_out.flush()
 
     write({"ready": options.names})
-    told = json.loads(sys.stdin.readline() or "null")
-    if told is None:
+    start = json.loads(sys.stdin.readline() or "null")
+    if start is None:
         return
-    facts, until_s = told["facts"], float(told["until_s"])  # on the monotonic clock, which all processes of a machine share
-    _tell_where_it_stands(max(0.01, until_s - LAST_WORDS_S - time.monotonic()))
+    facts, until_s = start["facts"], float(start["until_s"])  # on the monotonic clock, which all processes of a machine share
+    _schedule_stack_dump(max(0.01, until_s - STACK_DUMP_S - time.monotonic()))
     if not options.rehearse and not torch.cuda.is_available():
         raise SystemExit("torch finds no NVIDIA GPU here; `bench/gpu.sh --rehearse` tries the program without one")
     device = torch.device("cpu" if options.rehearse else "cuda")
@@ -79,21 +79,21 @@ def main() -> None:
     os._exit(0)  # an orderly exit waits for libraries, their compilers included, and costs the run ten seconds
 
 
-def _give_way(names: Sequence[str]) -> None:
+def _lower_priority(names: Sequence[str]) -> None:
     """A warm-up part compiles with as many threads as there are cores, a check with one: let the check go first."""
     if all(BY_NAME[name].target == "warm-up" for name in names):
-        os.nice(BEHIND)
+        os.nice(WARM_UP_NICENESS)
 
 
-def _tell_where_it_stands(in_s: float) -> None:
+def _schedule_stack_dump(in_s: float) -> None:
     """Dumping the stacks of running threads from another thread may crash the process (CPython, issue 116008), as it did on an
     H200 to a part that had two seconds left. So the main thread does it, holding the GIL, the watchdog only if it hangs."""
 
-    def tell(*_: object) -> None:
+    def dump(*_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         faulthandler.dump_traceback()
 
-    signal.signal(signal.SIGALRM, tell)
+    signal.signal(signal.SIGALRM, dump)
     signal.setitimer(signal.ITIMER_REAL, in_s)
     faulthandler.dump_traceback_later(in_s + HUNG_S)
 
@@ -119,11 +119,11 @@ def _import_libraries(names: Sequence[str]) -> None:
             log.warning("not imported library=%s reason=%s", name, error)
 
 
-def _own_output() -> TextIO:
+def _reserve_stdout() -> TextIO:
     """Reserve standard output for rows; anything else that is printed goes to standard error."""
-    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    rows_out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    return kept
+    return rows_out
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from bench.gpu.context import Context
 from bench.gpu.models import config_of, fill
 from bench.gpu.rows import PEER_MISSING, Row
 from bench.gpu.timing import synchronize
-from bench.gpu.traffic import Asked
+from bench.gpu.traffic import BenchRequest
 
 CONTINUOUS = "against transformers continuous batching"
 STATIC_BATCH = 16
@@ -37,7 +37,7 @@ NAMES = (CONTINUOUS, STATIC)
 STATIC_SHARE = 0.25
 """Share of the time left at its start that `generate` may use, its first batch aside. The rest is for continuous batching,
 which on an H200 had done three quarters of its work in 40 s."""
-WHOLE_COSTS = 2.0
+SINGLE_BATCH_COST_MAX = 2.0
 """Upper bound: time of a batch of all conversations over that of a batch of 16. Both have as many steps, bound by the host."""
 WARM_OUTPUTS = 2
 LIBRARIES = (
@@ -49,10 +49,10 @@ LIBRARIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class PeerResult:
     """Tokens requested and returned, the number of conversations, and how they ran. `longest_s`: time of the slowest batch."""
 
-    asked: int
+    num_requested: int
     returned: int
     requests: int
     wall_s: float
@@ -62,7 +62,7 @@ class Came:
 
 END_S = 3.0
 """Reserved for the end of the part, when its rows have been emitted."""
-Run = Callable[[Context, Any, list[Asked]], Came]
+Run = Callable[[Context, Any, list[BenchRequest]], PeerResult]
 
 
 def against_transformers(context: Context) -> None:
@@ -74,13 +74,13 @@ def against_transformers(context: Context) -> None:
         for name in NAMES:
             context.emit(Row(name=name, error="our own rate is missing: the part `llama 8b` did not give it"))
         return
-    made: list[Any] = []
-    context.guard(NAMES, lambda: made.append(_model(context)))
-    told: dict[str, tuple[Row, Came]] = {}
-    for name, run in ((STATIC, _static), (CONTINUOUS, _continuous)) if made else ():
-        context.guard(name, partial(_row, context, name, run, made[0], told))
-    if STATIC in told:
-        _whole(context, made[0], *told[STATIC])
+    models: list[Any] = []
+    context.guard(NAMES, lambda: models.append(_model(context)))
+    emitted: dict[str, tuple[Row, PeerResult]] = {}
+    for name, run in ((STATIC, _run_static), (CONTINUOUS, _run_continuous)) if models else ():
+        context.guard(name, partial(_row, context, name, run, models[0], emitted))
+    if STATIC in emitted:
+        _single_batch(context, models[0], *emitted[STATIC])
 
 
 def _model(context: Context) -> Any:
@@ -99,34 +99,36 @@ def _model(context: Context) -> Any:
     return model
 
 
-def _row(context: Context, name: str, run: Run, model: Any, told: dict[str, tuple[Row, Came]]) -> None:
-    """Emit a row, and store it in `told` with the result it was computed from."""
+def _row(context: Context, name: str, run: Run, model: Any, emitted: dict[str, tuple[Row, PeerResult]]) -> None:
+    """Emit a row, and store it in `emitted` with the result it was computed from."""
     work = traffic.conversations(context, model.config.vocab_size)
-    asked = sum(each.num_outputs for each in work)
-    had = context.facts.get("chats_tokens", asked)
-    if had != asked:
-        raise RuntimeError(f"we were asked for {had} tokens, the peer for {asked}: these are not the same conversations")
+    num_requested = sum(each.num_outputs for each in work)
+    num_ours = context.facts.get("chats_tokens", num_requested)
+    if num_ours != num_requested:
+        raise RuntimeError(
+            f"we were asked for {num_ours} tokens, the peer for {num_requested}: these are not the same conversations"
+        )
     on_cpu = _on_cpu(model, STATIC_BATCH if name == STATIC else len(work))
-    came = run(context, model, work)
+    result = run(context, model, work)
     ours = float(context.facts.get("chats_rate", 1.0))
-    row = Row(name=name, value=ours, peer=came.returned / came.wall_s, peer_name="transformers", peer_on_cpu=on_cpu)
-    row.counted, row.returned = came.asked, came.returned
-    row.facts = {"peer_wall_s": came.wall_s, "peer_tokens": came.returned, "requests": came.requests}
-    row.facts |= {"peer_tokens_each": came.asked / came.requests, "our_tokens_each": asked / len(work)}
-    row.note = f"peer: {came.how}, {came.wall_s:.1f} s"
+    row = Row(name=name, value=ours, peer=result.returned / result.wall_s, peer_name="transformers", peer_on_cpu=on_cpu)
+    row.counted, row.returned = result.num_requested, result.returned
+    row.facts = {"peer_wall_s": result.wall_s, "peer_tokens": result.returned, "requests": result.requests}
+    row.facts |= {"peer_tokens_each": result.num_requested / result.requests, "our_tokens_each": num_requested / len(work)}
+    row.note = f"peer: {result.how}, {result.wall_s:.1f} s"
     context.emit(row)
-    told[name] = row, came
+    emitted[name] = row, result
 
 
-def _whole(context: Context, model: Any, row: Row, came: Came) -> None:
+def _single_batch(context: Context, model: Any, row: Row, result: PeerResult) -> None:
     """Add `generate`'s rate with all conversations in one batch as a fact of its row, if time and memory allow."""
     work = traffic.conversations(context, model.config.vocab_size)
     fact = f"batch of {len(work)}"
-    if context.left_s < WHOLE_COSTS * came.longest_s + END_S:
+    if context.left_s < SINGLE_BATCH_COST_MAX * result.longest_s + END_S:
         row.facts[fact] = f"not measured: {context.left_s:.0f} s were left"
     else:
         try:
-            _generate(model, [Asked(asked.prompt, WARM_OUTPUTS) for asked in work], context)
+            _generate(model, [BenchRequest(request.prompt, WARM_OUTPUTS) for request in work], context)
             started_s = time.perf_counter()
             returned = _generate(model, work, context)
             row.facts[fact] = returned / (time.perf_counter() - started_s)
@@ -149,27 +151,29 @@ def _on_cpu(model: Any, num_rows: int) -> float:
     return float(num_rows * share / (time.perf_counter() - started_s))
 
 
-def _static(context: Context, model: Any, work: list[Asked]) -> Came:
+def _run_static(context: Context, model: Any, work: list[BenchRequest]) -> PeerResult:
     """`generate` over left-padded batches of 16 in order of arrival: each runs until its longest output is done."""
     until_s, batch = context.left_s * (1 - STATIC_SHARE), STATIC_BATCH
-    _generate(model, [Asked(asked.prompt, WARM_OUTPUTS) for asked in work[:batch]], context)
-    took_s: list[float] = []
+    _generate(model, [BenchRequest(request.prompt, WARM_OUTPUTS) for request in work[:batch]], context)
+    batch_times_s: list[float] = []
     returned = 0
-    while len(took_s) * batch < len(work) and (not took_s or context.left_s - max(took_s) > until_s):
-        first = len(took_s) * batch
+    while len(batch_times_s) * batch < len(work) and (not batch_times_s or context.left_s - max(batch_times_s) > until_s):
+        first = len(batch_times_s) * batch
         started_s = time.perf_counter()
         returned += _generate(model, work[first : first + batch], context)
-        took_s.append(time.perf_counter() - started_s)
-    done = work[: len(took_s) * batch]
+        batch_times_s.append(time.perf_counter() - started_s)
+    done = work[: len(batch_times_s) * batch]
     how = f"the first {len(done)} of {len(work)} conversations in batches of {batch}"
-    return Came(sum(asked.num_outputs for asked in done), returned, len(done), sum(took_s), how, max(took_s))
+    return PeerResult(
+        sum(request.num_outputs for request in done), returned, len(done), sum(batch_times_s), how, max(batch_times_s)
+    )
 
 
 @torch.inference_mode()
-def _generate(model: Any, requests: list[Asked], context: Context) -> int:
-    width, longest = max(len(asked.prompt) for asked in requests), max(asked.num_outputs for asked in requests)
-    rows = [[0] * (width - len(asked.prompt)) + list(asked.prompt) for asked in requests]
-    mask = [[0] * (width - len(asked.prompt)) + [1] * len(asked.prompt) for asked in requests]
+def _generate(model: Any, requests: list[BenchRequest], context: Context) -> int:
+    width, longest = max(len(request.prompt) for request in requests), max(request.num_outputs for request in requests)
+    rows = [[0] * (width - len(request.prompt)) + list(request.prompt) for request in requests]
+    mask = [[0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in requests]
     out = model.generate(
         torch.tensor(rows, device=context.device),
         attention_mask=torch.tensor(mask, device=context.device),
@@ -177,10 +181,10 @@ def _generate(model: Any, requests: list[Asked], context: Context) -> int:
     )  # fmt: skip
     synchronize(context.device)
     answers = out[:, width:].tolist()
-    return sum(len(answer[: asked.num_outputs]) for answer, asked in zip(answers, requests, strict=True))
+    return sum(len(answer[: request.num_outputs]) for answer, request in zip(answers, requests, strict=True))
 
 
-def _continuous(context: Context, model: Any, work: list[Asked]) -> Came:
+def _run_continuous(context: Context, model: Any, work: list[BenchRequest]) -> PeerResult:
     """Continuous batching with the sizes that it chooses itself or, if those fail, with smaller ones."""
     attempts: list[dict[str, int]] = [{}, {"max_batch_tokens": 4096, "num_blocks": 1024}]
     if context.rehearsal:
@@ -188,23 +192,23 @@ def _continuous(context: Context, model: Any, work: list[Asked]) -> Came:
     failed = ""
     for sizes in attempts:
         try:
-            returned, wall_s, how = _managed(context, model, work, sizes)
+            returned, wall_s, how = _run_manager(context, model, work, sizes)
         except (RuntimeError, ValueError, MemoryError) as error:  # MemoryError: its own sizes do not fit
             failed = f"{failed}with {sizes or 'its own sizes'}: {type(error).__name__}: {str(error)[:150]}; "
         else:
             note = f"{len(work)} conversations at once, {sizes or 'its own sizes'}, {how}{failed and f'; failed {failed}'}"
-            return Came(sum(asked.num_outputs for asked in work), returned, len(work), wall_s, note)
+            return PeerResult(sum(request.num_outputs for request in work), returned, len(work), wall_s, note)
     raise RuntimeError(f"continuous batching of transformers did not run {failed}")
 
 
-def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, int]) -> tuple[int, float, str]:
+def _run_manager(context: Context, model: Any, work: list[BenchRequest], sizes: dict[str, int]) -> tuple[int, float, str]:
     """Tokens, seconds, and how it computes. `warmup` captures any graphs that it uses before anything is timed."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     hints = WorkloadHints(
-        max_prompt_length=max(len(asked.prompt) for asked in work),
-        max_generated_length=max(asked.num_outputs for asked in work),
+        max_prompt_length=max(len(request.prompt) for request in work),
+        max_generated_length=max(request.num_outputs for request in work),
         num_requests=len(work),
     )
     with (
@@ -218,9 +222,9 @@ def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, i
     ):
         how = f"{model.config._attn_implementation}, graphs {manager.continuous_batching_config.use_cuda_graph}"
         # Prompts are reversed, so that no part of a timed conversation's prompt is found in the cache.
-        _through(manager, [Asked(asked.prompt[::-1], WARM_OUTPUTS) for asked in work], "w", context)
+        _serve_all(manager, [BenchRequest(request.prompt[::-1], WARM_OUTPUTS) for request in work], "w", context)
         started_s = time.perf_counter()
-        returned = _through(manager, work, "r", context)
+        returned = _serve_all(manager, work, "r", context)
         return returned, time.perf_counter() - started_s, how
 
 
@@ -236,11 +240,11 @@ def _attention_restored(model: Any) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
-def _through(manager: Any, work: list[Asked], label: str, context: Context) -> int:
+def _serve_all(manager: Any, work: list[BenchRequest], label: str, context: Context) -> int:
     names = [f"{label}{number}" for number in range(len(work))]
     answers: dict[str, int] = {}
-    for name, asked in zip(names, work, strict=True):
-        manager.add_request(list(asked.prompt), request_id=name, max_new_tokens=asked.num_outputs, eos_token_id=-1)
+    for name, request in zip(names, work, strict=True):
+        manager.add_request(list(request.prompt), request_id=name, max_new_tokens=request.num_outputs, eos_token_id=-1)
     while len(answers) < len(work):
         if context.left_s < 2:
             for name in names:

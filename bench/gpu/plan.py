@@ -9,8 +9,9 @@ attention and of products take two processes each. Warm-up parts use all cores a
 The first part's time begins when its imports are done; the others import while the stage before them measures.
 A part has two times, both for a cold kernel cache. `usual_s` is reserved for it whatever earlier parts do: their sum fits the
 time of a run, so that no part is left out because another was slow. `limit_s` is the most that it gets while time is left; the
-limits within each of `CALLS` fit too. Both come from a run on an H200, plus a third. In that run 32k tokens among 64 decoders
-had not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of 61 s.
+limits within each of `COMMANDS` fit too. Both come from a run on an H200, plus a third. In that run 32k tokens among 64
+decoders had not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of
+61 s.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ TOTAL_S = 470.0
 @dataclass(frozen=True, slots=True)
 class Part:
     """`target` is the part of the targets whose rows it gives. A run executes each part of a `family` in its own process,
-    one after another, or concurrently where they are `beside` each other; a rehearsal executes a family in one process, and
+    one after another, or at the same time if they are `concurrent`; a rehearsal executes a family in one process, and
     the families after the checks in one process as well. `needs` names parts that are included with it: without its warm-up
-    it would compile while it measures. A part that is `asked_for` runs only when it is named."""
+    it would compile while it measures. A part that is `on_request` runs only when it is named."""
 
     name: str
     target: str
@@ -36,27 +37,27 @@ class Part:
     usual_s: float
     limit_s: float
     family: str
-    beside: bool = False
+    concurrent: bool = False
     needs: tuple[str, ...] = ()
-    asked_for: bool = False
+    on_request: bool = False
 
 
 LLAMA, SMALL, FORMATS = ("warm llama",), ("warm small",), ("warm 8 bits", "warm 4 bits")
 PARTS: tuple[Part, ...] = (
     Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 10, 20, "calibrate"),
-    Part("check attention", "checks", "bench.gpu.check_attention", "check", 55, 120, "checks", beside=True),
-    Part("check prefill", "checks", "bench.gpu.check_attention", "check_prefill", 55, 120, "checks", beside=True),
-    Part("check rows", "checks", "bench.gpu.check_rows", "check", 55, 120, "checks", beside=True),
-    Part("check products", "checks", "bench.gpu.check_products", "check", 55, 120, "checks", beside=True),
-    Part("check fused products", "checks", "bench.gpu.check_products", "check_fused", 55, 120, "checks", beside=True),
-    Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 55, 120, "checks", beside=True),
-    Part("check tokens", "checks", "bench.gpu.same_tokens", "check", 55, 120, "checks", beside=True),
-    Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 55, 120, "checks", beside=True),
-    Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 55, 60, "checks", beside=True),
-    Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 55, 60, "checks", beside=True),
-    Part("warm 8 bits", "warm-up", "bench.gpu.warm_up", "warm_8_bits", 55, 60, "checks", beside=True),
-    Part("warm 4 bits", "warm-up", "bench.gpu.warm_up", "warm_4_bits", 55, 60, "checks", beside=True),
-    Part("warm in turn", "warm-up", "bench.gpu.warm_up", "warm_in_turn", 55, 60, "checks", beside=True),
+    Part("check attention", "checks", "bench.gpu.check_attention", "check", 55, 120, "checks", concurrent=True),
+    Part("check prefill", "checks", "bench.gpu.check_attention", "check_prefill", 55, 120, "checks", concurrent=True),
+    Part("check rows", "checks", "bench.gpu.check_rows", "check", 55, 120, "checks", concurrent=True),
+    Part("check products", "checks", "bench.gpu.check_products", "check", 55, 120, "checks", concurrent=True),
+    Part("check fused products", "checks", "bench.gpu.check_products", "check_fused", 55, 120, "checks", concurrent=True),
+    Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 55, 120, "checks", concurrent=True),
+    Part("check tokens", "checks", "bench.gpu.same_tokens", "check", 55, 120, "checks", concurrent=True),
+    Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 55, 120, "checks", concurrent=True),
+    Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 55, 60, "checks", concurrent=True),
+    Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 55, 60, "checks", concurrent=True),
+    Part("warm 8 bits", "warm-up", "bench.gpu.warm_up", "warm_8_bits", 55, 60, "checks", concurrent=True),
+    Part("warm 4 bits", "warm-up", "bench.gpu.warm_up", "warm_4_bits", 55, 60, "checks", concurrent=True),
+    Part("warm in turn", "warm-up", "bench.gpu.warm_up", "warm_serially", 55, 60, "checks", concurrent=True),
     Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 15, 75, "kernels"),
     Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 22, 65, "kernels"),
     Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 8, 45, "kernels"),
@@ -66,9 +67,9 @@ PARTS: tuple[Part, ...] = (
     Part("latency", "latency", "bench.gpu.serve_latency", "latency", 75, 85, "engines", needs=LLAMA),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 44, 50, "engines", needs=LLAMA),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 105, 110, "peers", needs=("llama 8b",)),
-    Part("choices", "choices", "bench.gpu.choices", "measure", 60, 100, "choices", asked_for=True),
+    Part("choices", "choices", "bench.gpu.choices", "measure", 60, 100, "choices", on_request=True),
 )
-CALLS = (
+COMMANDS = (
     ("checks", "invariant", "kernels", "choices"),
     ("llama 8b", "small models", "formats", "latency", "saturated", "peers"),
 )
@@ -104,7 +105,7 @@ def usual_s(stages: Sequence[Stage]) -> float:
     return sum(max(job.usual_s for job in stage) for stage in stages)
 
 
-def share_s(stages: Sequence[Stage], left_s: float) -> float:
+def allotted_s(stages: Sequence[Stage], left_s: float) -> float:
     """How long the first of these stages may take when `left_s` seconds are left: all but what the others usually take, and no
     less than what it usually takes itself."""
     return min(left_s, max(left_s - usual_s(stages[1:]), usual_s(stages[:1])))
@@ -112,23 +113,23 @@ def share_s(stages: Sequence[Stage], left_s: float) -> float:
 
 def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list[Job]]:
     """The stages of a run. `only` names targets' parts; the calibration and what the chosen parts need are always included."""
-    chosen = _chosen(only, rehearse=rehearse)
+    selected = _selected(only, rehearse=rehearse)
     found: list[list[Job]] = []
-    for part in chosen:
+    for part in selected:
         before = found[-1][0].parts[0].family if found else None
         if rehearse and before is not None and (before == part.family or before not in ("calibrate", "checks")):
             found[-1] = [Job((*found[-1][0].parts, part))]
-        elif before == part.family and part.beside:
+        elif before == part.family and part.concurrent:
             found[-1].append(Job((part,)))
         else:
             found.append([Job((part,))])
     return found
 
 
-def _chosen(only: set[str] | None, *, rehearse: bool) -> list[Part]:
+def _selected(only: set[str] | None, *, rehearse: bool) -> list[Part]:
     """Chosen parts, in the order of the plan. Without `only`, a rehearsal has all of them."""
-    wanted = {part.name for part in PARTS if (rehearse or not part.asked_for if only is None else part.target in only)}
+    names = {part.name for part in PARTS if (rehearse or not part.on_request if only is None else part.target in only)}
     for part in reversed(PARTS):  # needed parts come earlier
-        if part.name in wanted:
-            wanted |= set(part.needs)
-    return [part for part in PARTS if part.target == "calibrate" or part.name in wanted]
+        if part.name in names:
+            names |= set(part.needs)
+    return [part for part in PARTS if part.target == "calibrate" or part.name in names]

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from bench.gpu.context import Context
-from bench.gpu.traffic import Asked
+from bench.gpu.traffic import BenchRequest
 from engine.protocol import EngineInfo
 from engine.scheduling.step_time import DeviceSpeed, Efficiency, StepTimeModel
 from engine.simulator.models import find_model
@@ -48,12 +48,12 @@ class Planner:
         )
         return num_requests / step_s
 
-    def offline_rate(self, requests: Sequence[Asked], seats: int, budget: int) -> float:
+    def offline_rate(self, requests: Sequence[BenchRequest], seats: int, budget: int) -> float:
         """Output tokens per second of all requests submitted at once, prompts in chunks alongside decodes."""
-        waiting = [[len(asked.prompt), 0, asked.num_outputs] for asked in requests]  # prompt, computed part, outputs left
+        waiting = [[len(request.prompt), 0, request.num_outputs] for request in requests]  # prompt, computed part, outputs left
         waiting.reverse()
         running: list[list[int]] = []
-        seconds, tokens = 0.0, sum(asked.num_outputs for asked in requests)
+        seconds, tokens = 0.0, sum(request.num_outputs for request in requests)
         while waiting or running:
             while waiting and len(running) < seats:
                 running.append(waiting.pop())

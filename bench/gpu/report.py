@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from bench.gpu.conduct import Outcome
-from bench.gpu.rows import CARD_SHORT, GOALS_CARD, PEER_MISSING, Row, against, invalid, verdict
+from bench.gpu.processes import Outcome
+from bench.gpu.rows import CARD_SHORT, GOALS_CARD, PEER_MISSING, Row, fill_ratios, invalid_reason, verdict
 from bench.gpu.targets import TARGETS
 from bench.rows import revision
 from engine.switches import SWITCHES
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
-HEAD = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
+HEADER = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
 VARIABLES = (*SWITCHES, "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS")
 """Of the environment: those that change what is measured."""
 CALIBRATED = {"bandwidth": (1e9, "GB/s"), "flops": (1e12, "TFLOP/s bf16"), "flops_fp8": (1e12, "TFLOP/s fp8")}
@@ -25,7 +25,7 @@ LAST_LINES = 12
 WIDTHS = (67, 10, 16, 10, 5, 10, 7, 32, 0)
 
 
-def complete(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
+def complete_rows(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
     """One row per target, in target order, then rows without a target. A row that was not measured says why."""
     found = {row.name: row for row in outcome.rows}
     reasons: dict[str, list[str]] = {}
@@ -39,7 +39,7 @@ def complete(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
             continue
         why = "; ".join(reasons.get(target.part, [])) or "no part gave this row"
         row = found.pop(target.name, None) or Row(name=target.name, error=why)
-        rows.append(against(row, higher=target.higher))
+        rows.append(fill_ratios(row, higher=target.higher))
     return rows + list(found.values())
 
 
@@ -47,12 +47,14 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
     targets = {target.name: target for target in TARGETS}
     facts = dict(outcome.facts)
     card = facts.pop("card", {})
-    described = []
+    row_records = []
     for row in rows:
         target = targets.get(row.name)
-        judged = "REHEARSAL" if rehearsal else verdict(row, target, card=card.get("name", "")) if target else "told"
-        must_show = {} if target is None else {"unit": target.unit, "part": target.part, "must_show": target.words}
-        described.append({**row.as_dict(), **must_show, "verdict": judged, "invalid": invalid(row, has_figures=not rehearsal)})
+        row_verdict = "REHEARSAL" if rehearsal else verdict(row, target, card=card.get("name", "")) if target else "told"
+        must_show = {} if target is None else {"unit": target.unit, "part": target.part, "must_show": target.text}
+        row_records.append(
+            {**row.as_dict(), **must_show, "verdict": row_verdict, "invalid": invalid_reason(row, has_figures=not rehearsal)}
+        )
     return {
         "bench": "gpu",
         "rehearsal": rehearsal,
@@ -68,7 +70,7 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
         "switches": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "facts": facts,
         "parts": outcome.parts,
-        "rows": described,
+        "rows": row_records,
     }
 
 
@@ -97,11 +99,11 @@ def table(report: dict[str, Any]) -> str:
     part = None
     for row in report["rows"]:
         if part != (part := row.get("part", "others")):
-            lines += ["", f"{part}", _line(HEAD)]
+            lines += ["", f"{part}", _line(HEADER)]
         lines.append(_line(_cells(row, rehearsal)))
         if row["error"] or row["invalid"] or (row["note"] and not rehearsal and not row["error"]):
             lines.append(f"    {row['error'] or row['invalid'] or row['note']}"[:240])
-    lines += _wrong(report)
+    lines += _failures(report)
     counts: dict[str, int] = {}
     for row in report["rows"]:
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
@@ -126,7 +128,7 @@ def _goals(report: dict[str, Any]) -> str:
     return f"{marked} and not judged on this card: `frac` is of this card's own limit; all other goals are judged as always"
 
 
-def _wrong(report: dict[str, Any]) -> list[str]:
+def _failures(report: dict[str, Any]) -> list[str]:
     """The failures, listed after the rows."""
     reasons = {row["name"]: row["error"] or row["invalid"] for row in report["rows"]}
     lines = [f"  {name}: {reason}"[:400] for name, reason in reasons.items() if reason]
@@ -137,19 +139,19 @@ def _wrong(report: dict[str, Any]) -> list[str]:
 
 
 def _cells(row: dict[str, Any], rehearsal: bool) -> tuple[str, ...]:
-    numbers = [figure(row[key]) for key in ("value", "limit", "fraction", "peer", "ratio")]
+    numbers = [format_figure(row[key]) for key in ("value", "limit", "fraction", "peer", "ratio")]
     if rehearsal:
         numbers = ["" if number == "-" else "·" for number in numbers]
     value, limit, fraction, peer, ratio = numbers
-    judged = ("failed" if row["error"] else "came") if rehearsal else row["verdict"]
-    return row["name"], value, row.get("unit", ""), limit, fraction, peer, ratio, row.get("must_show", "-"), judged
+    row_verdict = ("failed" if row["error"] else "came") if rehearsal else row["verdict"]
+    return row["name"], value, row.get("unit", ""), limit, fraction, peer, ratio, row.get("must_show", "-"), row_verdict
 
 
 def _line(cells: Sequence[str]) -> str:
     return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
-def figure(value: float | None) -> str:
+def format_figure(value: float | None) -> str:
     """Three significant digits, or all digits of a large number."""
     if value is None:
         return "-"

@@ -38,7 +38,7 @@ def missing(names: dict[str, str] | None = None) -> list[str]:
     return [f"  {name} is missing: {reason}" for name, reason in wanted.items() if importlib.util.find_spec(name) is None]
 
 
-def unfit(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:
+def unsuitable(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:
     """One line for each package of an unsuitable version."""
     lines = []
     for name, version in versions.items():
@@ -54,7 +54,7 @@ def unfit(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:
 
 def check(*, rehearse: bool = False) -> None:
     """Exit with one message that names everything missing or unsuitable; replace what only grammars need."""
-    lines = missing(NEEDED | NEEDED_TO_REHEARSE if rehearse else NEEDED) or unfit(_installed(), rehearse=rehearse)
+    lines = missing(NEEDED | NEEDED_TO_REHEARSE if rehearse else NEEDED) or unsuitable(_installed(), rehearse=rehearse)
     if not rehearse and (problem := toolchain_problem()):
         lines.append(f"  {problem}")
     if lines:

@@ -20,8 +20,8 @@ FRACTION_MAX = 1.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The goals of a row; without `pass_at` it is reported but not judged. `of_card`: the goal is a time or a rate for one
-    card, and does not apply to others. `stretch_value`: what the value itself must reach for stretch, on that card."""
+    """The goals of a row; without `pass_at` it is reported but not judged. `card_specific`: the goal is a time or a rate for
+    one card, and does not apply to others. `stretch_value`: what the value itself must reach for stretch, on that card."""
 
     name: str
     part: str
@@ -30,19 +30,19 @@ class Target:
     pass_at: float | None = None
     stretch_at: float | None = None
     higher: bool = True
-    of_card: bool = False
+    card_specific: bool = False
     stretch_value: float | None = None
 
-    def reached(self, value: float, limit: float | None) -> bool:
+    def is_reached(self, value: float, limit: float | None) -> bool:
         return limit is not None and (value >= limit if self.higher else value <= limit)
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """`≥ 0.85 / 0.92 of limit`, `≥ 230 / 255 (H200)`"""
         if self.pass_at is None:
             return "-"
         both = f"{self.pass_at:g}" + ("" if self.stretch_at is None else f" / {self.stretch_at:g}")
-        of = {"value": f" ({CARD_SHORT})" if self.of_card else "", "fraction": " of limit", "ratio": " × peer"}[self.judged]
+        of = {"value": f" ({CARD_SHORT})" * self.card_specific, "fraction": " of limit", "ratio": " × peer"}[self.judged]
         also = "" if self.stretch_value is None else f", {self.stretch_value:g} ({CARD_SHORT})"
         return f"{'≥' if self.higher else '≤'} {both}{of}{also}"
 
@@ -76,7 +76,7 @@ class Row:
         return asdict(self)
 
 
-def against(row: Row, *, higher: bool = True) -> Row:
+def fill_ratios(row: Row, *, higher: bool = True) -> Row:
     """Fill in fraction and ratio from value, limit and peer, unless they are set."""
     if row.value and row.fraction is None and row.limit:
         row.fraction = row.value / row.limit if higher else row.limit / row.value
@@ -85,7 +85,7 @@ def against(row: Row, *, higher: bool = True) -> Row:
     return row
 
 
-def invalid(row: Row, *, has_figures: bool = True) -> str:
+def invalid_reason(row: Row, *, has_figures: bool = True) -> str:
     """Why the row cannot be right, or empty. In a rehearsal only token counts are checked, as its figures mean nothing."""
     if has_figures and row.fraction is not None and row.fraction > FRACTION_MAX:
         return f"fraction {row.fraction:.2f} is above {FRACTION_MAX:.2f}: bytes or time are counted wrongly"
@@ -100,16 +100,16 @@ def verdict(row: Row, target: Target, *, card: str) -> str:
     """failed, INVALID, not measured, told, other card, below, pass or stretch. `card`: the name of the measured card."""
     if row.error:
         return "failed"
-    if invalid(row):
+    if invalid_reason(row):
         return "INVALID"
     value: float | None = getattr(row, target.judged)
     if value is None:
         return "not measured"
     if target.pass_at is None:
         return "told"
-    if target.of_card and card != GOALS_CARD:
+    if target.card_specific and card != GOALS_CARD:
         return "other card"
     also = target.stretch_value if card == GOALS_CARD else None
-    if target.reached(value, target.stretch_at) and (also is None or target.reached(row.value or 0.0, also)):
+    if target.is_reached(value, target.stretch_at) and (also is None or target.is_reached(row.value or 0.0, also)):
         return "stretch"
-    return "pass" if target.reached(value, target.pass_at) else "below"
+    return "pass" if target.is_reached(value, target.pass_at) else "below"

@@ -31,7 +31,7 @@ from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.models import random_engine
 from bench.gpu.rows import Row
-from bench.gpu.targets import ALIKE, SAME_TOKENS
+from bench.gpu.targets import CHUNKS_ONE_BY_ONE, SAME_TOKENS
 from engine.layers.forward_inputs import ForwardInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
@@ -58,7 +58,7 @@ TIE = 0.1
 
 
 @dataclass(slots=True)
-class Found:
+class CaseResult:
     """Result of one case: the number of requests, how many differ by a tie only, and a description of each that is wrong."""
 
     requests: int = 0
@@ -66,7 +66,7 @@ class Found:
     wrong: list[str] = field(default_factory=list)
 
 
-class AsManyRows:
+class PaddedDecoder:
     """The plain runner's decoder, with decodes padded to the sizes of graphs: padding repeats the last row, whose keys are thus
     written more than once with the same values. Keeps the logits that it returned last."""
 
@@ -74,7 +74,7 @@ class AsManyRows:
         self._target = target
         self._max_rows = max_rows
         self._is_decode = False
-        self.logits_given = torch.empty(0)
+        self.last_logits = torch.empty(0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -88,8 +88,8 @@ class AsManyRows:
         """hidden: [R, hidden] of the rows without padding → [R, V] float32"""
         num_rows = len(hidden)
         padded = torch.cat([hidden, hidden[-1:].expand(self._size(num_rows) - num_rows, -1)])
-        self.logits_given = self._target.logits(padded)[:num_rows].clone()
-        return self.logits_given.clone()
+        self.last_logits = self._target.logits(padded)[:num_rows].clone()
+        return self.last_logits.clone()
 
     def _size(self, num_rows: int) -> int:
         return step_size(num_rows, self._max_rows) if self._is_decode else num_rows
@@ -103,18 +103,18 @@ def _check(context: Context) -> None:
     with tempfile.TemporaryDirectory() as folder, _engine(context, Path(folder), enforce_eager=True) as twin:
         runner = twin.runner
         assert isinstance(runner, ModelRunner), "the twin launches nothing ahead"
-        decoder = AsManyRows(runner.target, context.size(SEATS, 4))
+        decoder = PaddedDecoder(runner.target, context.size(SEATS, 4))
         runner.target = decoder  # type: ignore[assignment]
         cases = _cases(context, twin.info.vocab_size)
-        expected = {label: _told(twin, label, requests) for label, requests in cases.items()}
+        expected = {label: _generate_case(twin, label, requests) for label, requests in cases.items()}
 
         failures: list[str] = []
 
-        def compare(labels: Sequence[str]) -> dict[str, Found]:
+        def compare(labels: Sequence[str]) -> dict[str, CaseResult]:
             with _engine(context, Path(folder)) as ahead:
                 failures.append(_failure(ahead))
-                told = {label: _told(ahead, label, cases[label]) for label in labels}
-                return {label: _compare(twin, decoder, cases[label], expected[label], told[label]) for label in labels}
+                actual = {label: _generate_case(ahead, label, cases[label]) for label in labels}
+                return {label: _compare(twin, decoder, cases[label], expected[label], actual[label]) for label in labels}
 
         found = compare(list(cases))
         wrong = [label for label, each in found.items() if each.wrong]
@@ -129,9 +129,9 @@ def _check(context: Context) -> None:
         row.error = failures[0]
         context.emit(row)
         if wrong:  # compare again with switches: this may take longer than the part has left
-            row.note = f"{_bisected(context, lambda: compare(wrong))}; {row.note}"
+            row.note = f"{_bisect(context, lambda: compare(wrong))}; {row.note}"
             context.emit(row)
-        context.guard(ALIKE, lambda: _alike(context, lambda: compare(list(cases))))
+        context.guard(CHUNKS_ONE_BY_ONE, lambda: _check_chunks_one_by_one(context, lambda: compare(list(cases))))
 
 
 def _failure(engine: Engine) -> str:
@@ -140,12 +140,12 @@ def _failure(engine: Engine) -> str:
     return "" if chunks is None or not chunks.failure else f"steps with chunks lack graphs: {chunks.failure}"
 
 
-def _alike(context: Context, again: Callable[[], dict[str, Found]]) -> None:
+def _check_chunks_one_by_one(context: Context, rerun: Callable[[], dict[str, CaseResult]]) -> None:
     with _chunks_one_by_one():
-        gc.collect()  # as in `_bisected`
-        found = again()
+        gc.collect()  # as in `_bisect`
+        found = rerun()
     differing = {label: each.ties + len(each.wrong) for label, each in found.items()}
-    row = Row(name=ALIKE, value=100 * sum(differing.values()) / sum(each.requests for each in found.values()))
+    row = Row(name=CHUNKS_ONE_BY_ONE, value=100 * sum(differing.values()) / sum(each.requests for each in found.values()))
     row.facts = {label: {"requests": found[label].requests, "differing": number} for label, number in differing.items()}
     row.note = ", ".join(f"{label}: {number} of {found[label].requests}" for label, number in differing.items() if number)
     context.emit(row)
@@ -155,7 +155,7 @@ def _chunks_one_by_one() -> AbstractContextManager[object]:
     return mock.patch.object(PagedDecoder, "chunk_rows", return_value=0)
 
 
-def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
+def _bisect(context: Context, rerun: Callable[[], dict[str, CaseResult]]) -> str:
     """Compare again with parts of the fast path switched off: if the tokens are right without a part, that part is at fault."""
     switches: dict[str, tuple[AbstractContextManager[object], ...]] = {
         "GATEHOUSE_EARLY_LAUNCH=0": (_in_turn(context),),
@@ -169,16 +169,16 @@ def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
             for patch in patches:
                 stack.enter_context(patch)
             gc.collect()  # the previous engine has cycles: its graphs must not be freed while the next one's are captured
-            words.append(f"{name}: {sum(len(each.wrong) for each in again().values())} wrong")
+            words.append(f"{name}: {sum(len(each.wrong) for each in rerun().values())} wrong")
     return "with " + ", ".join(words)
 
 
 def _in_turn(context: Context) -> AbstractContextManager[object]:
     if context.device.type != "cuda":
         return nullcontext()
-    from bench.gpu.layer import launched_in_turn
+    from bench.gpu.layer import launched_serially
 
-    return launched_in_turn()
+    return launched_serially()
 
 
 @contextmanager
@@ -195,28 +195,28 @@ def _cases(context: Context, vocab_size: int) -> dict[str, list[GenerationReques
         for size in sizes
         for words, temperature in (("greedy", 0.0), ("drawn", 0.8))
     }
-    longest, least = context.size(ALONE_PROMPT, 20), context.size(ALONE_TOKENS, 3)
-    return {**found, ALONE: _requests(context.size(6, 2), 0.0, vocab_size, longest, least)}
+    longest, min_outputs = context.size(ALONE_PROMPT, 20), context.size(ALONE_TOKENS, 3)
+    return {**found, ALONE: _requests(context.size(6, 2), 0.0, vocab_size, longest, min_outputs)}
 
 
-def _requests(count: int, temperature: float, vocab_size: int, longest: int, least: int) -> list[GenerationRequest]:
-    """Prompts of random lengths up to `longest`; answers of `least` tokens and up to eight more (fewer in a rehearsal), so
-    that rows leave one after another."""
-    numbers = random.Random(count)
+def _requests(count: int, temperature: float, vocab_size: int, longest: int, min_outputs: int) -> list[GenerationRequest]:
+    """Prompts of random lengths up to `longest`; answers of `min_outputs` tokens and up to eight more (fewer in a rehearsal),
+    so that rows leave one after another."""
+    rng = random.Random(count)
     return [
         GenerationRequest(
             request_id=str(number),
             tenant_id="bench",
-            prompt_token_ids=list(traffic.prompt(numbers, numbers.randint(1, longest), vocab_size)),
+            prompt_token_ids=list(traffic.random_prompt(rng, rng.randint(1, longest), vocab_size)),
             sampling=SamplingParams(
-                temperature=temperature, seed=number, max_tokens=least + number % min(9, least), ignore_eos=True
+                temperature=temperature, seed=number, max_tokens=min_outputs + number % min(9, min_outputs), ignore_eos=True
             ),
         )
         for number in range(count)
     ]
 
 
-def _told(engine: Engine, label: str, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+def _generate_case(engine: Engine, label: str, requests: Sequence[GenerationRequest]) -> list[list[int]]:
     """All tokens of each request of a case."""
     if label == ALONE:
         return [tokens for request in requests for tokens in _tokens(engine, [request])]
@@ -225,64 +225,72 @@ def _told(engine: Engine, label: str, requests: Sequence[GenerationRequest]) -> 
 
 def _tokens(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
     """All tokens of each request. The last quarter of the requests is submitted later than the others."""
-    told: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     first = -(-3 * len(requests) // 4)
 
     def step() -> None:
         events = engine.step()
-        traffic.check(events)
+        traffic.check_events(events)
         for event in events:
-            told[event.request_id] += event.token_ids
-        look()
+            tokens[event.request_id] += event.token_ids
+        check_fallbacks()
 
-    with traffic.watched(engine) as (look, _):
+    with traffic.watched(engine) as (check_fallbacks, _):
         _submit(engine, requests[:first])
         for _ in range(LATE_STEP):
             step()
         _submit(engine, requests[first:])
         while engine.has_requests:
             step()
-    return list(told.values())
+    return list(tokens.values())
 
 
 def _submit(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
     for request in requests:
-        traffic.check(engine.submit(request))
+        traffic.check_events(engine.submit(request))
 
 
 def _compare(
     twin: Engine,
-    decoder: AsManyRows,
+    decoder: PaddedDecoder,
     requests: Sequence[GenerationRequest],
     expected: Sequence[list[int]],
-    told: Sequence[list[int]],
-) -> Found:
-    found = Found(len(requests))
-    for request, wanted, had in zip(requests, expected, told, strict=True):
-        if had == wanted:
+    actual: Sequence[list[int]],
+) -> CaseResult:
+    result = CaseResult(len(requests))
+    for request, expected_tokens, actual_tokens in zip(requests, expected, actual, strict=True):
+        if actual_tokens == expected_tokens:
             continue
-        place = next((place for place, both in enumerate(zip(wanted, had, strict=False)) if both[0] != both[1]), None)
+        place = next(
+            (place for place, both in enumerate(zip(expected_tokens, actual_tokens, strict=False)) if both[0] != both[1]),
+            None,
+        )
         if place is None:
-            found.wrong.append(f"request {request.request_id} of {len(requests)} has {len(had)} tokens for {len(wanted)}")
+            result.wrong.append(
+                f"request {request.request_id} of {len(requests)} has {len(actual_tokens)} tokens for {len(expected_tokens)}"
+            )
             continue
-        gap = _gap(twin, decoder, request, wanted[: place + 1], had[place])
+        gap = _gap(twin, decoder, request, expected_tokens[: place + 1], actual_tokens[place])
         if gap <= TIE:
-            found.ties += 1
+            result.ties += 1
         else:
-            words = f"request {request.request_id} of {len(requests)}, token {place}: {had[place]} for {wanted[place]}"
-            found.wrong.append(f"{words}, {gap:.2f} of a logit apart")
-    return found
+            tokens = f"{actual_tokens[place]} for {expected_tokens[place]}"
+            words = f"request {request.request_id} of {len(requests)}, token {place}: {tokens}"
+            result.wrong.append(f"{words}, {gap:.2f} of a logit apart")
+    return result
 
 
-def _gap(twin: Engine, decoder: AsManyRows, request: GenerationRequest, wanted: list[int], had: int) -> float:
-    """How much, in logits, the twin preferred the last token of `wanted` to `had` when it chose that token."""
-    prompt = [*request.prompt_token_ids, *wanted[:-1]]
+def _gap(
+    twin: Engine, decoder: PaddedDecoder, request: GenerationRequest, expected_tokens: list[int], actual_token: int
+) -> float:
+    """How much, in logits, the twin preferred the last of `expected_tokens` to `actual_token` when it chose that token."""
+    prompt = [*request.prompt_token_ids, *expected_tokens[:-1]]
     sampling = SamplingParams(
         temperature=request.sampling.temperature, seed=request.sampling.seed, max_tokens=1, ignore_eos=True
     )
     _tokens(twin, [GenerationRequest(request_id="gap", tenant_id="bench", prompt_token_ids=prompt, sampling=sampling)])
-    ids = torch.tensor([[wanted[-1]], [had]], device=decoder.logits_given.device)
-    values = decoder.logits_given[0][ids]
+    ids = torch.tensor([[expected_tokens[-1]], [actual_token]], device=decoder.last_logits.device)
+    values = decoder.last_logits[0][ids]
     if is_greedy(sampling):
         return float(values[0] - values[1])
     assert sampling.seed is not None

@@ -15,16 +15,16 @@ from typing import Any
 
 from bench.gpu import traffic
 from bench.gpu.context import Context
-from bench.gpu.graph_use import graph_use
-from bench.gpu.idle import Stretch
+from bench.gpu.graph_use import count_graph_use
+from bench.gpu.idle import StepSpan
 from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
-from bench.gpu.serve_chunks import chunk_ways
+from bench.gpu.serve_chunks import measure_chunk
 from bench.gpu.serve_idle import idle_row, progress
 from bench.gpu.step_parts import REST, WAIT, step_parts
-from bench.gpu.targets import CHUNK_SIZES, chunk_of
-from bench.gpu.traffic import Asked, Window
+from bench.gpu.targets import CHUNK_SIZES, chunk_row
+from bench.gpu.traffic import BenchRequest, Window
 from engine.loop import Engine
 
 MIXED_TEMPERATURE = 0.6  # as in nano-vllm's bench
@@ -67,7 +67,7 @@ def llama_8b(context: Context) -> None:
             turnover = "host critical path, a request replaced every second step, batch 256"
             context.guard(turnover, lambda: _turnover(context, engine, turnover))
             for size in CHUNK_SIZES:
-                context.guard(chunk_of(size), partial(chunk_ways, context, engine, size))
+                context.guard(chunk_row(size), partial(measure_chunk, context, engine, size))
             profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
             context.guard(  # last: the profiler may slow down what follows, or crash the process
                 [steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled)
@@ -131,8 +131,8 @@ def _prefill(context: Context, engine: Engine, directory: Path, name: str) -> No
     """One prompt at a time to its first token; the limit takes each product at the matmul rate of its operands' format."""
     in_len, rates = context.size(8192, 24), []
     for sample in range(context.size(4, 2)):
-        submit = Asked(traffic.prompt(random.Random(100 + sample), in_len, engine.info.vocab_size), 1)
-        traffic.submit(engine, f"prefill{sample}", submit)
+        request = BenchRequest(traffic.random_prompt(random.Random(100 + sample), in_len, engine.info.vocab_size), 1)
+        traffic.submit(engine, f"prefill{sample}", request)
         window = traffic.steps(engine, lambda _: False)
         rates.append(in_len / sum(window.step_s))
     del rates[0]  # the warm-up
@@ -151,10 +151,10 @@ def saturated(context: Context) -> None:
         context.guard([row, SLOTS_USED], lambda: _saturated(context, engine, folder / "llama-3.1-8b-all", row))
 
 
-def seats_of(kv_tokens: int, in_len: int, out_len: int, block_size: int, most: int) -> int:
-    """How many requests the cache holds at once when their ages are spread evenly, at most `most`: every seat on an H200, about
-    270 on a card with 80 GB. With more, requests would be preempted and recomputed."""
-    return min(most, int(KV_FILLED * kv_tokens / (in_len + out_len / 2 + block_size)))
+def num_seats(kv_tokens: int, in_len: int, out_len: int, block_size: int, seats_max: int) -> int:
+    """How many requests the cache holds at once when their ages are spread evenly, at most `seats_max`: every seat on an H200,
+    about 270 on a card with 80 GB. With more, requests would be preempted and recomputed."""
+    return min(seats_max, int(KV_FILLED * kv_tokens / (in_len + out_len / 2 + block_size)))
 
 
 @contextmanager
@@ -165,39 +165,39 @@ def _folder() -> Iterator[Path]:
 
 def warm_sizes(context: Context, engine: Engine) -> None:
     """Run every size of a decode step with sampling, and prompts of many lengths, so that no timed run captures or compiles."""
-    traffic.each_size(engine, context.size(SEATS, 4), temperature=MIXED_TEMPERATURE)
-    mixed = traffic.uniform(context.size(24, 2), 3, context.size(1024, 8), engine.info.vocab_size, seed=9)
-    traffic.run(engine, [Asked(asked.prompt, 3) for asked in mixed], temperature=MIXED_TEMPERATURE, label="v")
+    traffic.run_every_size(engine, context.size(SEATS, 4), temperature=MIXED_TEMPERATURE)
+    mixed = traffic.uniform_requests(context.size(24, 2), 3, context.size(1024, 8), engine.info.vocab_size, seed=9)
+    traffic.run(engine, [BenchRequest(request.prompt, 3) for request in mixed], temperature=MIXED_TEMPERATURE, label="v")
 
 
 def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
     """One request of 128 tokens; the rate between its first token and its last."""
     in_len, out_len = context.size(128, 5), context.size(257, 4)
 
-    def once(sample: int) -> tuple[int, float]:
-        submit = Asked(traffic.prompt(random.Random(sample), in_len, engine.info.vocab_size), out_len)
-        traffic.submit(engine, f"one{sample}", submit)
+    def run_once(sample: int) -> tuple[int, float]:
+        request = BenchRequest(traffic.random_prompt(random.Random(sample), in_len, engine.info.vocab_size), out_len)
+        traffic.submit(engine, f"one{sample}", request)
         first = traffic.steps(engine, lambda window: sum(window.tokens) > 0)
         rest = traffic.steps(engine, lambda _: False)
         return sum(first.tokens) + sum(rest.tokens), rest.rate
 
-    once(0)  # the warm-up
+    run_once(0)  # the warm-up
     before = engine.status().generation_tokens_total
-    with graph_use() as use:
-        runs = [once(sample) for sample in range(1, context.size(4, 2))]
+    with count_graph_use() as use:
+        runs = [run_once(sample) for sample in range(1, context.size(4, 2))]
     samples = [rate for _, rate in runs]
     limit = Planner(context, directory, engine.info, expected=False)
     row = Row(name=name, value=median(samples), samples=samples, returned=sum(returned for returned, _ in runs))
     row.counted = engine.status().generation_tokens_total - before
     context.limit(row, lambda: limit.decode_rate(1, in_len + out_len / 2))
     row.facts = {"bytes_per_step": limit.read_bytes, "quantization": engine.info.quantization, "kernels": engine.info.kernels}
-    context.emit(use.told(row, whole=True))
+    context.emit(use.annotate(row, whole=True))
     if planned is not None:
         planner = Planner(context, directory, engine.info, expected=True)
-        _emit_off(context, planned, lambda: planner.decode_rate(1, in_len + out_len / 2), median(samples))
+        _emit_prediction_error(context, planned, lambda: planner.decode_rate(1, in_len + out_len / 2), median(samples))
 
 
-def _emit_off(context: Context, name: str, predict: Callable[[], float], measured: float) -> None:
+def _emit_prediction_error(context: Context, name: str, predict: Callable[[], float], measured: float) -> None:
     """Emit the error of a prediction, guarded separately: a prediction that fails must not cost a measured row."""
 
     def compare() -> None:
@@ -225,31 +225,31 @@ def _steady(
     """Every request decodes and none arrives; contexts of about 1k."""
     num_requests = context.size(num_requests, 3)
     in_len, num_steps = context.size(960, 6), context.size(64, 3)
-    numbers, vocab = random.Random(2), engine.info.vocab_size
+    rng, vocab = random.Random(2), engine.info.vocab_size
     out_len = (5 if profiled else 2) * num_steps + 20 + num_requests // 4
-    traffic.check_room(engine, num_requests, in_len + out_len)
+    traffic.check_kv_capacity(engine, num_requests, in_len + out_len)
     for number in range(num_requests):
-        asked = Asked(traffic.prompt(numbers, in_len, vocab), out_len)
-        traffic.submit(engine, f"s{number}", asked, temperature=MIXED_TEMPERATURE)
+        request = BenchRequest(traffic.random_prompt(rng, in_len, vocab), out_len)
+        traffic.submit(engine, f"s{number}", request, temperature=MIXED_TEMPERATURE)
     traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == num_requests)
     at = progress(engine)
-    window = traffic.steps(engine, _times(num_steps))
+    window = traffic.steps(engine, _after_steps(num_steps))
     row = Row(
         name=name, value=window.rate, samples=[tokens / s for tokens, s in zip(window.tokens, window.step_s, strict=True)]
     )
     planner = Planner(context, directory, engine.info, expected=False)
     context.limit(row, lambda: planner.decode_rate(num_requests, in_len + num_steps))
     row.facts = {"step_ms": median(window.step_s) * 1e3}
-    context.emit(window.graphs.told(row, whole=True))
+    context.emit(window.graphs.annotate(row, whole=True))
     if profiled is not None:
         context.guard(profiled[1], lambda: _host(context, profiled[1], engine, window))
-        context.guard(profiled[0], lambda: idle_row(context, profiled[0], engine, num_steps, Stretch(at, window.step_s)))
+        context.guard(profiled[0], lambda: idle_row(context, profiled[0], engine, num_steps, StepSpan(at, window.step_s)))
     for number in range(num_requests):
         engine.abort(f"s{number}")
     traffic.steps(engine, lambda _: False)
 
 
-def _times(num_steps: int) -> Callable[[Window], bool]:
+def _after_steps(num_steps: int) -> Callable[[Window], bool]:
     return lambda window: len(window.step_s) >= num_steps
 
 
@@ -258,86 +258,88 @@ def _host(context: Context, name: str, engine: Engine, window: Window) -> None:
     further steps, because the clocks around the parts take time too."""
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=median(samples), samples=samples, facts={"p99_us": sorted(samples)[int(0.99 * len(samples))]})
-    with step_parts() as taken_s:
-        further = traffic.steps(engine, _times(max(3, len(window.step_s) // 2))).cpu_s
-    parts = {label: 1e6 * of_all_s / len(further) for label, of_all_s in taken_s.items()}
+    with step_parts() as total_s_of:
+        further = traffic.steps(engine, _after_steps(max(3, len(window.step_s) // 2))).cpu_s
+    parts = {label: 1e6 * total_s / len(further) for label, total_s in total_s_of.items()}
     row.facts["wait_us"] = parts.pop(WAIT)
     row.facts["parts_us"] = parts | {REST: 1e6 * mean(further) - sum(parts.values())}
-    told = ", ".join(f"{label} {taken_us:.0f}" for label, taken_us in row.facts["parts_us"].items())
+    parts_text = ", ".join(f"{label} {time_us:.0f}" for label, time_us in row.facts["parts_us"].items())
     row.note = "CPU time of a step as it is served, without what its thread spends waiting for tokens; its parts in further "
-    row.note += f"steps, mean µs: {told}"
-    context.emit(window.graphs.told(row, whole=True))
+    row.note += f"steps, mean µs: {parts_text}"
+    context.emit(window.graphs.annotate(row, whole=True))
 
 
 def _turnover(context: Context, engine: Engine, name: str) -> None:
     """As `_host`, while in every second step a request ends and another one replaces it, for which slots, columns and blocks
     are sent."""
-    seats, numbers, vocab, fresh = context.size(SEATS, 3), random.Random(4), engine.info.vocab_size, count()
+    seats, rng, vocab, request_ids = context.size(SEATS, 3), random.Random(4), engine.info.vocab_size, count()
 
-    def next_one(length: int) -> None:
-        asked = Asked(traffic.prompt(numbers, 8, vocab), length)
-        traffic.submit(engine, f"t{next(fresh)}", asked, temperature=MIXED_TEMPERATURE)
+    def submit_next(length: int) -> None:
+        request = BenchRequest(traffic.random_prompt(rng, 8, vocab), length)
+        traffic.submit(engine, f"t{next(request_ids)}", request, temperature=MIXED_TEMPERATURE)
 
     def replace(_: str) -> None:
-        next_one(2 * seats)
+        submit_next(2 * seats)
 
     for place in range(seats):
-        next_one(2 + 2 * place)
-    traffic.steps(engine, _times(context.size(16, 2)), ended=replace)
-    window = traffic.steps(engine, _times(context.size(128, 6)), ended=replace)
+        submit_next(2 + 2 * place)
+    traffic.steps(engine, _after_steps(context.size(16, 2)), on_finish=replace)
+    window = traffic.steps(engine, _after_steps(context.size(128, 6)), on_finish=replace)
     engine.abort_all()
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=mean(samples), samples=samples, facts={"p50_us": median(samples), "max_us": max(samples)})
     row.note = "mean over steps that admit a request of 8 tokens and steps that do not, by turns; waiting for tokens left out"
-    context.emit(window.graphs.told(row, whole=True))
+    context.emit(window.graphs.annotate(row, whole=True))
 
 
 def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
     """256 requests of 100 to 1024 tokens in and out, all at once: nano-vllm's bench."""
     vocab = engine.info.vocab_size
-    requests = traffic.uniform(256, 100, 1024, vocab) if not context.rehearsal else traffic.uniform(6, 3, 12, vocab)
-    came = traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="m")
-    row = Row(name=name, value=came.rate, samples=[came.rate], counted=came.counted, returned=came.returned)
+    requests = (
+        traffic.uniform_requests(256, 100, 1024, vocab) if not context.rehearsal else traffic.uniform_requests(6, 3, 12, vocab)
+    )
+    result = traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="m")
+    row = Row(name=name, value=result.rate, samples=[result.rate], counted=result.counted, returned=result.returned)
     seats, budget = context.size(SEATS, 4), context.size(8192, 32)
     planner = Planner(context, directory, engine.info, expected=False)
     context.limit(row, lambda: planner.offline_rate(requests, seats, budget))
-    row.facts = {"wall_s": came.wall_s, "preemptions": engine.status().preemptions_total}
-    context.emit(came.graphs.told(row))
+    row.facts = {"wall_s": result.wall_s, "preemptions": engine.status().preemptions_total}
+    context.emit(result.graphs.annotate(row))
     if planned is not None:
         planner = Planner(context, directory, engine.info, expected=True)
-        _emit_off(context, planned, lambda: planner.offline_rate(requests, seats, budget), came.rate)
+        _emit_prediction_error(context, planned, lambda: planner.offline_rate(requests, seats, budget), result.rate)
 
 
 def _chats(context: Context, engine: Engine) -> None:
     """Our side of the comparison with the peers: greedy and warmed up, as they are. Greedy steps have graphs of their own."""
     requests = traffic.conversations(context, engine.info.vocab_size)
-    traffic.each_size(engine, len(requests), temperature=0.0)
-    came = traffic.run(engine, requests, label="c")
-    row = Row(name="Llama-3.1-8B, conversations", value=came.rate, counted=came.counted, returned=came.returned)
-    row.facts = {"wall_s": came.wall_s, "requests": len(requests)}
-    context.emit(came.graphs.told(row))
-    context.tell(chats_rate=came.rate, chats_tokens=came.returned)
+    traffic.run_every_size(engine, len(requests), temperature=0.0)
+    result = traffic.run(engine, requests, label="c")
+    row = Row(name="Llama-3.1-8B, conversations", value=result.rate, counted=result.counted, returned=result.returned)
+    row.facts = {"wall_s": result.wall_s, "requests": len(requests)}
+    context.emit(result.graphs.annotate(row))
+    context.add_facts(chats_rate=result.rate, chats_tokens=result.returned)
 
 
 def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> None:
     """The first requests have outputs of every length up to the full one, so that they end as in the steady state."""
     in_len, out_len = (8, 12) if context.rehearsal else (1000, 1000)
-    most = context.size(MANY_SEATS, 4)
-    seats = seats_of(traffic.kv_tokens(engine), in_len, out_len, engine.info.block_size, most)
+    seats_max = context.size(MANY_SEATS, 4)
+    seats = num_seats(traffic.kv_tokens(engine), in_len, out_len, engine.info.block_size, seats_max)
     window_s = 0.3 if context.rehearsal else 22.0
-    numbers, vocab, fresh = random.Random(3), engine.info.vocab_size, count()
+    rng, vocab, request_ids = random.Random(3), engine.info.vocab_size, count()
 
-    def next_one(length: int) -> None:
-        traffic.submit(engine, f"f{next(fresh)}", Asked(traffic.prompt(numbers, in_len, vocab), max(2, length)),
+    def submit_next(length: int) -> None:
+        traffic.submit(engine, f"f{next(request_ids)}", BenchRequest(traffic.random_prompt(rng, in_len, vocab), max(2, length)),
                        temperature=MIXED_TEMPERATURE)  # fmt: skip
 
     for place in range(seats):
-        next_one(out_len * (place + 1) // seats)
-    started = traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] >= 0.9 * seats,
-                            ended=lambda _: next_one(out_len))  # fmt: skip
+        submit_next(out_len * (place + 1) // seats)
+    filling = traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] >= 0.9 * seats,
+                            on_finish=lambda _: submit_next(out_len))  # fmt: skip
     end_s = time.perf_counter() + min(window_s, max(2.0, context.left_s - 6))
     before, used = engine.status(), [_slots_used(engine)]
-    window = traffic.steps(engine, lambda _: time.perf_counter() > end_s, ended=lambda _: next_one(out_len))
+    window = traffic.steps(engine, lambda _: time.perf_counter() > end_s, on_finish=lambda _: submit_next(out_len))
     after, used = engine.status(), [*used, _slots_used(engine)]
     row = Row(name=name, value=window.rate, returned=sum(window.tokens))
     row.counted = after.generation_tokens_total - before.generation_tokens_total
@@ -349,15 +351,15 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
     ]
     planner = Planner(context, directory, engine.info, expected=False)
     row.facts = {
-        "seats": seats, "window_s": sum(window.step_s), "filled_s": sum(started.step_s),
+        "seats": seats, "window_s": sum(window.step_s), "filled_s": sum(filling.step_s),
         "prompt_tokens": after.prompt_tokens_total - before.prompt_tokens_total,
         "preemptions": after.preemptions_total - before.preemptions_total,
         "kv_used_percent": 100 * after.kv_blocks_used / after.kv_blocks_total, "running": after.num_running,
     }  # fmt: skip
-    held = "" if seats == most else f", as many as the cache of {traffic.kv_tokens(engine)} tokens holds"
+    held = "" if seats == seats_max else f", as many as the cache of {traffic.kv_tokens(engine)} tokens holds"
     row.note = f"{seats} seats{held}; window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
     context.limit(row, lambda: planner.saturated_rate(in_len, out_len, seats))
-    context.emit(window.graphs.told(row))
+    context.emit(window.graphs.annotate(row))
     context.emit(
         Row(name=SLOTS_USED, value=min(used), samples=used, note="of the blocks that requests hold, at both ends of the window")
     )

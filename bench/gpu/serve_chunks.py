@@ -13,7 +13,7 @@ import torch
 
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
-from bench.gpu.targets import chunk_of
+from bench.gpu.targets import chunk_row
 from bench.gpu.timing import synchronize
 from engine.loop import Engine
 from engine.runner.slot_timing import SlotTiming
@@ -26,35 +26,35 @@ sizes round differently: by a hundredth through four layers in 16 bits, by a few
 unrelated to the right ones, so the difference is as large as the states themselves."""
 
 
-def chunk_ways(context: Context, engine: Engine, size: int) -> None:
+def measure_chunk(context: Context, engine: Engine, size: int) -> None:
     """Run a prompt chunk through all layers, alternating between both ways. The keys and values that it writes go to blocks
     that no request holds any more. Raises RuntimeError if steps with such a chunk have no graph."""
     steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     length, block_size = context.size(size, 5), engine.info.block_size
     rows = [TokenSpan([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
     served = SlotTiming(steps).chunks if context.device.type == "cpu" else steps.chunks.run_for_timing
-    ways: dict[str, Callable[[], torch.Tensor | None]] = {
+    runs: dict[str, Callable[[], torch.Tensor | None]] = {
         "captured": partial(served, rows),
         "one by one": partial(steps.target.forward_spans, rows),
     }
-    taken: dict[str, list[float]] = {f"{way}{what}": [] for way in ways for what in ("", ", host")}
-    left: dict[str, torch.Tensor] = {}
+    times_us: dict[str, list[float]] = {f"{label}{what}": [] for label in runs for what in ("", ", host")}
+    hidden_states: dict[str, torch.Tensor] = {}
     with torch.inference_mode():
         for _ in range(1 + context.size(SAMPLES, 2)):  # the first is the warm-up
-            for way, run in ways.items():
+            for label, run in runs.items():
                 synchronize(context.device)
                 started_s, host_s = time.perf_counter(), time.thread_time()
                 hidden = run()
                 if hidden is None:
                     raise RuntimeError(f"a step with a chunk of {length} tokens has no graph: {steps.chunks.failure}")
-                taken[f"{way}, host"].append(1e6 * (time.thread_time() - host_s))
+                times_us[f"{label}, host"].append(1e6 * (time.thread_time() - host_s))
                 synchronize(context.device)
-                taken[way].append(1e6 * (time.perf_counter() - started_s))
-                left[way] = hidden.float().clone()
-    us = {name: median(samples[1:]) for name, samples in taken.items()}
-    row = Row(name=chunk_of(size), value=us["one by one"] / us["captured"], facts={"us": us})
-    row.note = ", ".join(f"{name} {taken_us:.0f} µs" for name, taken_us in us.items())
-    difference = _difference(left["captured"], left["one by one"])
+                times_us[label].append(1e6 * (time.perf_counter() - started_s))
+                hidden_states[label] = hidden.float().clone()
+    us = {name: median(samples[1:]) for name, samples in times_us.items()}
+    row = Row(name=chunk_row(size), value=us["one by one"] / us["captured"], facts={"us": us})
+    row.note = ", ".join(f"{name} {time_us:.0f} µs" for name, time_us in us.items())
+    difference = _difference(hidden_states["captured"], hidden_states["one by one"])
     row.facts["difference"] = difference
     if not difference <= DIFFERENCE_MAX:
         row.error = f"what a captured chunk computes is wrong: {difference:.3g} of the size of what it should be"

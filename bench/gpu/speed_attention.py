@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import FP8, Pages, gathered, make_pages, normal, queries
+from bench.gpu.inputs import FP8, Pages, gather_kv, make_pages, make_queries, normal
 from bench.gpu.rows import Row
 from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
@@ -66,32 +66,32 @@ def decode_seconds(
     context: Context, shape: AttentionShape, lengths: Sequence[int], *, copies: int, fp8: bool = False
 ) -> tuple[list[float], Pages]:
     """Samples of the seconds of one decode, and the last of the caches."""
-    held = [
+    caches = [
         make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
         for _ in range(1 if context.rehearsal else copies)
     ]
     scales = torch.ones(2, device=context.device) if fp8 else None
-    q = queries(held[0], len(lengths), context.dtype)
+    q = make_queries(caches[0], len(lengths), context.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    width = held[0].tables.shape[1]
-    workspace = decode_workspace(shape, len(lengths), width, held[0].cache.dtype, context.device)
+    width = caches[0].tables.shape[1]
+    workspace = decode_workspace(shape, len(lengths), width, caches[0].cache.dtype, context.device)
 
     def call(pages: Pages) -> Callable[[], object]:
         return lambda: paged_decode(
             q, pages.cache, pages.tables, pages.context_lens, shape, kv_scales=scales, out=out, workspace=workspace
         )
 
-    return seconds([call(pages) for pages in held], context.device), held[-1]
+    return seconds([call(pages) for pages in caches], context.device), caches[-1]
 
 
 def _decode_row(
     context: Context, name: str, shape: AttentionShape, lengths: Sequence[int], *, copies: int, peer: bool = False
 ) -> None:
     lengths = _batch(context, lengths)
-    taken, pages = decode_seconds(context, _shape(context, shape), lengths, copies=copies)
-    rates = [pages.kv_bytes / taken_s / 1e9 for taken_s in taken]
+    times_s, pages = decode_seconds(context, _shape(context, shape), lengths, copies=copies)
+    rates = [pages.kv_bytes / time_s / 1e9 for time_s in times_s]
     row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
-    row.facts = {"us": median(taken) * 1e6, "kv_bytes": pages.kv_bytes, "caches": copies}
+    row.facts = {"us": median(times_s) * 1e6, "kv_bytes": pages.kv_bytes, "caches": copies}
     if peer:
         with suppress(RuntimeError):
             row.peer, row.peer_name = pages.kv_bytes / _torch_decode(context, pages) / 1e9, "torch SDPA, unpaged, one cache"
@@ -102,11 +102,11 @@ def _torch_decode(context: Context, pages: Pages) -> float:
     """Seconds of torch's attention over contiguous keys and values, all requests of one length."""
     if len(set(pages.lengths)) > 1:
         raise RuntimeError("torch's has no lengths of their own")
-    pairs = [gathered(pages, request) for request in range(len(pages.lengths))]
+    pairs = [gather_kv(pages, request) for request in range(len(pages.lengths))]
     keys, values = torch.cat([pair[0] for pair in pairs]).contiguous(), torch.cat([pair[1] for pair in pairs]).contiguous()
-    q = queries(pages, len(pages.lengths), context.dtype).unsqueeze(2)
-    attend = functional.scaled_dot_product_attention
-    return median(seconds([lambda: attend(q, keys, values, enable_gqa=True)], context.device))
+    q = make_queries(pages, len(pages.lengths), context.dtype).unsqueeze(2)
+    attention = functional.scaled_dot_product_attention
+    return median(seconds([lambda: attention(q, keys, values, enable_gqa=True)], context.device))
 
 
 def _skewed(context: Context) -> None:
@@ -127,13 +127,13 @@ def _skewed(context: Context) -> None:
 def _fp8(context: Context, name: str, lengths: Sequence[int]) -> None:
     """Decode over an fp8 cache. Up to 32 requests, a different kernel variant searches among them."""
     shape, lengths = _shape(context, LLAMA), _batch(context, lengths)
-    whole, pages = decode_seconds(context, shape, lengths, copies=8)
+    bf16_times_s, pages = decode_seconds(context, shape, lengths, copies=8)
     del pages
-    halved, pages = decode_seconds(context, shape, lengths, copies=8, fp8=True)
-    row = Row(name=name, value=median(whole) / median(halved))
-    row.samples = [one / other for one, other in zip(whole, halved, strict=True)]
-    rate = pages.kv_bytes / median(halved) / 1e9
-    row.facts = {"us_bf16": median(whole) * 1e6, "us_fp8": median(halved) * 1e6, "gb_per_s": rate}
+    fp8_times_s, pages = decode_seconds(context, shape, lengths, copies=8, fp8=True)
+    row = Row(name=name, value=median(bf16_times_s) / median(fp8_times_s))
+    row.samples = [one / other for one, other in zip(bf16_times_s, fp8_times_s, strict=True)]
+    rate = pages.kv_bytes / median(fp8_times_s) / 1e9
+    row.facts = {"us_bf16": median(bf16_times_s) * 1e6, "us_fp8": median(fp8_times_s) * 1e6, "gb_per_s": rate}
     row.note = f"{rate:.0f} GB/s, {rate * 1e9 / context.bandwidth:.2f} of bandwidth"
     context.emit(row)
 
@@ -146,18 +146,18 @@ def _prefill(context: Context, name: str, peer: Callable[[Context, AttentionShap
     """One prompt of 8k; counts causal operations: two products over half a square for each query head."""
     shape, length = _shape(context, LLAMA), context.size(8192, 20)
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
-    q = queries(pages, length, context.dtype)
+    q = make_queries(pages, length, context.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = torch.tensor([0, length], dtype=torch.int32, device=context.device)
-    given = (pages.cache, pages.tables, starts, pages.context_lens, shape)
-    taken = seconds([lambda: paged_prefill(q, *given, max_query_len=length, out=out)], context.device)
+    args = (pages.cache, pages.tables, starts, pages.context_lens, shape)
+    times_s = seconds([lambda: paged_prefill(q, *args, max_query_len=length, out=out)], context.device)
     flops = 2 * shape.num_heads * shape.head_dim * length**2
-    rates = [flops / taken_s / 1e12 for taken_s in taken]
+    rates = [flops / time_s / 1e12 for time_s in times_s]
     row = Row(name=name, value=median(rates), samples=rates)
     peers = peer(context, shape, length)
     best = min(peers, key=lambda each: peers[each])
     row.peer, row.peer_name = flops / peers[best] / 1e12, f"torch {best}, unpaged"
-    row.facts = {"us": median(taken) * 1e6, "us_peers": {each: taken_s * 1e6 for each, taken_s in peers.items()}}
+    row.facts = {"us": median(times_s) * 1e6, "us_peers": {each: time_s * 1e6 for each, time_s in peers.items()}}
     row.note = f"peer: {row.peer_name}"
     context.limit(row, lambda: context.flops / 1e12)
     context.emit(row)
@@ -175,14 +175,14 @@ def _sdpa(context: Context, shape: AttentionShape, length: int) -> Peers:
     q, k, v = _heads(context, shape, length)
     group = shape.group
     wide = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # for backends that need them per query head
-    attend = functional.scaled_dot_product_attention
+    attention = functional.scaled_dot_product_attention
     found = {}
     for name, backend in BACKENDS.items():
         if name == "math" and not context.rehearsal:
             continue  # a matrix of 8k · 8k for each head: never the best
         for label, keys, values in (("", k, v), (" with repeated heads", *wide)):
             with suppress(RuntimeError), sdpa_kernel(backend):
-                call = partial(attend, q, keys, values, is_causal=True, enable_gqa=keys is k)
+                call = partial(attention, q, keys, values, is_causal=True, enable_gqa=keys is k)
                 found[f"SDPA {name}{label}"] = median(seconds([call], context.device))
     if not found:
         raise RuntimeError("no backend of torch's attention takes this shape")
@@ -197,6 +197,8 @@ def _flex(context: Context, shape: AttentionShape, length: int) -> Peers:
         return row >= column
 
     mask = create_block_mask(causal, None, None, length, length, device=str(context.device))
-    attend = flex_attention if context.rehearsal else torch.compile(flex_attention)
+    attention = flex_attention if context.rehearsal else torch.compile(flex_attention)
     with torch.inference_mode():
-        return {"flex_attention": median(seconds([partial(attend, q, k, v, block_mask=mask, enable_gqa=True)], context.device))}
+        return {
+            "flex_attention": median(seconds([partial(attention, q, k, v, block_mask=mask, enable_gqa=True)], context.device))
+        }

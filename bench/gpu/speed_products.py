@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import PRODUCTS, coded, normal, stored_bytes
+from bench.gpu.inputs import PRODUCTS, normal, pack_weight, stored_bytes
 from bench.gpu.layer import measure_layers
 from bench.gpu.rows import Row
 from bench.gpu.timing import Call, seconds
@@ -53,15 +53,15 @@ def _weights(context: Context) -> Iterator[torch.Tensor]:
 
 
 def _layer(context: Context, kind: str) -> None:
-    weights = [(weight.shape[1], coded(kind, weight)) for weight in _weights(context)]
+    weights = [(weight.shape[1], pack_weight(kind, weight)) for weight in _weights(context)]
     plain = list(_weights(context)) if kind == "bf16" else []
     num_bytes = sum(stored_bytes(weight) for _, weight in weights)
     for rows in (1, 16):
         inputs = {columns: normal(rows, columns, dtype=context.dtype, device=context.device) for columns, _ in weights}
-        taken = _total(context, [partial(PRODUCTS[kind], inputs[columns], weight) for columns, weight in weights])
-        rates = [num_bytes / taken_s / 1e9 for taken_s in taken]
+        times_s = _total(context, [partial(PRODUCTS[kind], inputs[columns], weight) for columns, weight in weights])
+        rates = [num_bytes / time_s / 1e9 for time_s in times_s]
         row = Row(name=_name(kind, rows), value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
-        row.facts = {"us_layer": median(taken) * 1e6 / max(1, len(weights) / len(_shapes(context))), "bytes": num_bytes}
+        row.facts = {"us_layer": median(times_s) * 1e6 / max(1, len(weights) / len(_shapes(context))), "bytes": num_bytes}
         if plain:
             theirs = _total(context, [partial(functional.linear, inputs[weight.shape[1]], weight) for weight in plain])
             row.peer, row.peer_name = num_bytes / median(theirs) / 1e9, "torch linear"
@@ -70,7 +70,7 @@ def _layer(context: Context, kind: str) -> None:
 
 def _total(context: Context, calls: list[Call]) -> list[float]:
     """Samples of the total time of all calls, in seconds."""
-    return [taken_s * len(calls) for taken_s in seconds(calls, context.device)]
+    return [time_s * len(calls) for time_s in seconds(calls, context.device)]
 
 
 def _fused(context: Context, name: str, kind: str) -> None:
@@ -79,10 +79,10 @@ def _fused(context: Context, name: str, kind: str) -> None:
     device, dtype = context.device, context.dtype
     hidden = shapes["qkv"][1]
 
-    def made(rows: int, columns: int) -> Weight:
-        return coded(kind, normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
+    def make_weight(rows: int, columns: int) -> Weight:
+        return pack_weight(kind, normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
 
-    layers = [{part: made(*size) for part, size in shapes.items()} for _ in range(1 if context.rehearsal else LAYERS)]
+    layers = [{part: make_weight(*size) for part, size in shapes.items()} for _ in range(1 if context.rehearsal else LAYERS)]
     norm_weight = torch.ones(hidden, dtype=dtype, device=device)
     residual, attended = (normal(1, hidden, dtype=dtype, device=device) for _ in "ra")
 
@@ -95,10 +95,10 @@ def _fused(context: Context, name: str, kind: str) -> None:
         return run
 
     num_bytes = sum(stored_bytes(weight) for weight in layers[0].values())
-    taken = seconds([call(layer) for layer in layers], device)
-    rates = [num_bytes / taken_s / 1e9 for taken_s in taken]
+    times_s = seconds([call(layer) for layer in layers], device)
+    rates = [num_bytes / time_s / 1e9 for time_s in times_s]
     row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
-    row.facts = {"us_layer": median(taken) * 1e6}
+    row.facts = {"us_layer": median(times_s) * 1e6}
     context.emit(row)
 
 
@@ -108,8 +108,8 @@ def _many_rows(context: Context) -> None:
     weight = pack_fp8(normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5))
     values, scales = quantize_rows_fp8(normal(m, k, dtype=context.dtype, device=context.device))
     call = lambda: linear_fp8(values, weight, x_scales=scales, out_dtype=context.dtype)  # noqa: E731
-    taken = seconds([call], context.device)
-    rates = [2 * m * n * k / taken_s / 1e12 for taken_s in taken]
+    times_s = seconds([call], context.device)
+    rates = [2 * m * n * k / time_s / 1e12 for time_s in times_s]
     row = Row(name="product fp8 rows, 4096 rows", value=median(rates), samples=rates)
     context.limit(row, lambda: context.flops_fp8 / 1e12)
     context.emit(row)

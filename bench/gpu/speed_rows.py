@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from bench.gpu.calibration import nothing_kernel
-from bench.gpu.check_sampling import both, columns_of
+from bench.gpu.check_sampling import sampling_columns, triton_and_reference
 from bench.gpu.context import Context
 from bench.gpu.host_calls import measure_calls
-from bench.gpu.inputs import angles, coded, normal, stored_bytes
+from bench.gpu.inputs import normal, pack_weight, rope_angles, stored_bytes
 from bench.gpu.rows import Row
 from bench.gpu.targets import HOST_CALLS
 from bench.gpu.timing import Call, seconds
@@ -48,11 +48,11 @@ def measure(context: Context) -> None:
 
 
 def _bytes_row(context: Context, name: str, make: Callable[[Context], tuple[Call, int]]) -> None:
-    made = [make(context) for _ in range(1 if context.rehearsal else COPIES)]
-    taken = seconds([call for call, _ in made], context.device)
-    rates = [made[0][1] / taken_s / 1e9 for taken_s in taken]
+    calls = [make(context) for _ in range(1 if context.rehearsal else COPIES)]
+    times_s = seconds([call for call, _ in calls], context.device)
+    rates = [calls[0][1] / time_s / 1e9 for time_s in times_s]
     row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
-    row.facts = {"us": median(taken) * 1e6, "bytes": made[0][1]}
+    row.facts = {"us": median(times_s) * 1e6, "bytes": calls[0][1]}
     context.emit(row)
 
 
@@ -74,7 +74,7 @@ def _rope(context: Context) -> tuple[Call, int]:
     rows, heads, kv_heads, size = (6, 4, 2, 32) if context.rehearsal else (8192, 32, 8, 128)
     device, dtype = context.device, context.dtype
     qkv = normal(rows, heads + 2 * kv_heads, size, dtype=dtype, device=device, scale=0.1)
-    cos, sin = angles(rows, size, dtype, device)
+    cos, sin = rope_angles(rows, size, dtype, device)
     cache = torch.zeros(rows // 16 + 1, 16, 2, kv_heads, size, dtype=dtype, device=device)
     slots = torch.randperm(rows, device=device)
     token = size * qkv.element_size()
@@ -92,23 +92,23 @@ def _copy(context: Context) -> tuple[Call, int]:
 
 
 def _head(context: Context, kind: str) -> tuple[Call, int]:
-    head, _ = both("greedy_head", "greedy_head")
+    head, _ = triton_and_reference("greedy_head", "greedy_head")
     vocab, width = context.size(128_256, 300), context.size(4096, 64)
     hidden = normal(1, width, dtype=context.dtype, device=context.device)
-    weight = coded(kind, normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5))
+    weight = pack_weight(kind, normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5))
     out = torch.empty(1, dtype=torch.int64, device=context.device)
     return lambda: head(hidden, weight, out=out), stored_bytes(weight)
 
 
 def _experts(context: Context) -> tuple[Call, int]:
     """64 tokens choose 8 of 128 experts each: nearly all are read. The bytes are those of the experts that any token chose."""
-    tokens, hidden, inner, count, chosen = (3, 32, 24, 4, 2) if context.rehearsal else (64, 2048, 768, 128, 8)
+    tokens, hidden, inner, count, top_k = (3, 32, 24, 4, 2) if context.rehearsal else (64, 2048, 768, 128, 8)
     dtype, device = context.dtype, context.device
     gate_up = normal(count, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
     down = normal(count, hidden, inner, dtype=dtype, device=device, scale=inner**-0.5)
     x = normal(tokens, hidden, dtype=dtype, device=device)
-    likely, ids = torch.topk(torch.rand(tokens, count, device=device).softmax(-1), chosen)
-    weights = (likely / likely.sum(-1, keepdim=True)).to(dtype)
+    top_probs, ids = torch.topk(torch.rand(tokens, count, device=device).softmax(-1), top_k)
+    weights = (top_probs / top_probs.sum(-1, keepdim=True)).to(dtype)
     mix = bind_experts(list(gate_up), list(down), "silu")
     assert mix is not None, "matrices of one kind"
     return lambda: mix(x, weights, ids), len(set(ids.flatten().tolist())) * (gate_up[0].nbytes + down[0].nbytes)
@@ -118,13 +118,13 @@ def _sampler(context: Context, name: str, against: str) -> None:
     rows, vocab = context.size(256, 3), context.size(128_256, 700)
     device = context.device
     logits = normal(rows, vocab, dtype=torch.float32, device=device, scale=2.0)
-    columns = columns_of([{"top_k": 50, "top_p": 0.9, "temperature": 0.8}] * rows, vocab, device)
+    columns = sampling_columns([{"top_k": 50, "top_p": 0.9, "temperature": 0.8}] * rows, vocab, device)
     slots, positions = torch.arange(rows, dtype=torch.int32, device=device), torch.arange(rows, device=device)
     workspace, out = sampling_workspace(rows, vocab, device), torch.empty(rows, dtype=torch.int64, device=device)
     call = lambda: sample(logits, slots, positions, columns, out=out, workspace=workspace)  # noqa: E731
-    taken = [1e6 * taken_s for taken_s in seconds([call], device)]
+    times_us = [1e6 * time_s for time_s in seconds([call], device)]
     limit = logits.nbytes / context.bandwidth * 1e6
-    row = Row(name=name, value=median(taken), limit=limit, samples=taken)
+    row = Row(name=name, value=median(times_us), limit=limit, samples=times_us)
     row.note = "logits of a deviation of 2, top-k 50, top-p 0.9; the limit is one pass over the logits"
     variants: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0.0},
@@ -133,13 +133,13 @@ def _sampler(context: Context, name: str, against: str) -> None:
         "min_p": {"min_p": 0.05},
     }
     for label, settings in variants.items():
-        chosen = columns_of([settings] * rows, vocab, device)
-        use = partial(sample, logits, slots, positions, chosen, out=out, workspace=workspace)
-        row.facts[f"us_{label}"] = median(seconds([use], device, samples=3)) * 1e6
+        variant_columns = sampling_columns([settings] * rows, vocab, device)
+        sample_variant = partial(sample, logits, slots, positions, variant_columns, out=out, workspace=workspace)
+        row.facts[f"us_{label}"] = median(seconds([sample_variant], device, samples=3)) * 1e6
     context.emit(row)
     theirs = median(seconds([lambda: _sorted_sample(logits)], device, samples=3, captured=False)) * 1e6
-    faster = Row(name=against, value=theirs / median(taken), peer_name="sort, cumsum, multinomial")
-    faster.facts = {"us": median(taken), "us_sort": theirs}
+    faster = Row(name=against, value=theirs / median(times_us), peer_name="sort, cumsum, multinomial")
+    faster.facts = {"us": median(times_us), "us_sort": theirs}
     context.emit(faster)
 
 
@@ -147,6 +147,6 @@ def _sorted_sample(logits: torch.Tensor) -> torch.Tensor:
     """The usual implementation in plain torch."""
     ordered, ids = (logits / 0.8).sort(dim=-1, descending=True)
     ordered[:, 50:] = float("-inf")
-    likely = ordered.softmax(dim=-1)
-    likely[likely.cumsum(dim=-1) - likely > 0.9] = 0.0
-    return ids.gather(1, torch.multinomial(likely, 1))
+    probs = ordered.softmax(dim=-1)
+    probs[probs.cumsum(dim=-1) - probs > 0.9] = 0.0
+    return ids.gather(1, torch.multinomial(probs, 1))

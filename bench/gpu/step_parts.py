@@ -42,12 +42,12 @@ def step_parts() -> Iterator[dict[str, float]]:
     taken_s = dict.fromkeys((label for label, *_ in PARTS), 0.0)
     within_s = [0.0]  # time of nested parts within each part under way, the innermost last
 
-    def timed(label: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any, **named: Any) -> Any:
+    def timed(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             within_s.append(0.0)
             started_s = time.thread_time()
             try:
-                return inner(*given, **named)
+                return function(*args, **kwargs)
             finally:
                 whole_s = time.thread_time() - started_s
                 taken_s[label] += whole_s - within_s.pop()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from bench.gpu.report import figure
+from bench.gpu.report import format_figure
 
 CHARS_MAX = 6000
-COUNTED = ("checks", "invariant")
+COUNTED_PARTS = ("checks", "invariant")
 """Parts whose rows are counted, and named where they do not pass."""
 NAMED_MAX = 12
-GOOD = ("pass", "stretch")
+PASSING = ("pass", "stretch")
 JUDGED_BY = {"of limit": "fraction", "× peer": "ratio"}
 
 
@@ -19,20 +19,20 @@ def summary(report: dict[str, Any]) -> str:
     """One line for every row with a goal: verdict, name, figure, goal. Checks are only counted, unless they fail."""
     judged = [row for row in report["rows"] if row.get("must_show", "-") != "-"]
     lines = ["", "judged"]
-    for part in COUNTED:
+    for part in COUNTED_PARTS:
         lines += _counted(part, [row for row in judged if row["part"] == part])
-    lines += [_line(row) for row in judged if row["part"] not in COUNTED]
+    lines += [_line(row) for row in judged if row["part"] not in COUNTED_PARTS]
     counts = Counter(row["verdict"] for row in judged)
     words = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no row has a goal"
     last = f"{words}; {report['taken_s']} s"
-    return "\n".join([*_within(lines, CHARS_MAX - len(last) - 1), last])
+    return "\n".join([*_truncated(lines, CHARS_MAX - len(last) - 1), last])
 
 
 def _counted(part: str, rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
     counts = Counter(row["verdict"] for row in rows)
-    wrong = [row for row in rows if row["verdict"] not in (*GOOD, "REHEARSAL")]
+    wrong = [row for row in rows if row["verdict"] not in (*PASSING, "REHEARSAL")]
     lines = [f"{part}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}"]
     lines += [_line(row) for row in wrong[:NAMED_MAX]]
     return lines + ([f"and {len(wrong) - NAMED_MAX} more of {part}"] if len(wrong) > NAMED_MAX else [])
@@ -41,11 +41,11 @@ def _counted(part: str, rows: list[dict[str, Any]]) -> list[str]:
 def _line(row: dict[str, Any]) -> str:
     goal = row["must_show"]
     value = row[next((field for words, field in JUDGED_BY.items() if words in goal), "value")]
-    words = figure(None if row["verdict"] == "REHEARSAL" else value)
+    words = format_figure(None if row["verdict"] == "REHEARSAL" else value)
     return f"{row['verdict']:<10} {row['name']}:  {words}  ({goal})"
 
 
-def _within(lines: list[str], most: int) -> list[str]:
+def _truncated(lines: list[str], most: int) -> list[str]:
     """As many lines as fit, and the number of those that do not."""
     kept: list[str] = []
     left = most - 40

@@ -1,8 +1,8 @@
 """Every row that a run must have, with its goals: the table follows this list, and the rehearsal is checked against it.
 
 The figures are those for pass and stretch; fractions relate to the bandwidth and matmul rate calibrated in the same run. Rates
-and times that depend on the card are goals for one H200 (`of_card`) and are judged on no other card; fractions, ratios, errors
-and the host's times are judged on any.
+and times that depend on the card are goals for one H200 (`card_specific`) and are judged on no other card; fractions, ratios,
+errors and the host's times are judged on any.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from bench.gpu.rows import Judged, Target
 
 ERROR_RATIO_MAX = 2.0
-OF_PRODUCTS = {"bf16": (0.85, 0.92), "int8": (0.75, 0.85), "fp8": (0.75, 0.85), "int4": (0.65, 0.78)}
+PRODUCT_GOALS = {"bf16": (0.85, 0.92), "int8": (0.75, 0.85), "fp8": (0.75, 0.85), "int4": (0.65, 0.78)}
 """Fractions of the bandwidth, by the format of the weights."""
 
 LAYER_ROWS = {"Llama-8B": (1, 16, 64, 256), "Qwen3-0.6B": (1,)}
 """Step sizes, in rows, at which a layer is timed both ways: launched early and launched in turn."""
 
-CHECKED = (
+ERROR_CHECKS = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
     "paged decode with rotation", "paged decode with rotation, one request",
     "paged prefill", "paged prefill, small chunks", "paged prefill, window and soft-cap", "paged prefill, fp8 KV",
@@ -28,24 +28,24 @@ CHECKED = (
     "product + residual + norm", "product fp8 + residual + norm", "product int8 + residual + norm",
     "product int4 + residual + norm", "experts",
 )  # fmt: skip
-EXACT = (
+EQUALITY_CHECKS = (
     "sampler, greedy", "sampler, top-k top-p min-p", "sampler, penalties and bitmask", "grammar bitmask", "step inputs",
     "tokens left for the host", "block copy", "block gather and scatter", "rejection sampling", "fused head + argmax",
     "fused head in 8 bits + argmax",
 )  # fmt: skip
-INVARIANT = ("paged decode", "product bf16", "product int4", "rms norm", "rope and KV write", "sampler")
+INVARIANCE_CHECKS = ("paged decode", "product bf16", "product int4", "rms norm", "rope and KV write", "sampler")
 
 SAME_TOKENS = "same tokens: ahead against plain"
-ALIKE = "same tokens, chunks one by one: requests that differ at all"
-ALIKE_MAX = 10
+CHUNKS_ONE_BY_ONE = "same tokens, chunks one by one: requests that differ at all"
+DIFFERING_PERCENT_MAX = 10
 """Percentage of requests that may differ. On an H200, with all chunks launched one by one, 1.3 % did."""
 
 
-def numbers(name: str) -> str:
+def error_row(name: str) -> str:
     return f"numbers: {name}"
 
 
-def exactly(name: str) -> str:
+def equality_row(name: str) -> str:
     return f"equal to the reference: {name}"
 
 
@@ -53,21 +53,21 @@ HOST_CALLS = "host: one call of each kind beside a busy device"
 CHUNK_SIZES = (64, 512)
 
 
-def chunk_of(size: int) -> str:
+def chunk_row(size: int) -> str:
     """Name of the row that compares a chunk of `size` tokens captured and launched one by one."""
     return f"chunk of {size} tokens: captured over one by one"
 
 
-def layer_of(model: str, rows: int) -> str:
+def layer_row(model: str, rows: int) -> str:
     return f"layer of {model}, {rows} row{'s' * (rows > 1)}: launches as they are over the faster way"
 
 
-def same_bits(name: str) -> str:
+def invariance_row(name: str) -> str:
     return f"same bits in any batch: {name}"
 
 
-def _rows(
-    part: str, unit: str, *rows: tuple[Any, ...], judged: Judged = "value", higher: bool = True, of_card: bool = False
+def _targets(
+    part: str, unit: str, *rows: tuple[Any, ...], judged: Judged = "value", higher: bool = True, card_specific: bool = False
 ) -> list[Target]:
     """rows: each is (name), (name, pass) or (name, pass, stretch)."""
     padded = [(*row, None, None)[:3] for row in rows]
@@ -80,23 +80,23 @@ def _rows(
             pass_at=pass_at,
             stretch_at=stretch_at,
             higher=higher,
-            of_card=of_card and pass_at is not None,
+            card_specific=card_specific and pass_at is not None,
         )
         for name, pass_at, stretch_at in padded
     ]
 
 
 TARGETS: list[Target] = [
-    *_rows("calibrate", "GB/s", *[(f"{kind} {size} GB",) for kind in ("copy", "read") for size in (1, 4, 8)]),
-    *_rows("calibrate", "TFLOP/s", ("matmul bf16 8192³",), ("matmul fp8 8192³",)),
-    *_rows("calibrate", "µs", ("graph gap per kernel",), higher=False),
-    *_rows("checks", "× torch's error", *[(numbers(name), ERROR_RATIO_MAX) for name in CHECKED], higher=False),
-    *_rows("checks", "differences", *[(exactly(name), 0) for name in EXACT], higher=False),
-    *_rows("checks", "differences", *[(same_bits(name), 0) for name in INVARIANT], higher=False),
-    *_rows("checks", "requests", (SAME_TOKENS, 0), higher=False),
-    *_rows("checks", "% of requests", (ALIKE, ALIKE_MAX), higher=False),
-    *_rows("invariant", "differences", (same_bits("engine, batch_invariant"), 0), higher=False),
-    *_rows(
+    *_targets("calibrate", "GB/s", *[(f"{kind} {size} GB",) for kind in ("copy", "read") for size in (1, 4, 8)]),
+    *_targets("calibrate", "TFLOP/s", ("matmul bf16 8192³",), ("matmul fp8 8192³",)),
+    *_targets("calibrate", "µs", ("graph gap per kernel",), higher=False),
+    *_targets("checks", "× torch's error", *[(error_row(name), ERROR_RATIO_MAX) for name in ERROR_CHECKS], higher=False),
+    *_targets("checks", "differences", *[(equality_row(name), 0) for name in EQUALITY_CHECKS], higher=False),
+    *_targets("checks", "differences", *[(invariance_row(name), 0) for name in INVARIANCE_CHECKS], higher=False),
+    *_targets("checks", "requests", (SAME_TOKENS, 0), higher=False),
+    *_targets("checks", "% of requests", (CHUNKS_ONE_BY_ONE, DIFFERING_PERCENT_MAX), higher=False),
+    *_targets("invariant", "differences", (invariance_row("engine, batch_invariant"), 0), higher=False),
+    *_targets(
         "kernels", "GB/s",
         ("decode 32/8 heads of 128, 256 × 1k, 8 GB of KV", 0.85, 0.92),
         ("decode 32/8 heads of 128, 64 × 4k, 8 GB of KV", 0.85, 0.92),
@@ -105,8 +105,8 @@ TARGETS: list[Target] = [
         ("decode 16/8 heads of 128, 256 × 1k",),
         judged="fraction",
     ),
-    *_rows("kernels", "× uniform", ("decode 1 × 128k + 31 × 4k", 1.25, 1.10), higher=False),
-    *_rows(
+    *_targets("kernels", "× uniform", ("decode 1 × 128k + 31 × 4k", 1.25, 1.10), higher=False),
+    *_targets(
         "kernels", "× bf16 KV",
         *[(f"decode with fp8 KV, {batch}", 1.70, 1.85) for batch in ("256 × 1k", "16 × 8k")],
     ),
@@ -114,13 +114,13 @@ TARGETS: list[Target] = [
         name="prefill 8k, head 128, against the best SDPA", part="kernels", unit="TFLOP/s",
         judged="ratio", pass_at=0.75, stretch_at=0.95, stretch_value=550,
     ),
-    *_rows("kernels", "TFLOP/s", ("prefill 8k, head 128, against compiled flex_attention", 1.0), judged="ratio"),
-    *_rows(
+    *_targets("kernels", "TFLOP/s", ("prefill 8k, head 128, against compiled flex_attention", 1.0), judged="ratio"),
+    *_targets(
         "kernels", "GB/s",
         *[(f"products of Llama-8B, {kind}, {rows} row{'s' * (rows > 1)}", *limits)
-          for kind, limits in OF_PRODUCTS.items() for rows in (1, 16)],
+          for kind, limits in PRODUCT_GOALS.items() for rows in (1, 16)],
         *[(f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row", *limits)
-          for kind, limits in OF_PRODUCTS.items()],
+          for kind, limits in PRODUCT_GOALS.items()],
         ("add + rms norm, 8k rows", 0.85, 0.92),
         ("rope and KV write, 8k rows", 0.85, 0.92),
         ("silu·mul, 8k rows", 0.85, 0.92),
@@ -130,59 +130,59 @@ TARGETS: list[Target] = [
         ("block copy, 4096 blocks",),
         judged="fraction",
     ),
-    *_rows("kernels", "TFLOP/s", ("product fp8 rows, 4096 rows",), judged="fraction"),
-    *_rows("kernels", "µs", ("sample top-k top-p, 256 × 128k", 150, 80), higher=False, of_card=True),
-    *_rows("kernels", "× torch's sort", ("sample top-k top-p against torch's sort", 10)),
-    *_rows("kernels", "µs", (HOST_CALLS,), higher=False),
-    *_rows(
+    *_targets("kernels", "TFLOP/s", ("product fp8 rows, 4096 rows",), judged="fraction"),
+    *_targets("kernels", "µs", ("sample top-k top-p, 256 × 128k", 150, 80), higher=False, card_specific=True),
+    *_targets("kernels", "× torch's sort", ("sample top-k top-p against torch's sort", 10)),
+    *_targets("kernels", "µs", (HOST_CALLS,), higher=False),
+    *_targets(
         "small models", "tokens/s",
         ("Llama-3.2-1B bf16, batch 1", 1000, 1300),
         ("Qwen3-0.6B bf16, batch 1", 1000, 1500),
         ("Qwen3-0.6B, 256 requests of 100–1024 in and out", 22_000, 27_000),
-        of_card=True,
+        card_specific=True,
     ),
-    *_rows(
+    *_targets(
         "llama 8b", "tokens/s",
         ("Llama-3.1-8B bf16, batch 1", 230, 255),
         ("Llama-3.1-8B bf16, batch 64, 1k context",),
         ("Llama-3.1-8B bf16, batch 256, 1k context",),
         ("Llama-3.1-8B, 256 requests of 100–1024 in and out", 9500, 10_600),
-        of_card=True,
+        card_specific=True,
     ),
-    *_rows("llama 8b", "%", ("GPU idle in steady decode, batch 256", 3, 1), higher=False),
-    *_rows("llama 8b", "µs", ("host critical path per step, batch 256", 400, 200),
-           ("host critical path, a request replaced every second step, batch 256",), higher=False),
-    *_rows("llama 8b", "× sooner", *[(chunk_of(size),) for size in CHUNK_SIZES]),
-    *_rows("llama 8b", "s", ("start of Llama-3.1-8B beyond reading weights, warm cache", 15), higher=False),
-    *_rows("llama 8b", "% off", ("planner: KV blocks", 2, 0.5), ("planner: batch 1", 15, 8), ("planner: 256 mixed", 15, 8),
-           higher=False),
-    *_rows("latency", "ms", ("32k prompt among 64 decoders: largest gap", 30, 20), higher=False, of_card=True),
-    *_rows("latency", "s", ("32k prompt among 64 decoders: its TTFT", 2.0, 1.5), higher=False, of_card=True),
-    *_rows("latency", "× sooner", ("32k cached prefix + 128 new tokens: TTFT against cold", 25, 40)),
-    *_rows("saturated", "tokens/s", ("Llama-3.1-8B, 1000/1000 saturated", 8500, 9700), of_card=True),
-    *_rows("saturated", "%", ("KV slots used at saturation", 96, 98)),
-    *_rows(
+    *_targets("llama 8b", "%", ("GPU idle in steady decode, batch 256", 3, 1), higher=False),
+    *_targets("llama 8b", "µs", ("host critical path per step, batch 256", 400, 200),
+              ("host critical path, a request replaced every second step, batch 256",), higher=False),
+    *_targets("llama 8b", "× sooner", *[(chunk_row(size),) for size in CHUNK_SIZES]),
+    *_targets("llama 8b", "s", ("start of Llama-3.1-8B beyond reading weights, warm cache", 15), higher=False),
+    *_targets("llama 8b", "% off", ("planner: KV blocks", 2, 0.5), ("planner: batch 1", 15, 8), ("planner: 256 mixed", 15, 8),
+              higher=False),
+    *_targets("latency", "ms", ("32k prompt among 64 decoders: largest gap", 30, 20), higher=False, card_specific=True),
+    *_targets("latency", "s", ("32k prompt among 64 decoders: its TTFT", 2.0, 1.5), higher=False, card_specific=True),
+    *_targets("latency", "× sooner", ("32k cached prefix + 128 new tokens: TTFT against cold", 25, 40)),
+    *_targets("saturated", "tokens/s", ("Llama-3.1-8B, 1000/1000 saturated", 8500, 9700), card_specific=True),
+    *_targets("saturated", "%", ("KV slots used at saturation", 96, 98)),
+    *_targets(
         "formats", "tokens/s",
         ("Qwen3-8B bf16, batch 1",),
         ("Llama-3.1-8B fp8, batch 1", 400, 470),
         ("Llama-3.1-8B int8, batch 1", 400, 470),
         ("Llama-3.1-8B int4, batch 1", 520, 700),
-        of_card=True,
+        card_specific=True,
     ),
-    *_rows(
+    *_targets(
         "formats", "tokens/s",
         *[(f"{model}, prefill of 8k tokens",)
           for model in ("Qwen3-8B bf16", "Llama-3.1-8B fp8", "Llama-3.1-8B int8", "Llama-3.1-8B int4")],
         judged="fraction",
     ),
-    *_rows("peers", "tokens/s", ("against transformers continuous batching", 8, 14),
-           ("against transformers static generate, batches of 16", 15, 23), judged="ratio"),
-    *_rows("kernels", "× the fastest", *[(layer_of(model, rows),) for model, numbers in LAYER_ROWS.items() for rows in numbers],
-           higher=False),
-    *_rows("choices", "tokens/s", ("Llama-3.1-8B int4, head in 8 bits, batch 1",)),
-    *_rows(
+    *_targets("peers", "tokens/s", ("against transformers continuous batching", 8, 14),
+              ("against transformers static generate, batches of 16", 15, 23), judged="ratio"),
+    *_targets("kernels", "× the fastest",
+              *[(layer_row(model, rows),) for model, row_counts in LAYER_ROWS.items() for rows in row_counts], higher=False),
+    *_targets("choices", "tokens/s", ("Llama-3.1-8B int4, head in 8 bits, batch 1",)),
+    *_targets(
         "choices", "× the fastest",
-        *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in OF_PRODUCTS],
+        *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in PRODUCT_GOALS],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
         ("prefill 8k: chosen tile over others",),
         ("100 tokens behind 32k: chosen splits over others",),
@@ -194,6 +194,6 @@ BY_NAME = {target.name: target for target in TARGETS}
 assert len(BY_NAME) == len(TARGETS), "two rows have one name"
 
 
-def promised(part: str) -> list[str]:
+def rows_of_part(part: str) -> list[str]:
     """Names of the rows that a part must give."""
     return [target.name for target in TARGETS if target.part == part]

@@ -31,11 +31,11 @@ def seconds(calls: Sequence[Call], device: torch.device, *, samples: int = 7, ca
         call()
     torch.cuda.synchronize()
     replay = _captured(calls) if captured else lambda: [call() for call in calls]
-    repeats = max(1, round(SAMPLE_S / _warmed(replay)))
+    repeats = max(1, round(SAMPLE_S / _warm_up(replay)))
     return [_elapsed(replay, repeats) / repeats / len(calls) for _ in range(samples)]
 
 
-def _warmed(replay: Call) -> float:
+def _warm_up(replay: Call) -> float:
     """Seconds of one replay, after the card has been busy for WARM_S."""
     once_s = max(_elapsed(replay, 1), 1e-6)
     count = math.ceil(WARM_S / once_s) - 1
@@ -48,12 +48,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def _captured(calls: Sequence[Call]) -> Call:
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         for call in calls:
             call()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bench.gpu.context import Context
-from bench.gpu.graph_use import GraphUse, graph_use
-from bench.gpu.waiting import waited
+from bench.gpu.graph_use import GraphUse, count_graph_use
+from bench.gpu.token_waits import time_token_waits
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
 
@@ -26,7 +26,7 @@ CONVERSATIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchRequest:
     """One request: prompt tokens and how many to generate."""
 
     prompt: tuple[int, ...]
@@ -34,7 +34,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Came:
+class RunResult:
     """The result of a run. `returned`: tokens that events carried; `counted`: tokens by the engine's totals."""
 
     wall_s: float = 0.0
@@ -48,47 +48,47 @@ class Came:
         return self.returned / self.wall_s
 
 
-def prompt(numbers: random.Random, length: int, vocab: int) -> tuple[int, ...]:
-    return tuple(numbers.choices(range(3, vocab), k=length))
+def random_prompt(rng: random.Random, length: int, vocab: int) -> tuple[int, ...]:
+    return tuple(rng.choices(range(3, vocab), k=length))
 
 
-def uniform(count: int, low: int, high: int, vocab: int, *, seed: int = 0) -> list[Asked]:
+def uniform_requests(count: int, low: int, high: int, vocab: int, *, seed: int = 0) -> list[BenchRequest]:
     """Requests with uniformly drawn lengths in and out, as in nano-vllm's bench (256, 100 to 1024)."""
-    numbers = random.Random(seed)
-    prompts = [prompt(numbers, numbers.randint(low, high), vocab) for _ in range(count)]
-    return [Asked(each, numbers.randint(low, high)) for each in prompts]
+    rng = random.Random(seed)
+    prompts = [random_prompt(rng, rng.randint(low, high), vocab) for _ in range(count)]
+    return [BenchRequest(each, rng.randint(low, high)) for each in prompts]
 
 
-def chats(count: int, longest: int, vocab: int) -> list[Asked]:
+def chat_requests(count: int, longest: int, vocab: int) -> list[BenchRequest]:
     """Requests with the lengths of conversations, by the percentiles above; none longer than `longest`, in or out."""
-    numbers = random.Random(5)
+    rng = random.Random(5)
 
     def length(values: Sequence[int]) -> int:
-        at = numbers.uniform(0, PERCENTILES[-1])
+        at = rng.uniform(0, PERCENTILES[-1])
         upper = next(i for i, percentile in enumerate(PERCENTILES) if at <= percentile and i)
         share = (at - PERCENTILES[upper - 1]) / (PERCENTILES[upper] - PERCENTILES[upper - 1])
         return max(2, min(longest, round(values[upper - 1] + (values[upper] - values[upper - 1]) * share)))
 
-    return [Asked(prompt(numbers, length(PROMPT_LENS), vocab), length(OUTPUT_LENS)) for _ in range(count)]
+    return [BenchRequest(random_prompt(rng, length(PROMPT_LENS), vocab), length(OUTPUT_LENS)) for _ in range(count)]
 
 
-def conversations(context: Context, vocab: int) -> list[Asked]:
+def conversations(context: Context, vocab: int) -> list[BenchRequest]:
     """The requests on which we and the peers are compared: the same prompts and lengths for each, all at once."""
-    return chats(context.size(CONVERSATIONS, 6), context.size(CHAT_LEN_MAX, 10), vocab)
+    return chat_requests(context.size(CONVERSATIONS, 6), context.size(CHAT_LEN_MAX, 10), vocab)
 
 
-def submit(engine: Engine, name: str, asked: Asked, *, temperature: float = 0.0) -> None:
+def submit(engine: Engine, name: str, request: BenchRequest, *, temperature: float = 0.0) -> None:
     sampling = SamplingParams(
-        temperature=temperature, max_tokens=asked.num_outputs, ignore_eos=True, seed=zlib.crc32(name.encode())
+        temperature=temperature, max_tokens=request.num_outputs, ignore_eos=True, seed=zlib.crc32(name.encode())
     )
-    check(
+    check_events(
         engine.submit(
-            GenerationRequest(request_id=name, tenant_id="bench", prompt_token_ids=list(asked.prompt), sampling=sampling)
+            GenerationRequest(request_id=name, tenant_id="bench", prompt_token_ids=list(request.prompt), sampling=sampling)
         )
     )
 
 
-def check(events: Iterable[TokenEvent]) -> None:
+def check_events(events: Iterable[TokenEvent]) -> None:
     """Raise RuntimeError if a request was refused or has failed."""
     for event in events:
         if event.error is not None:
@@ -100,7 +100,7 @@ def kv_tokens(engine: Engine) -> int:
     return engine.info.num_kv_blocks * engine.info.block_size
 
 
-def check_room(engine: Engine, num_requests: int, num_tokens: int) -> None:
+def check_kv_capacity(engine: Engine, num_requests: int, num_tokens: int) -> None:
     """Raise RuntimeError if `num_requests` requests of `num_tokens` tokens do not fit into the cache at the same time."""
     if num_requests * (num_tokens + engine.info.block_size) > kv_tokens(engine):
         wanted = f"{num_requests} requests of {num_tokens} tokens at a time"
@@ -113,45 +113,45 @@ def watched(engine: Engine) -> Iterator[tuple[Callable[[], None], GraphUse]]:
     plain path, whose time is different, and the use of graphs. If the block raises, none of its requests stays live."""
     fallbacks, before = engine.fallbacks, engine.fallbacks.count
 
-    def look() -> None:
+    def check_fallbacks() -> None:
         if fallbacks.count != before:
             raise RuntimeError(f"{fallbacks.count - before} steps fell back to the plain way: {fallbacks.reason}")
 
     try:
-        with graph_use() as use:
-            yield look, use
+        with count_graph_use() as use:
+            yield check_fallbacks, use
     except BaseException:
         engine.abort_all()
         raise
 
 
-def run(engine: Engine, requests: Sequence[Asked], *, temperature: float = 0.0, label: str = "r") -> Came:
+def run(engine: Engine, requests: Sequence[BenchRequest], *, temperature: float = 0.0, label: str = "r") -> RunResult:
     """Submit all requests at once and step until they end."""
-    came, before = Came(), engine.status().generation_tokens_total
+    result, before = RunResult(), engine.status().generation_tokens_total
     started_s = time.perf_counter()
     lengths: dict[str, int] = {}
-    with watched(engine) as (look, came.graphs):
-        for number, asked in enumerate(requests):
-            submit(engine, f"{label}{number}", asked, temperature=temperature)
+    with watched(engine) as (check_fallbacks, result.graphs):
+        for number, request in enumerate(requests):
+            submit(engine, f"{label}{number}", request, temperature=temperature)
         while engine.has_requests:
             events = engine.step()
-            check(events)
+            check_events(events)
             for event in events:
-                came.returned += len(event.token_ids)
+                result.returned += len(event.token_ids)
                 lengths[event.request_id] = lengths.get(event.request_id, 0) + len(event.token_ids)
-            look()
-    came.wall_s = time.perf_counter() - started_s
-    came.counted = engine.status().generation_tokens_total - before
-    came.wrong = [f"{label}{n}" for n, asked in enumerate(requests) if lengths.get(f"{label}{n}") != asked.num_outputs]
-    if came.wrong:
-        raise RuntimeError(f"{len(came.wrong)} requests did not give as many tokens as were asked for: {came.wrong[:4]}")
-    return came
+            check_fallbacks()
+    result.wall_s = time.perf_counter() - started_s
+    result.counted = engine.status().generation_tokens_total - before
+    result.wrong = [f"{label}{n}" for n, request in enumerate(requests) if lengths.get(f"{label}{n}") != request.num_outputs]
+    if result.wrong:
+        raise RuntimeError(f"{len(result.wrong)} requests did not give as many tokens as were asked for: {result.wrong[:4]}")
+    return result
 
 
-def each_size(engine: Engine, seats: int, *, temperature: float) -> None:
+def run_every_size(engine: Engine, seats: int, *, temperature: float) -> None:
     """Run every size of a decode step: requests end eight at a time, the first ones once all prompts are done."""
-    numbers = random.Random(1)
-    requests = [Asked(prompt(numbers, 8, engine.info.vocab_size), 5 + place // 8) for place in range(seats)]
+    rng = random.Random(1)
+    requests = [BenchRequest(random_prompt(rng, 8, engine.info.vocab_size), 5 + place // 8) for place in range(seats)]
     run(engine, requests, temperature=temperature, label="w")
 
 
@@ -170,19 +170,19 @@ class Window:
         return sum(self.tokens) / sum(self.step_s)
 
 
-def steps(engine: Engine, until: Callable[[Window], bool], *, ended: Callable[[str], None] | None = None) -> Window:
-    """Step until told to stop; `ended` is called for every request that finishes."""
+def steps(engine: Engine, until: Callable[[Window], bool], *, on_finish: Callable[[str], None] | None = None) -> Window:
+    """Step until told to stop; `on_finish` is called for every request that finishes."""
     window = Window()
-    with watched(engine) as (look, window.graphs), waited() as waits:
+    with watched(engine) as (check_fallbacks, window.graphs), time_token_waits() as token_waits:
         while engine.has_requests and not until(window):
-            waited_s, cpu_s, started_s = waits.cpu_s, time.thread_time(), time.perf_counter()
-            happened = engine.step_in_columns()
-            window.cpu_s.append(time.thread_time() - cpu_s - (waits.cpu_s - waited_s))
+            waited_s, cpu_s, started_s = token_waits.cpu_s, time.thread_time(), time.perf_counter()
+            outputs = engine.step_in_columns()
+            window.cpu_s.append(time.thread_time() - cpu_s - (token_waits.cpu_s - waited_s))
             window.step_s.append(time.perf_counter() - started_s)
-            window.tokens.append(len(happened.token_ids) + sum(len(event.token_ids) for event in happened.others))
-            check(happened.others)
-            for event in happened.others:
-                if event.finish_reason is not None and ended is not None:
-                    ended(event.request_id)
-            look()
+            window.tokens.append(len(outputs.token_ids) + sum(len(event.token_ids) for event in outputs.others))
+            check_events(outputs.others)
+            for event in outputs.others:
+                if event.finish_reason is not None and on_finish is not None:
+                    on_finish(event.request_id)
+            check_fallbacks()
     return window

@@ -48,7 +48,7 @@ def read_machine(text: str | None = None) -> Reading:
     return Reading(time.perf_counter(), (user + nice + system + irq + softirq) * tick_s(), steal * tick_s())
 
 
-def between(before: Reading, after: Reading, known_cpu_s: float) -> Disturbance:
+def disturbance_between(before: Reading, after: Reading, known_cpu_s: float) -> Disturbance:
     """The machine's CPU time between two readings, less `known_cpu_s` of the measured process and of the bench."""
     wall_s = max(after.at_s - before.at_s, 1e-9)
     others_s = max(after.busy_s - before.busy_s - known_cpu_s, 0.0)

@@ -7,8 +7,8 @@ the rows of q and k are reordered.
 from __future__ import annotations
 
 GGUF = "model-f32.gguf"
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-INSIDE = {
+MODEL_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+LAYER_TENSORS = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
@@ -19,9 +19,9 @@ def gguf_name(name: str) -> str:
     """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`. Raises KeyError for a name that no Llama has."""
     stem = name.removesuffix(".weight")
     if not stem.startswith("model.layers."):
-        return f"{OUTSIDE[stem]}.weight"
+        return f"{MODEL_TENSORS[stem]}.weight"
     layer, part = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{int(layer)}.{INSIDE[part]}.weight"
+    return f"blk.{int(layer)}.{LAYER_TENSORS[part]}.weight"
 
 
 def interleaved(num_rows: int, num_heads: int) -> list[int]:

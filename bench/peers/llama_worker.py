@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.gguf_names import GGUF
-from bench.peers.protocol import Run, leave_repository, work
+from bench.peers.protocol import Run, leave_repository, serve_commands
 
 KEPT: list[Any] = []
 """Objects to which C holds a pointer and which Python would free."""
@@ -26,11 +26,11 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     if not model:
         raise RuntimeError(f"llama.cpp could not load {path}")
-    wanted = llama.llama_context_default_params()
-    wanted.n_ctx = wanted.n_batch = wanted.n_ubatch = context_len
-    wanted.n_threads = wanted.n_threads_batch = threads
-    wanted.type_k = wanted.type_v = llama.GGML_TYPE_F32
-    context = llama.llama_init_from_model(model, wanted)
+    params = llama.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = context_len
+    params.n_threads = params.n_threads_batch = threads
+    params.type_k = params.type_v = llama.GGML_TYPE_F32
+    context = llama.llama_init_from_model(model, params)
     if not context:
         raise RuntimeError(f"llama.cpp made no context for {path}")
     greedy = llama.llama_sampler_init_greedy()
@@ -38,8 +38,8 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
     llama.llama_log_set(KEPT[-1], ctypes.c_void_p(0))
 
     def step(token_ids: list[int]) -> int:
-        kept = (llama.llama_token * len(token_ids))(*token_ids)  # the batch holds its address, not the array
-        if status := llama.llama_decode(context, llama.llama_batch_get_one(kept, len(token_ids))):
+        token_array = (llama.llama_token * len(token_ids))(*token_ids)  # the batch holds its address, not the array
+        if status := llama.llama_decode(context, llama.llama_batch_get_one(token_array, len(token_ids))):
             raise RuntimeError(f"llama_decode returned {status}")
         return int(llama.llama_sampler_sample(greedy, context, -1))
 
@@ -59,4 +59,4 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
 
 if __name__ == "__main__":
     leave_repository()
-    work(load)
+    serve_commands(load)

@@ -39,16 +39,16 @@ def weight_shapes(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
     yield "model.embed_tokens.weight", (vocab_size, hidden)
     for layer in range(shape["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        yield f"{at}.input_layernorm.weight", (hidden,)
-        yield f"{at}.self_attn.q_proj.weight", (hidden, hidden)
-        yield f"{at}.self_attn.k_proj.weight", (kv, hidden)
-        yield f"{at}.self_attn.v_proj.weight", (kv, hidden)
-        yield f"{at}.self_attn.o_proj.weight", (hidden, hidden)
-        yield f"{at}.post_attention_layernorm.weight", (hidden,)
-        yield f"{at}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{at}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{at}.mlp.down_proj.weight", (hidden, inner)
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.self_attn.q_proj.weight", (hidden, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (kv, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (kv, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
     if not shape["tie_word_embeddings"]:
         yield "lm_head.weight", (vocab_size, hidden)
@@ -56,9 +56,9 @@ def weight_shapes(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
 
 def make_model(shape: dict[str, Any], folder: Path) -> int:
     """Write the model of a shape, always the same, into the directory; return its number of parameters."""
-    numbers = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     weights = {
-        name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=numbers) * DEVIATION
+        name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * DEVIATION
         for name, size in weight_shapes(shape)
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.peers.protocol import Run, work
+from bench.peers.protocol import Run, serve_commands
 from engine import LLM, SamplingParams
 
 
@@ -23,4 +23,4 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
 
 
 if __name__ == "__main__":
-    work(load)
+    serve_commands(load)

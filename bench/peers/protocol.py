@@ -39,7 +39,7 @@ def leave_repository() -> None:
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != REPOSITORY]
 
 
-def work(load: Load) -> None:
+def serve_commands(load: Load) -> None:
     """Answer commands until the input ends. What libraries print goes to stderr, so that answers stay parsable."""
     # A worker that is stopped when the bench dies would not see the end of its input.
     end_with_parent()
@@ -48,14 +48,14 @@ def work(load: Load) -> None:
     run: Run | None = None
     for line in sys.stdin:
         started_cpu_s = time.process_time()
-        question = json.loads(line)
+        command = json.loads(line)
         try:
-            if question["do"] == "load":
-                run, answer = _load(load, question)
+            if command["do"] == "load":
+                run, answer = _load(load, command)
             elif run is None:
                 raise RuntimeError("asked to run before a model was loaded")
             else:
-                answer = _timed(run, question)
+                answer = _timed(run, command)
         except Exception as error:  # noqa: BLE001 - whatever a peer raises is its answer
             traceback.print_exc()
             answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
@@ -66,18 +66,18 @@ def work(load: Load) -> None:
         answers.flush()
 
 
-def _load(load: Load, question: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+def _load(load: Load, command: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     started_s = time.perf_counter()
-    run, facts = load(Path(question["folder"]), question["threads"], question["settings"])
+    run, facts = load(Path(command["folder"]), command["threads"], command["settings"])
     return run, {"facts": facts, "load_s": time.perf_counter() - started_s}
 
 
-def _timed(run: Run, question: dict[str, Any]) -> dict[str, Any]:
-    prompts, output_lens = question["prompts"], question["output_lens"]
-    calls = [(prompts, output_lens)] if question["at_once"] else [([p], [n]) for p, n in zip(prompts, output_lens, strict=True)]
+def _timed(run: Run, command: dict[str, Any]) -> dict[str, Any]:
+    prompts, output_lens = command["prompts"], command["output_lens"]
+    calls = [(prompts, output_lens)] if command["at_once"] else [([p], [n]) for p, n in zip(prompts, output_lens, strict=True)]
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     tokens = [answer for call in calls for answer in run(*call)]
-    taken = {"wall_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s}
+    cost = {"wall_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s}
     if list(map(len, tokens)) != output_lens:
         raise RuntimeError(f"{list(map(len, tokens))} tokens came for {output_lens}")
-    return {"tokens": tokens, **taken}
+    return {"tokens": tokens, **cost}

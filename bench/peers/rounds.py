@@ -21,14 +21,14 @@ ATTEMPTS = 3
 Round = list[tuple[str, Sample]]
 
 
-class Runs(Protocol):
+class LoadedEngine(Protocol):
     """A loaded engine, in a process of its own or behind a server."""
 
     def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]: ...
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurement:
     """Rounds that count, in the order of their runs, and discarded rounds, each with its reason."""
 
     rounds: list[Round] = field(default_factory=list)
@@ -50,9 +50,11 @@ class Measured:
         return [peer.wall_s / ours.wall_s for ours, peer in self.pairs]
 
 
-def measure(ours: Runs, peer: Runs, requests: RequestSet, rounds: int, cores_max: float = CORES_MAX) -> Measured:
+def measure(
+    ours: LoadedEngine, peer: LoadedEngine, requests: RequestSet, rounds: int, cores_max: float = CORES_MAX
+) -> Measurement:
     """Measure up to `rounds` undisturbed rounds; both engines must have run the requests once before."""
-    measured = Measured()
+    measured = Measurement()
     for attempt in range(ATTEMPTS * rounds):
         if len(measured.rounds) == rounds:
             break
@@ -78,7 +80,7 @@ def equal_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]])
     return sum(before) / sum(map(len, ours)), whole / len(before)
 
 
-def row_of(name: str, peer_name: str, requests: RequestSet, measured: Measured, rounds: int) -> Row:
+def make_row(name: str, peer_name: str, requests: RequestSet, measured: Measurement, rounds: int) -> Row:
     """Medians in tokens per second, the median of the pairs' ratios, every raw sample; an error if no round was undisturbed."""
     facts: dict[str, Any] = {
         "output_tokens": requests.num_output_tokens,

@@ -29,14 +29,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from bench.appliance_streams import make_key
 from bench.gpu.rows import Row, Target
-from bench.peers.disturbance import between, read_machine
+from bench.peers.disturbance import disturbance_between, read_machine
 from bench.peers.models import MAX_MODEL_LEN, SHAPES, make_model
 from bench.peers.plan import SEATS, VLLM, VLLM_SERVED
 from bench.peers.protocol import REPOSITORY
 from bench.peers.request_sets import RequestSet, request_set
-from bench.peers.rounds import measure, row_of
+from bench.peers.rounds import make_row, measure
 from bench.peers.workers import PeerFailed, Sample
-from tests.support.wire import Cut, Wire
+from tests.support.raw_http import ConnectionLost, RawHttpClient
 
 MODEL = "8M"
 CLIENTS = 16
@@ -51,22 +51,22 @@ TARGET = Target(name=NAME, part=MODEL, unit="tokens/s", judged="ratio", pass_at=
 
 
 class Server:
-    """A ready server and its clients. With `rests`, all of its processes are stopped except during its runs."""
+    """A ready server and its clients. With `pauses`, all of its processes are stopped except during its runs."""
 
-    def __init__(self, process: psutil.Process, port: int, model: str, key: str, *, rests: bool = False) -> None:
+    def __init__(self, process: psutil.Process, port: int, model: str, key: str, *, pauses: bool = False) -> None:
         self._process, self._port, self._model, self._key = process, port, model, key
-        self._rests = rests
-        self._numbers = random.Random(0)
+        self._pauses = pauses
+        self._rng = random.Random(0)
 
     def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]:
         """Send all requests at once, with these lengths and new texts; no tokens come back, only text. Raises PeerFailed."""
-        texts = ["".join(self._numbers.choices(LETTERS, k=2 * len(prompt))) for prompt in requests.prompts]
+        texts = ["".join(self._rng.choices(LETTERS, k=2 * len(prompt))) for prompt in requests.prompts]
         self._signal(signal.SIGCONT)
         own_s, used_s, before = time.process_time(), self._cpu_s(), read_machine()
         asyncio.run(self._all(texts, requests.output_lens))
         after, own_s, used_s = read_machine(), time.process_time() - own_s, self._cpu_s() - used_s
         self._signal(signal.SIGSTOP)
-        return [], Sample(after.at_s - before.at_s, used_s, between(before, after, used_s + own_s))
+        return [], Sample(after.at_s - before.at_s, used_s, disturbance_between(before, after, used_s + own_s))
 
     async def _all(self, texts: list[str], output_lens: list[int]) -> None:
         await asyncio.gather(*(self._one(text, length) for text, length in zip(texts, output_lens, strict=True)))
@@ -76,24 +76,24 @@ class Server:
             "model": self._model, "messages": [{"role": "user", "content": text}], "max_tokens": length, "ignore_eos": True,
             "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        wire, usage = Wire(self._port, self._key), b""
+        wire, usage = RawHttpClient(self._port, self._key), b""
         try:
-            head = await wire.ask("POST", "/v1/chat/completions", body)
+            head = await wire.send("POST", "/v1/chat/completions", body)
             if head.status != 200:
                 raise PeerFailed(f"{self._model} answered {head.status}: {(await wire.content(head))[:300]!r}")
             async for event in wire.events():
                 if b'"usage":{' in event or b'"usage": {' in event:
                     usage = event
-        except Cut as error:
+        except ConnectionLost as error:
             raise PeerFailed(f"{self._model}: the server hung up: {error}") from error
         finally:
-            wire.hang_up()
+            wire.abort()
         counted = json.loads(usage)["usage"]["completion_tokens"] if usage else None
         if counted != length:
             raise PeerFailed(f"{self._model} counted {counted} tokens of {length}")
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._rests:
+        if self._pauses:
             os.killpg(self._process.pid, number)
 
     def _cpu_s(self) -> float:
@@ -119,7 +119,7 @@ def row(folder: Path, logs: Path, peers: Path, threads: int, rounds: int, cores_
             for _ in range(WARM_RUNS):
                 ours.run(requests), peer.run(requests)
             measured = measure(ours, peer, requests, rounds, cores_max)
-        return row_of(NAME, "vLLM's server, compiled", requests, measured, rounds), TARGET
+        return make_row(NAME, "vLLM's server, compiled", requests, measured, rounds), TARGET
     except PeerFailed as error:
         return Row(name=NAME, error=str(error)), TARGET
 
@@ -169,7 +169,7 @@ def vllm(folder: Path, peers: Path, threads: int, log: IO[str]) -> Iterator[Serv
     ]  # fmt: skip
     variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(peers / "cache"), **VLLM}
     with serving(command, variables, f"http://127.0.0.1:{port}/health", log) as process:
-        yield Server(process, port, folder.name, "none", rests=True)
+        yield Server(process, port, folder.name, "none", pauses=True)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.peers.protocol import Run, leave_repository, work
+from bench.peers.protocol import Run, leave_repository, serve_commands
 
 RESULT_TIMEOUT_S = 300.0
 
@@ -47,4 +47,4 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
 
 if __name__ == "__main__":
     leave_repository()
-    work(load)
+    serve_commands(load)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.peers.protocol import Run, leave_repository, work
+from bench.peers.protocol import Run, leave_repository, serve_commands
 
 
 def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
@@ -24,12 +24,12 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
         params = [
             vllm.SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in output_lens
         ]
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
 
     return run, {"vllm": vllm.__version__, "torch": torch.__version__, "threads_seen": torch.get_num_threads()}
 
 
 if __name__ == "__main__":
     leave_repository()
-    work(load)
+    serve_commands(load)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bench.peers.disturbance import Disturbance, between, read_machine
+from bench.peers.disturbance import Disturbance, disturbance_between, read_machine
 from bench.peers.protocol import REPOSITORY
 from bench.peers.request_sets import RequestSet
 
@@ -31,7 +31,7 @@ class PeerFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class EngineSetup:
     """One engine with its settings. `environment` names a directory made by bench/peers/set_up.sh; empty: this interpreter.
 
     `prepare` is a module that its interpreter runs once on the model's directory before loading.
@@ -75,7 +75,7 @@ class Sample:
 class Worker:
     """A loaded engine in its own process group, stopped between its turns so that none of its threads can spin."""
 
-    def __init__(self, kind: Kind, folder: Path, model: Path, threads: int, log: IO[str]) -> None:
+    def __init__(self, kind: EngineSetup, folder: Path, model: Path, threads: int, log: IO[str]) -> None:
         """Start the worker and load the model, then stop it by signal. Raises PeerFailed."""
         self.kind = kind
         self._log = log
@@ -89,7 +89,7 @@ class Worker:
             env={**os.environ, **variables}, cwd=model,
         )  # fmt: skip
         try:
-            loaded = self._ask({"do": "load", "folder": str(model), "threads": threads, "settings": kind.settings})
+            loaded = self._send_command({"do": "load", "folder": str(model), "threads": threads, "settings": kind.settings})
         except BaseException:
             self.close()
             raise
@@ -101,10 +101,10 @@ class Worker:
         self._signal(signal.SIGCONT)
         time.sleep(SETTLE_S)
         own_s, before = time.process_time(), read_machine()
-        answer = self._ask({"do": "run", **asdict(requests)})
+        answer = self._send_command({"do": "run", **asdict(requests)})
         after, own_s = read_machine(), time.process_time() - own_s
         self._signal(signal.SIGSTOP)
-        disturbance = between(before, after, answer["process_cpu_s"] + own_s)
+        disturbance = disturbance_between(before, after, answer["process_cpu_s"] + own_s)
         return answer["tokens"], Sample(answer["wall_s"], answer["cpu_s"], disturbance)
 
     def close(self) -> None:
@@ -120,11 +120,11 @@ class Worker:
         with suppress(ProcessLookupError):  # if it has ended, the next command finds out why
             os.killpg(self._process.pid, number)
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _send_command(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._failed("ended") from error
@@ -145,7 +145,7 @@ class Worker:
 
 
 @contextmanager
-def working(kind: Kind, folder: Path, model: Path, threads: int, logs: Path) -> Iterator[Worker]:
+def running_worker(kind: EngineSetup, folder: Path, model: Path, threads: int, logs: Path) -> Iterator[Worker]:
     """Yield a worker that logs to a file in `logs`. Raises PeerFailed."""
     with (logs / f"{kind.name.replace(' ', '-').replace(',', '')}-{model.name}.log").open("a") as log:
         if kind.prepare:

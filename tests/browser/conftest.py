@@ -18,7 +18,7 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Error,
 from appliance.base.clock import SystemClock
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.console_fixtures import Box, open_box
-from tests.support.databases import required
+from tests.support.databases import is_required
 
 SAMPLE_INTERVAL_S = 0.15
 DEADLINE_MS = 60_000
@@ -41,7 +41,7 @@ async def chromium() -> AsyncIterator[Browser]:
     """One Chromium for all tests, each with profiles of its own; skips without one, unless GATEHOUSE_REQUIRE names browser."""
     if shutil.which(CHROMIUM) is None:
         reason = f"no Chromium at {CHROMIUM}"
-        pytest.fail(reason) if required("browser") else pytest.skip(reason)
+        pytest.fail(reason) if is_required("browser") else pytest.skip(reason)
     expect.set_options(timeout=DEADLINE_MS)  # its own is five seconds, whatever a context has
     async with async_playwright() as playwright:
         browser = await _launch(playwright)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.conformance.conftest import MODEL
-from tests.support.server import Server, running_server, start_server, wait_until
+from tests.support.server import Server, poll_until, running_server, start_server
 
 DEADLINE_S = 60.0
 PROMPT: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 4}]
@@ -49,20 +49,20 @@ def answered(server: Server, **fields: Any) -> httpx.Response:
         answers.append(post(server, **fields))
         return answers[-1].status_code != 503
 
-    wait_until(has_begun_in_time, DEADLINE_S, server.log)
+    poll_until(has_begun_in_time, DEADLINE_S, server.log)
     return answers[-1]
 
 
 def test_the_host_tier_and_speculation_are_at_work_and_seen(tuned_server: Server) -> None:
     assert answered(tuned_server).status_code == 200
-    wait_until(lambda: engine(tuned_server)["draft_tokens_total"] > 0, DEADLINE_S, tuned_server.log)
+    poll_until(lambda: engine(tuned_server)["draft_tokens_total"] > 0, DEADLINE_S, tuned_server.log)
 
     assert engine(tuned_server)["host_kv_blocks"]["total"] > 0
     assert engine(tuned_server)["draft_tokens_total"] >= engine(tuned_server)["accepted_draft_tokens_total"] >= 0
 
 
 def test_guesses_that_were_thrown_away_are_billed_to_their_request(tuned_server: Server) -> None:
-    wait_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
+    poll_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
     before = engine(tuned_server)
     answer = answered(tuned_server, max_tokens=60)
     (event,) = tuned_server.admin("GET", "/ledger", params={"request_id": answer.headers["x-request-id"]})["data"]
@@ -73,12 +73,12 @@ def test_guesses_that_were_thrown_away_are_billed_to_their_request(tuned_server:
         drafted, accepted = (now[name] - before[name] for name in names)
         return int(drafted - accepted)
 
-    wait_until(lambda: thrown_away() == event["rejected_tokens"], DEADLINE_S, tuned_server.log)
+    poll_until(lambda: thrown_away() == event["rejected_tokens"], DEADLINE_S, tuned_server.log)
 
 
 def test_engines_counted_what_the_ledger_holds(tuned_server: Server) -> None:
     answered(tuned_server, n=2, max_tokens=20, stop=["e"])
-    wait_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
+    poll_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
     text = httpx.get(f"{tuned_server.url}/metrics").text
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" in text
 
@@ -118,7 +118,7 @@ def test_a_draft_model_that_cannot_be_loaded_stops_the_start_and_is_named(served
     options: dict[str, Any] = {"speculative": {"method": "draft_model", "model": str(tmp_path / "hollow")}}
     server = start_server(served_folder, tmp_path / "data", **options)
     try:
-        wait_until(lambda: not server.process.is_alive(), DEADLINE_S, server.log)
+        poll_until(lambda: not server.process.is_alive(), DEADLINE_S, server.log)
 
         assert server.ended() == 1
         assert "hollow" in server.log()

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.conformance.conftest import MODEL
-from tests.support.server import READY_DEADLINE_S, Server, wait_until
+from tests.support.server import READY_DEADLINE_S, Server, poll_until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -44,7 +44,7 @@ def check_shape(answer: httpx.Response, status: int, code: str) -> dict[str, Any
 
 
 @pytest.mark.parametrize("secret", ["gh_aaaaaaaa_aaaaaaaaaaaaaaaaaaaaaaaaaa", "nonsense", "gh_é"])
-async def test_a_wrong_key(server: Server, secret: str) -> None:
+async def test_a_wrong_key_is_refused_with_invalid_api_key(server: Server, secret: str) -> None:
     if not secret.isascii():
         check_shape(raw(server, "POST", CHAT, headers={"authorization": f"Bearer {secret}".encode()}), 401, "invalid_api_key")
         return
@@ -56,11 +56,11 @@ async def test_a_wrong_key(server: Server, secret: str) -> None:
     assert error.request_id is not None
 
 
-async def test_no_key(server: Server) -> None:
+async def test_a_missing_key_is_refused_with_invalid_api_key(server: Server) -> None:
     check_shape(httpx.post(server.url + CHAT, json={}), 401, "invalid_api_key")  # noqa: ASYNC210
 
 
-async def test_an_expired_key(server: Server) -> None:
+async def test_an_expired_key_is_refused(server: Server) -> None:
     tenant_id, secret = server.new_key()
     (key,) = server.admin("GET", f"/tenants/{tenant_id}/keys")["data"]
     server.admin("POST", f"/keys/{key['id']}/rotate", json={"grace_s": 1})
@@ -68,7 +68,7 @@ async def test_an_expired_key(server: Server) -> None:
     def ask() -> httpx.Response:
         return raw(server, "GET", "/v1/models", headers={"authorization": f"Bearer {secret}"})
 
-    wait_until(lambda: ask().status_code != 200, READY_DEADLINE_S, server.log)
+    poll_until(lambda: ask().status_code != 200, READY_DEADLINE_S, server.log)
     check_shape(ask(), 401, "expired_api_key")
 
 
@@ -81,7 +81,7 @@ async def test_a_revoked_key_is_refused_at_once(server: Server) -> None:
     assert (await refused(server, secret)).code == "invalid_api_key"
 
 
-async def test_a_suspended_tenant(server: Server) -> None:
+async def test_a_suspended_tenant_is_refused(server: Server) -> None:
     tenant_id, secret = server.new_key()
     server.admin("PATCH", f"/tenants/{tenant_id}", json={"suspended": True})
     error = await refused(server, secret)
@@ -105,7 +105,7 @@ async def test_an_address_that_is_not_allowed(server: Server) -> None:
     assert (await refused(server, secret)).code == "ip_not_allowed"
 
 
-async def test_an_unknown_model(server: Server) -> None:
+async def test_an_unknown_model_is_refused_as_not_found(server: Server) -> None:
     error = await refused(server, server.api_key, model="nobody")
 
     assert isinstance(error, openai.NotFoundError)
@@ -206,7 +206,7 @@ def test_unknown_fields_are_named(server: Server, fields: dict[str, Any], param:
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b"\xff\xfe", b"null", b"[" * 100_000], ids=repr)
-def test_a_malformed_body(server: Server, body: bytes) -> None:
+def test_a_malformed_body_is_refused_as_an_invalid_value(server: Server, body: bytes) -> None:
     check_shape(raw(server, "POST", CHAT, content=body), 400, "invalid_value")
 
 
@@ -228,7 +228,7 @@ def test_paths_and_methods_that_do_not_exist(server: Server, method: str, path: 
         check_shape(answer, status, "not_found" if status == 404 else "method_not_allowed")
 
 
-async def test_requests_per_minute(server: Server) -> None:
+async def test_a_request_beyond_the_requests_per_minute_is_refused(server: Server) -> None:
     _, secret = server.new_key(tenant={"limits": {"requests_per_minute": 1}})
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0) as client:
         await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1)
@@ -241,7 +241,7 @@ async def test_requests_per_minute(server: Server) -> None:
     assert error.response.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_tokens_per_minute_alone_too_small(server: Server) -> None:
+async def test_a_request_larger_than_the_tokens_per_minute_is_refused_without_retry(server: Server) -> None:
     _, secret = server.new_key(limits={"tokens_per_minute": 5})
     error = await refused(server, secret, max_tokens=100)
 
@@ -250,7 +250,7 @@ async def test_tokens_per_minute_alone_too_small(server: Server) -> None:
     assert error.response.headers["x-should-retry"] == "false"
 
 
-async def test_concurrent_requests(server: Server) -> None:
+async def test_a_request_beyond_the_concurrent_requests_is_refused(server: Server) -> None:
     _, secret = server.new_key(limits={"concurrent_requests": 1})
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0) as client:
         stream = await client.chat.completions.create(
@@ -264,7 +264,7 @@ async def test_concurrent_requests(server: Server) -> None:
     assert "about" in error.message
 
 
-async def test_the_monthly_budget(server: Server) -> None:
+async def test_a_request_beyond_the_monthly_budget_is_refused(server: Server) -> None:
     server.admin("POST", "/prices", json={"model": MODEL, "prompt": 10**9, "completion": 10**9})
     _, secret = server.new_key(tenant={"limits": {"monthly_budget": 1}})
     error = await refused(server, secret)

@@ -16,7 +16,7 @@ import pytest
 from tests.crash.truth import Truth, Work
 from tests.support.fake_engine import ENDLESS_SEED
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, running_server, wait_until
+from tests.support.server import Server, poll_until, running_server
 
 MODEL = "tiny"
 CLIENTS = 200
@@ -54,7 +54,7 @@ def settled(box: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
         found.update((row["request_id"], row) for row in rows if row["tenant_id"] in tenants)
         return all(row["status"] != "pending" for row in found.values())
 
-    wait_until(none_pending, SETTLED_DEADLINE_S, box.log)
+    poll_until(none_pending, SETTLED_DEADLINE_S, box.log)
     return found
 
 

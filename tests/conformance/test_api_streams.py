@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from tests.conformance.conftest import MODEL
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, running_server, wait_until
+from tests.support.server import Server, poll_until, running_server
 
 LONG: dict[str, Any] = {
     "model": MODEL,
@@ -41,7 +41,7 @@ def finished(server: Server, request_id: str) -> dict[str, Any]:
         events[:] = server.admin("GET", "/ledger", params={"request_id": request_id})["data"]
         return bool(events) and events[0]["status"] != "pending"
 
-    wait_until(settled, DEADLINE_S, lambda: f"{events}\n{server.log()}")
+    poll_until(settled, DEADLINE_S, lambda: f"{events}\n{server.log()}")
     return events[0]
 
 
@@ -65,7 +65,7 @@ def test_a_client_that_leaves_frees_its_blocks_and_is_billed_for_what_was_genera
     assert event["finish_reason"] == "disconnected"
     assert event["status"] == "posted"
     assert 1 <= event["completion_tokens"] < 900
-    wait_until(lambda: used_blocks(server) == 0, DEADLINE_S, server.log)
+    poll_until(lambda: used_blocks(server) == 0, DEADLINE_S, server.log)
 
 
 async def test_a_client_that_leaves_before_a_whole_answer_ends_it(slow_server: Server) -> None:
@@ -133,7 +133,7 @@ def test_several_answers_are_one_live_request_and_their_tenant_is_seen_to_hold_t
         request_id = answer.headers["x-request-id"]
         lines = answer.iter_lines()
         next(lines)
-        wait_until(lambda: any(tenant["requests_running"] == 3 for tenant in holder()), DEADLINE_S, slow_server.log)
+        poll_until(lambda: any(tenant["requests_running"] == 3 for tenant in holder()), DEADLINE_S, slow_server.log)
         (tenant,) = holder()
         row = slow_server.admin("GET", f"/requests/{request_id}")
         metrics = httpx.get(f"{slow_server.url}/metrics", timeout=10).text
@@ -144,4 +144,4 @@ def test_several_answers_are_one_live_request_and_their_tenant_is_seen_to_hold_t
     assert (row["state"], row["kv_blocks"]) == ("decode", 3)
     assert f'gatehouse_tenant_kv_blocks{{model="{MODEL}",tenant="holder of three"}} 3.0' in metrics
     assert (event["finish_reason"], event["status"]) == ("disconnected", "posted")
-    wait_until(lambda: not holder(), DEADLINE_S, slow_server.log)
+    poll_until(lambda: not holder(), DEADLINE_S, slow_server.log)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.alerts import receiving
-from tests.support.forked import REPOSITORY
+from tests.support.forked_processes import REPOSITORY
 from tests.support.served_model import make_hollow_model
 from tests.support.server import start_server
 

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import forked
+from tests.support import forked_processes
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, wait_until
+from tests.support.server import Server, poll_until
 
 GREETING_DEADLINE_S = 300.0
 LIST_DEADLINE_S = 60.0
@@ -37,7 +37,7 @@ def typed(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as name:
         said, complained = Path(name, "said"), Path(name, "complained")
         program = ("tests.support.serve_for_tests", "command", arguments, environment(data_dir), said, complained)
-        status = forked.ended(forked.begin(*program), GREETING_DEADLINE_S)
+        status = forked_processes.wait_for_exit(forked_processes.start(*program), GREETING_DEADLINE_S)
         return subprocess.CompletedProcess(arguments, status, said.read_text("utf-8"), complained.read_text("utf-8"))
 
 
@@ -84,7 +84,7 @@ def test_the_models_of_the_running_appliance_are_listed(gatehouse: Command) -> N
         rows = {row["name"]: row["state"] for row in found(gatehouse("models", "list", "--json"))["data"]}
         return bool(rows["tiny-llama"] == "ready")
 
-    wait_until(ready, LIST_DEADLINE_S)
+    poll_until(ready, LIST_DEADLINE_S)
 
 
 def test_doctor_finds_the_running_appliance_in_order(gatehouse: Command, server: Server) -> None:
@@ -168,7 +168,7 @@ def served(served_folder: Path, data_dir: Path) -> Iterator[Callable[[], subproc
                 "--device",
                 "cpu",
             ],
-            cwd=forked.REPOSITORY,
+            cwd=forked_processes.REPOSITORY,
             env=environment(data_dir),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -27,15 +27,15 @@ from typing import Any, Protocol
 
 from appliance.base.db import Database
 from appliance.base.migrations import downgrade
-from bench.rows import append_row, heading
+from bench.rows import append_row, row_header
 from tests.crash import points
 from tests.crash.checks import Evidence, Examination, Tally
 from tests.crash.load import MODEL, Load
 from tests.crash.nursery import Birth, Gateway, Nursery
 from tests.crash.points import Notes, Plan, kill
 from tests.support.databases import postgresql_binaries, running_cluster
+from tests.support.raw_http import ConnectionLost, RawHttpClient
 from tests.support.served_model import make_hollow_model
-from tests.support.wire import Cut, Wire
 
 LIVES_PER_DATABASE = 40
 ADMIN_TOKEN = "gha_token-of-the-tests"
@@ -265,7 +265,7 @@ class Lives:
     async def _settle_down(self, books: Books, gateway: Gateway) -> bool:
         """Wait for the engine, and make price, tenants and keys once per database; return whether they are there."""
         assert gateway.told is not None
-        wire = Wire(gateway.told["port"], ADMIN_TOKEN)
+        wire = RawHttpClient(gateway.told["port"], ADMIN_TOKEN)
         keys = {}
         try:
             await _ready(wire)
@@ -275,10 +275,10 @@ class Lives:
             for name, fields in TENANTS.items():
                 tenant = await _call(wire, "/admin/v1/tenants", {"name": f"{name} {self._births}", **fields})
                 keys[name] = (await _call(wire, f"/admin/v1/tenants/{tenant['id']}/keys", {"name": name}))["key"]
-        except Cut:
+        except ConnectionLost:
             return False
         finally:
-            wire.hang_up()
+            wire.abort()
         books.keys = keys
         return True
 
@@ -334,18 +334,18 @@ class Lives:
         return (self._folder / "log").read_text("utf-8", "replace")[-2000:]
 
 
-async def _ready(wire: Wire) -> None:
+async def _ready(wire: RawHttpClient) -> None:
     """Return when a request would be answered."""
     while True:
-        head = await wire.ask("GET", "/health/ready")
+        head = await wire.send("GET", "/health/ready")
         await wire.content(head)
         if head.status == 200:
             return
         await asyncio.sleep(POLL_S)
 
 
-async def _call(wire: Wire, path: str, body: dict[str, Any]) -> Any:
-    head = await wire.ask("POST", path, body)
+async def _call(wire: RawHttpClient, path: str, body: dict[str, Any]) -> Any:
+    head = await wire.send("POST", path, body)
     answer = json.loads(await wire.content(head))
     assert head.status in (200, 201), answer
     return answer
@@ -381,7 +381,7 @@ def row_of(result: Result, kind: str, seed: int, took_s: float) -> dict[str, Any
     """Return the figures of all lives."""
     tally = result.tally
     return {
-        **heading("crash_lives"),
+        **row_header("crash_lives"),
         "database": kind,
         "seed": seed,
         "lives": result.lives,

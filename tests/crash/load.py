@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.wire import Cut, Wire
+from tests.support.raw_http import ConnectionLost, RawHttpClient
 
 MODEL = "tiny"
 TEXTS = ("the lazy dog", "the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs")
@@ -61,22 +61,22 @@ class Load:
         return self.seen
 
     async def _work(self, tenant: str, secret: str, dice: random.Random) -> None:
-        wire, admin = Wire(self.port, secret), Wire(self.port, self.admin_token)
+        wire, admin = RawHttpClient(self.port, secret), RawHttpClient(self.port, self.admin_token)
         try:
             while not self.stopped and not (self.seen and self.seen[-1].error == DRAINING):
                 if not await self._one(wire, admin, tenant, dice):
                     await asyncio.sleep(PAUSE_S)
-        except Cut:
+        except ConnectionLost:
             return
         finally:
-            wire.hang_up()
-            admin.hang_up()
+            wire.abort()
+            admin.abort()
 
-    async def _one(self, wire: Wire, admin: Wire, tenant: str, dice: random.Random) -> bool:
+    async def _one(self, wire: RawHttpClient, admin: RawHttpClient, tenant: str, dice: random.Random) -> bool:
         """Make one request; return whether it was admitted."""
         manner = dice.choice(MANNERS)
         body = _body(manner, dice)
-        head = await wire.ask("POST", "/v1/chat/completions", body)
+        head = await wire.send("POST", "/v1/chat/completions", body)
         assert "x-request-id" in head.headers, (head, await wire.content(head))
         request_id, batch = head.headers["x-request-id"], "service_tier" in body
         seen = Seen(request_id=request_id, tenant=tenant, manner=manner, status=head.status, batch=batch)
@@ -88,11 +88,11 @@ class Load:
         async for data in wire.events():
             _note_event(seen, data)
             if seen.chunks == until and manner == "leave":
-                wire.hang_up()
+                wire.abort()
                 return True
             if seen.chunks == until:
                 until = None
-                await admin.content(await admin.ask("DELETE", f"/admin/v1/requests/{seen.request_id}"))
+                await admin.content(await admin.send("DELETE", f"/admin/v1/requests/{seen.request_id}"))
         return True
 
 

@@ -10,7 +10,7 @@ import httpx
 
 from appliance.metering.alerts.signature import signature
 from tests.support.alerts import Receiver, receiving
-from tests.support.ledgers import until
+from tests.support.ledgers import poll_until
 from tests.support.served_model import make_hollow_model
 from tests.support.server import Server, start_server
 
@@ -51,14 +51,14 @@ async def test_a_message_that_was_being_sent_at_a_kill_comes_again_with_its_id(t
         try:
             await asyncio.to_thread(server.wait_until_ready)
             webhook_id, secret = await asyncio.to_thread(spend_the_budget, server, receiver.port)
-            await until(lambda: len(receiver.requests) == 1)
+            await poll_until(lambda: len(receiver.requests) == 1)
             await asyncio.to_thread(server.kill)
         finally:
             server.kill()
         receiver.answers = [TAKES]
         server = await asyncio.to_thread(start_server, model, tmp_path / "data", **options)
         try:
-            await until(lambda: len(receiver.requests) == 3)
+            await poll_until(lambda: len(receiver.requests) == 3)
             await asyncio.to_thread(server.wait_until_ready)
             sent = await asyncio.to_thread(server.everything, f"/webhooks/{webhook_id}/deliveries")
             assert await asyncio.to_thread(server.stop) == 0

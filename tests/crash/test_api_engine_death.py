@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.support.served_model import make_hollow_model, make_served_model
-from tests.support.server import READY_DEADLINE_S, Server, running_server, wait_until
+from tests.support.server import READY_DEADLINE_S, Server, poll_until, running_server
 
 MODEL = "tiny"
 STREAMS = 4
@@ -74,7 +74,7 @@ def test_a_killed_engine_ends_streams_settles_records_and_comes_back(
         unready = server.ready()
         server.wait_until_ready()
         events = {event["request_id"]: event for event in server.everything("/ledger")}
-        wait_until(lambda: restarts(server) == 1, READY_DEADLINE_S, server.log)  # the system page is a second old at most
+        poll_until(lambda: restarts(server) == 1, READY_DEADLINE_S, server.log)  # the system page is a second old at most
         answer = httpx.post(
             f"{server.url}/v1/chat/completions",
             json={"model": MODEL, "messages": LONG["messages"], "max_tokens": 3},
@@ -98,7 +98,7 @@ def test_engines_do_not_outlive_their_gateway(tmp_path: Path) -> None:
         pid = server.engine_pid()
         server.kill()
 
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), READY_DEADLINE_S)
+    poll_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), READY_DEADLINE_S)
 
 
 def _is_zombie(pid: int) -> bool:

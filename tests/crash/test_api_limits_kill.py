@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, running_server, start_server, wait_until
+from tests.support.server import Server, poll_until, running_server, start_server
 
 MODEL = "tiny"
 STEP_S = 0.001
@@ -48,7 +48,7 @@ def test_a_kill_forgets_no_debt_and_fills_no_bucket(tmp_path: Path) -> None:
         assert ask(server, secret, 900).status_code == 200  # 256 are held, 900 used: the rest is a debt
         before = level(server, tenant_id)
         assert before["level"] < 0
-        wait_until(lambda: saved(data) > 0, SAVED_WITHIN_S, server.log)
+        poll_until(lambda: saved(data) > 0, SAVED_WITHIN_S, server.log)
     finally:
         server.kill()
     with running_server(model, data, fake_engine_step_s=STEP_S) as again:

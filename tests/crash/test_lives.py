@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 
 from tests.crash.lives import RANDOM, Death, live
-from tests.support.databases import postgresql_binaries, required
+from tests.support.databases import is_required, postgresql_binaries
 
 DEATHS = (
     Death("serving", "pending record: after COMMIT", "both"),
@@ -36,7 +36,7 @@ def few(kind: str) -> Iterator[Death]:
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def test_books_survive_every_death(kind: str) -> None:
     if kind == "postgresql" and postgresql_binaries() is None:
-        assert not required("postgres"), "no PostgreSQL binaries on this machine"
+        assert not is_required("postgres"), "no PostgreSQL binaries on this machine"
         pytest.skip("no PostgreSQL binaries on this machine")
     row = live(len(DEATHS) + 2 + len(ON_SQLITE) * (kind == "sqlite"), kind, seed=5, order=few(kind))
 

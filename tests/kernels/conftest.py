@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.databases import required
+from tests.support.databases import is_required
+from tests.support.deselection import deselect
 from tests.support.kernel_device import interpret_without_gpu
-from tests.support.pairs import left_out
+from tests.support.pairwise_cases import skipped_cases
 from tests.support.quick_interpreter import replace_language_once
-from tests.support.selection import leave_out
-from tests.support.triton_jobs import OLD_INTERPRETER, TritonJobs, promised
+from tests.support.triton_jobs import OLD_INTERPRETER, TritonJobs, locked_versions
 
 FOLDER = Path(__file__).parent
 DEVICE = interpret_without_gpu()
@@ -27,7 +27,7 @@ JOBS = pytest.StashKey[TritonJobs]()
 OF_KERNELS = [path for path in sorted(FOLDER.glob("test_triton_*.py")) if not path.stem.endswith(("_model", "_gate_covers"))]
 
 if importlib.util.find_spec("triton") is None:
-    assert not required("triton"), "Triton is not installed; `python3 installer test` installs it"
+    assert not is_required("triton"), "Triton is not installed; `python3 installer test` installs it"
     collect_ignore_glob = ["test_triton_*.py", "test_comp*.py"]  # it is made for Linux alone
 elif DEVICE.type == "cpu":
     replace_language_once()
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests of this folder do not fail on what an old interpreter does: where this environment's own Triton is one, all meet it.
     """
-    leave_out(config, items, left_out([item for item in items if item.path.parent == FOLDER]))
+    deselect(config, items, skipped_cases([item for item in items if item.path.parent == FOLDER]))
     for item in items:
         if item.path.parent == FOLDER:
             item.add_marker(pytest.mark.filterwarnings(OLD_INTERPRETER, NO_TRAPS))
@@ -87,7 +87,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     jobs = TritonJobs()
     session.config.stash[JOBS] = jobs
     session.config.add_cleanup(jobs.close)
-    for version in promised():
+    for version in locked_versions():
         if COMPILING in asked:
             jobs.start_compiling(version)
         if OTHER_VERSIONS in asked:

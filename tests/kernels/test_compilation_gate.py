@@ -1,4 +1,4 @@
-"""The gate itself: what it must refuse, on kernels made to be refused."""
+"""The compile gate itself, on kernels made to be rejected."""
 
 from __future__ import annotations
 

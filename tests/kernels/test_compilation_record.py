@@ -1,4 +1,4 @@
-"""The record of what was compiled: what it saves, and that nothing changed gets past it."""
+"""The record of compiled kernels: what it saves, and that no change goes undetected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.triton.gate import __main__ as gate
 from kernels.triton.gate.compilation import CAPABILITIES, Compilation, Compiled, forget_lines, source_key
 from kernels.triton.gate.declared import declared
 from kernels.triton.gate.record import Record, Recorded, differences, read, write
-from tests.support.triton_jobs import MODULES, promised
+from tests.support.triton_jobs import MODULES, locked_versions
 
 MODULE = "norm"
 Compile = Callable[[Compilation, int], Compiled]
@@ -67,10 +67,10 @@ def test_each_kernel_is_compiled_by_every_version_that_is_promised_and_each_comp
     had: set[tuple[str, int]] = set()
     for module in MODULES:
         for kernel, cards in gate.cards_of(declared(module)).items():
-            turns = [gate.card_in_turn(kernel, cards, version) for version in promised()]
+            turns = [gate.card_in_turn(kernel, cards, version) for version in locked_versions()]
             assert len(set(turns)) == min(len(turns), len(cards)), kernel
-            had.update(zip(promised(), turns, strict=True))
-    assert had == set(product(promised(), CAPABILITIES))
+            had.update(zip(locked_versions(), turns, strict=True))
+    assert had == set(product(locked_versions(), CAPABILITIES))
 
 
 def test_of_what_is_recorded_each_kernel_is_compiled_once_for_the_card_whose_turn_it_is(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 
 from kernels.triton.gate.record import read
-from tests.support.triton_jobs import KERNELS, MODULES, TritonJobs, promised
+from tests.support.triton_jobs import KERNELS, MODULES, TritonJobs, locked_versions
 from tests.support.triton_versions import RECORD
 
-PROMISED = promised()
+PROMISED = locked_versions()
 
 
 @pytest.mark.parametrize("module", MODULES)

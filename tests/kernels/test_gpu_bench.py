@@ -1,4 +1,4 @@
-"""The bench that needs a GPU, rehearsed without one: every row that it must give comes, and what is too good never passes."""
+"""The GPU bench, rehearsed without a GPU: every promised row appears, and implausible ones never pass."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import torch
 from packaging.requirements import Requirement
 
 from bench.gpu import check_attention, check_products, driver, requirements
-from bench.gpu.conduct import Outcome, shortened
 from bench.gpu.context import Context
 from bench.gpu.idle import WORK, idle_of
-from bench.gpu.part import LAST_WORDS_S
-from bench.gpu.plan import CALLS, PARTS, TOTAL_S, Job, share_s, stages, usual_s
+from bench.gpu.part import STACK_DUMP_S
+from bench.gpu.plan import COMMANDS, PARTS, TOTAL_S, Job, allotted_s, stages, usual_s
+from bench.gpu.processes import Outcome, shorten_log
 from bench.gpu.report import document, table
-from bench.gpu.rows import GOALS_CARD, Row, Target, against, verdict
+from bench.gpu.rows import GOALS_CARD, Row, Target, fill_ratios, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
-from bench.gpu.targets import HOST_CALLS, TARGETS, numbers, same_bits
+from bench.gpu.targets import HOST_CALLS, TARGETS, error_row, invariance_row
 from engine.triton_toolchain import toolchain_problem
-from tests.support.databases import required
+from tests.support.databases import is_required
 from tests.support.triton_versions import REPO, TritonVersion, installed
 
 LIMIT_S = 900
@@ -78,7 +78,7 @@ def oldest_triton() -> TritonVersion:
     """The version of the GPU machine, where it is installed."""
     versions = sorted(installed(), key=lambda found: [int(part) for part in found.version.split(".") if part.isdigit()])
     if not versions:
-        assert not required("triton"), "Triton is not installed; `python3 installer test` installs it"
+        assert not is_required("triton"), "Triton is not installed; `python3 installer test` installs it"
         pytest.skip("Triton is not installed")
     return versions[0]
 
@@ -147,7 +147,7 @@ def most_s(planned: Sequence[Sequence[Job]]) -> float:
 def test_what_the_parts_of_a_run_usually_take_fits_its_time() -> None:
     assert usual_s(stages()) <= TOTAL_S
     assert all(part.usual_s <= part.limit_s for part in PARTS)
-    assert {part.target for part in PARTS if part.asked_for} == {"choices"}
+    assert {part.target for part in PARTS if part.on_request} == {"choices"}
     assert "choices" not in [job.name for stage in stages() for job in stage]
 
 
@@ -161,7 +161,7 @@ def test_every_check_is_made_by_one_part_though_its_module_has_two(monkeypatch: 
     made: dict[str, list[str]] = {}
     making: list[str] = []
     for module in (check_attention, check_products):
-        for function, named in (("compare", numbers), ("invariant", same_bits)):
+        for function, named in (("check_errors", error_row), ("check_invariant", invariance_row)):
             monkeypatch.setattr(module, function, lambda _, name, __, named=named: making.append(named(name)))
     for part in PARTS:
         if part.module in ("bench.gpu.check_attention", "bench.gpu.check_products"):
@@ -174,13 +174,13 @@ def test_every_check_is_made_by_one_part_though_its_module_has_two(monkeypatch: 
     assert all(made.values())
     assert len(names) == len(set(names))
     asked = {name for name in TARGET_OF if name.startswith(("numbers: paged", "numbers: product", "numbers: experts"))}
-    assert set(names) == asked | {same_bits(name) for name in ("paged decode", "product bf16", "product int4")}
+    assert set(names) == asked | {invariance_row(name) for name in ("paged decode", "product bf16", "product int4")}
 
 
 def test_two_commands_give_all_parts_as_long_as_they_may_take_and_are_documented() -> None:
-    named = [target for call in CALLS for target in call]
+    named = [target for call in COMMANDS for target in call]
     assert sorted({*named, "calibrate", "warm-up"}) == sorted({part.target for part in PARTS})
-    for call in CALLS:
+    for call in COMMANDS:
         assert most_s(stages(set(call))) <= TOTAL_S, call
         words = f"--only '{','.join(call)}'"
         assert all(words in (REPO / path).read_text("utf-8") for path in ("bench/gpu.sh", "docs/benchmarks.md")), words
@@ -188,9 +188,9 @@ def test_two_commands_give_all_parts_as_long_as_they_may_take_and_are_documented
 
 def test_a_part_takes_its_limit_only_out_of_time_that_no_later_part_needs() -> None:
     one, two, three = ([Job((replace(PARTS[0], usual_s=usual, limit_s=90.0),))] for usual in (10.0, 20.0, 30.0))
-    assert share_s([one, two, three], 100.0) == 50.0
-    assert share_s([two, three], 45.0) == 20.0, "its own usual time, though the one behind it has less then"
-    assert share_s([three], 25.0) == 25.0
+    assert allotted_s([one, two, three], 100.0) == 50.0
+    assert allotted_s([two, three], 45.0) == 20.0, "its own usual time, though the one behind it has less then"
+    assert allotted_s([three], 25.0) == 25.0
 
 
 @pytest.mark.parametrize("target", sorted({part.target for part in PARTS if part.family in ("engines", "peers")}))
@@ -226,8 +226,8 @@ def test_less_is_better_where_the_target_says_so() -> None:
     target = Target(name="x", part="kernels", unit="µs", pass_at=150, stretch_at=80, higher=False)
     rows = [Row(name="x", value=value) for value in (79.0, 149.0, 151.0)]
     assert [verdict(row, target, card=GOALS_CARD) for row in rows] == ["stretch", "pass", "below"]
-    assert against(Row(name="x", value=50.0, limit=40.0, peer=100.0), higher=False).fraction == 0.8
-    assert against(Row(name="x", value=50.0, peer=100.0), higher=False).ratio == 2.0
+    assert fill_ratios(Row(name="x", value=50.0, limit=40.0, peer=100.0), higher=False).fraction == 0.8
+    assert fill_ratios(Row(name="x", value=50.0, peer=100.0), higher=False).ratio == 2.0
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_stretch_that_also_asks_for_a_rate_of_one_card_needs_both_there(value:
     target = TARGET_OF["prefill 8k, head 128, against the best SDPA"]
     assert verdict(Row(name=target.name, value=value, ratio=0.96), target, card=card) == expected
     assert verdict(Row(name=target.name, value=560.0, ratio=0.8), target, card=card) == "pass"
-    assert target.words == "≥ 0.75 / 0.95 × peer, 550 (H200)"
+    assert target.text == "≥ 0.75 / 0.95 × peer, 550 (H200)"
 
 
 def test_a_missing_peer_is_no_pass() -> None:
@@ -273,8 +273,8 @@ part.main()
 
 
 def test_of_a_long_log_the_beginning_and_the_end_are_in_the_result() -> None:
-    assert shortened("a line\n") == "a line\n"
-    words = shortened("begin" + "." * 20_000 + "end")
+    assert shorten_log("a line\n") == "a line\n"
+    words = shorten_log("begin" + "." * 20_000 + "end")
     assert words.startswith("begin")
     assert words.endswith("end")
     assert "… 12008 characters …" in words
@@ -304,7 +304,7 @@ def test_a_part_tells_where_it_stands_and_its_watchdog_does_if_it_hangs(name: st
         assert process.stdout is not None
         last_resort.start()
         next(line for line in process.stdout if '"ready"' in line)
-        process.stdin.write(json.dumps({"facts": {}, "until_s": time.monotonic() + LAST_WORDS_S + 3.0}) + "\n")
+        process.stdin.write(json.dumps({"facts": {}, "until_s": time.monotonic() + STACK_DUMP_S + 3.0}) + "\n")
         process.stdin.flush()
         told = next(line for line in process.stdout if line.startswith(("Current thread", "Timeout")))
         where = next(line for line in process.stdout if f"in {name}" in line)
@@ -381,16 +381,16 @@ def test_a_rehearsal_says_that_numpy_is_too_new_for_the_interpreter(
     torch_is: tuple[int, int], triton_is: tuple[int, int], numpy_is: tuple[int, int], rehearsal_only: list[str]
 ) -> None:
     versions: dict[str, tuple[int, ...]] = {"torch": torch_is, "triton": triton_is, "numpy": numpy_is}
-    assert requirements.unfit(versions, rehearse=False) == []
-    assert [line.split()[0] for line in requirements.unfit(versions, rehearse=True)] == rehearsal_only
+    assert requirements.unsuitable(versions, rehearse=False) == []
+    assert [line.split()[0] for line in requirements.unsuitable(versions, rehearse=True)] == rehearsal_only
 
 
 def test_a_version_outside_the_range_is_named_before_anything_runs() -> None:
-    assert requirements.unfit({"torch": (2, 10), "triton": (3, 5), "numpy": (1, 26)}, rehearse=False) == [
+    assert requirements.unsuitable({"torch": (2, 10), "triton": (3, 5), "numpy": (1, 26)}, rehearse=False) == [
         "  torch 2.10: 2.11 or newer is needed",
         "  triton 3.5: 3.6 or newer is needed",
     ]
-    assert requirements.unfit({"triton": (3, 10)}, rehearse=False) == ["  triton 3.10: one below 3.10 is needed"]
+    assert requirements.unsuitable({"triton": (3, 10)}, rehearse=False) == ["  triton 3.10: one below 3.10 is needed"]
 
 
 def test_the_range_is_that_of_the_project_file() -> None:

@@ -1,4 +1,4 @@
-"""The bench that needs a GPU on other cards than its goals name: what fits, what is judged, and what is only told."""
+"""The GPU bench on cards other than the one of its goals: what fits, what is judged, and what is only reported."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from bench.gpu import models, serve
-from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
 from bench.gpu.driver import version
 from bench.gpu.plan import PARTS, Part
+from bench.gpu.processes import Outcome
 from bench.gpu.report import document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, verdict
 from bench.gpu.targets import TARGETS
@@ -48,13 +48,13 @@ their peak, those of sampling 5.4."""
 
 @pytest.mark.parametrize("card", NOT_THAT_CARD)
 def test_a_rate_of_one_card_is_not_judged_on_another(card: str) -> None:
-    target = Target(name="x", part="kernels", unit="tokens/s", pass_at=230, stretch_at=255, of_card=True)
+    target = Target(name="x", part="kernels", unit="tokens/s", pass_at=230, stretch_at=255, card_specific=True)
     rows = [Row(name="x", value=value) for value in (180.0, 240.0, 900.0)]
     assert [verdict(row, target, card=GOALS_CARD) for row in rows] == ["below", "pass", "stretch"]
     assert {verdict(row, target, card=card) for row in rows} == {"other card"}
     assert verdict(Row(name="x", value=240.0, fraction=1.2), target, card=card) == "INVALID"
     assert verdict(Row(name="x", error="it broke"), target, card=card) == "failed"
-    assert target.words == "≥ 230 / 255 (H200)"
+    assert target.text == "≥ 230 / 255 (H200)"
 
 
 @pytest.mark.parametrize("judged", ["fraction", "ratio"])
@@ -66,7 +66,7 @@ def test_fractions_and_ratios_are_judged_on_any_card(judged: Any) -> None:
 def test_goals_in_times_and_rates_are_one_cards_unless_the_host_decides() -> None:
     timed = {target.name for target in TARGETS if target.unit in ("tokens/s", "µs", "ms", "s") and target.judged == "value"}
     with_goals = {target.name for target in TARGETS if target.pass_at is not None}
-    assert {target.name for target in TARGETS if target.of_card} == (timed & with_goals) - set(OF_THE_HOST)
+    assert {target.name for target in TARGETS if target.card_specific} == (timed & with_goals) - set(OF_THE_HOST)
 
 
 @pytest.mark.parametrize("name", [GOALS_CARD, H100])
@@ -145,7 +145,7 @@ def test_every_engine_of_a_part_fits_into_the_card(part: Part, gpu: str, monkeyp
 
 def test_the_engines_of_the_checks_fit_into_an_h100_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 0
-    for part in (part for part in ENGINES if part.beside):
+    for part in (part for part in ENGINES if part.concurrent):
         fits = [fit_on("h100", *engine) for engine in engines_of(part, monkeypatch)]
         most = max(fit.needs.fixed_bytes + kv_bytes for fit, kv_bytes in fits)
         needed += 2 * most if part.name == "check tokens" else most  # two engines, one beside the other
@@ -155,7 +155,7 @@ def test_the_engines_of_the_checks_fit_into_an_h100_side_by_side(monkeypatch: py
 def test_a_closed_loop_has_as_many_requests_as_its_cache_holds() -> None:
     def seats(gpu: str) -> int:
         fit, kv_bytes = fit_on(gpu, "llama-3.1-8b", {"max_num_seqs": serve.MANY_SEATS, "max_model_len": 2048})
-        return serve.seats_of(kv_bytes // fit.needs.block_bytes * 16, 1000, 1000, 16, serve.MANY_SEATS)
+        return serve.num_seats(kv_bytes // fit.needs.block_bytes * 16, 1000, 1000, 16, serve.MANY_SEATS)
 
     assert seats("h200") == 512
     assert 260 <= seats("h100") <= 280

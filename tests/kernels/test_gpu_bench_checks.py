@@ -1,4 +1,4 @@
-"""What rows of the bench that needs a GPU are computed from: errors that hang on no luck, and no bytes that a kernel leaves."""
+"""Inputs of the GPU bench: errors that do not depend on chance, and bytes counted as kernels move them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import check_sampling, conduct, speed_rows
+from bench.gpu import check_sampling, processes, speed_rows
 from bench.gpu.context import Context
-from bench.gpu.errors import compare
-from bench.gpu.targets import ERROR_RATIO_MAX, numbers
+from bench.gpu.errors import check_errors
+from bench.gpu.targets import ERROR_RATIO_MAX, error_row
 
 LOG2_UNIT = 2.0**-22
 """By so much of its result at most a card's logarithm is wrong, beyond numbers near one (PTX ISA, lg2.approx)."""
@@ -33,15 +33,15 @@ def exactly(logits: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def test_log_probabilities_pass_whatever_numbers_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_sampling, "both", lambda *_: (roughly, None))
+    monkeypatch.setattr(check_sampling, "triton_and_reference", lambda *_: (roughly, None))
     monkeypatch.setattr(torch.Tensor, "log_softmax", exactly)
     ratios = []
     for seed in range(8):
         torch.manual_seed(seed)
         told: list[dict[str, Any]] = []
         context = Context(torch.device("cpu"), False, {}, told.append, 0.0)
-        compare(context, "log-probabilities", [("rows", partial(check_sampling._scored, context))])
-        assert told[0]["row"]["name"] == numbers("log-probabilities")
+        check_errors(context, "log-probabilities", [("rows", partial(check_sampling._logprobs, context))])
+        assert told[0]["row"]["name"] == error_row("log-probabilities")
         ratios.append(told[0]["row"]["value"])
     assert max(ratios) < ERROR_RATIO_MAX, ratios
 
@@ -57,4 +57,4 @@ def test_of_cosines_and_sines_a_rotation_is_counted_one_half() -> None:
 def test_what_a_check_calls_exact_is_float32_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
         monkeypatch.setenv(name, "1")
-        assert name not in conduct._environment(rehearse=False)
+        assert name not in processes._environment(rehearse=False)

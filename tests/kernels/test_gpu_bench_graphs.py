@@ -1,4 +1,4 @@
-"""Timed steps of the bench for GPUs are whole captured graphs: its own steps in their order, over engines without a device."""
+"""Timed steps of the GPU bench are whole captured graphs: its own steps in order, over engines without a device."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_no_decoder_waits_for_a_capture_behind_a_long_prompt(monkeypatch: pytest
     ],
 )
 def test_a_row_says_what_its_steps_lacked(use: GraphUse, words: str) -> None:
-    told, whole = use.told(Row(name="x", note="n")), use.told(Row(name="x"), whole=True)
+    told, whole = use.annotate(Row(name="x", note="n")), use.annotate(Row(name="x"), whole=True)
     assert told.note == (f"{words}; n" if words else "n")
     assert (told.error, whole.error) == ("", words)
     assert told.facts["graphs"]["steps"] == 64
@@ -118,7 +118,7 @@ def test_a_row_says_what_its_steps_lacked(use: GraphUse, words: str) -> None:
 def test_steps_are_seen_while_they_are_timed_and_not_before() -> None:
     taken: Hashable = CudaGraphs.make_ready
     engine, _ = make_engine(4, calls=graphs_of(2))
-    asked = [traffic.Asked((3, 4, 5), 6)]
+    asked = [traffic.BenchRequest((3, 4, 5), 6)]
     first, second = (traffic.run(engine, asked, temperature=0.6, label=label) for label in "ab")
     assert (first.graphs.captured, second.graphs.captured) == (2, 0), "of the prompt and of the decodes"
     assert first.graphs.steps == second.graphs.steps == 5

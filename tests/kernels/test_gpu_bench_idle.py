@@ -1,4 +1,4 @@
-"""How idle a GPU is in a steady step: from traces and steps whose true answer is known, and none of whose faults may pass."""
+"""The idle share of a GPU, from traces and steps with known answers; no measurement fault may pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from bench.gpu import traffic
-from bench.gpu.idle import WORK, Idle, Stretch, Traced, growth_s, idle_of
+from bench.gpu.idle import WORK, Idle, StepSpan, TracedSteps, growth_s, idle_of
 from bench.gpu.step_parts import REST, WAIT, step_parts
 from bench.host_step import make_engine, submit
 from engine.runner.token_return import CudaFetch
@@ -29,8 +29,8 @@ def trace(kernels: list[tuple[float, float]], num_steps: int, step_us: float = 1
     return idle_of(events, WORK)
 
 
-def traced(**changed: Any) -> Traced:
-    found = Traced(trace(GRAPH, 16), 16, served_s=95e-6, in_turn_s=100e-6, waits=0.0)
+def traced(**changed: Any) -> TracedSteps:
+    found = TracedSteps(trace(GRAPH, 16), 16, served_s=95e-6, in_turn_s=100e-6, waits=0.0)
     return replace(found, **changed)
 
 
@@ -38,7 +38,7 @@ def test_a_served_step_idles_for_what_its_kernels_in_turn_leave_of_it() -> None:
     found = traced()
     assert found.busy_us == pytest.approx(90.0)
     assert found.idle == pytest.approx(1 - 90 / 95)
-    assert found.wrong == ""
+    assert found.problem == ""
     assert traced(served_s=90e-6).idle == pytest.approx(0.0, abs=1e-12)
 
 
@@ -57,14 +57,14 @@ def test_a_trace_in_which_kernels_wait_for_one_another_does_not_pass() -> None:
     early = [(0.0, 40.0), (5.0, 70.0), (50.0, 47.0)]
     found = traced(trace=trace(early, 16))
     assert found.trace.overlap > 0.4
-    assert "its kernels were not launched in turn" in found.wrong
+    assert "its kernels were not launched in turn" in found.problem
 
 
 def test_kernels_that_the_profiler_makes_longer_than_a_step_without_it_do_not_pass() -> None:
     longer = [(begin * 2, taken * 1.2) for begin, taken in GRAPH]
     found = traced(trace=trace(longer, 16, step_us=200.0))
     assert found.idle == 0.0
-    assert "these are not their durations" in found.wrong
+    assert "these are not their durations" in found.problem
 
 
 def test_a_trace_that_lost_kernels_shows_more_idle_time() -> None:
@@ -72,16 +72,16 @@ def test_a_trace_that_lost_kernels_shows_more_idle_time() -> None:
 
 
 def test_a_served_step_is_as_long_as_it_would_be_at_the_place_of_the_trace() -> None:
-    def stretch(at: int, *, disturbed: int | None = None) -> Stretch:
-        return Stretch(at, [0.010 + 2e-6 * (at + step) + (0.005 if step == disturbed else 0.0) for step in range(64)])
+    def stretch(at: int, *, disturbed: int | None = None) -> StepSpan:
+        return StepSpan(at, [0.010 + 2e-6 * (at + step) + (0.005 if step == disturbed else 0.0) for step in range(64)])
 
     earlier, later = stretch(0, disturbed=60), stretch(100)
     growth = growth_s(earlier, later)
     assert growth == pytest.approx(2e-6)
     assert later.step_at(175.0, growth) == pytest.approx(0.010 + 2e-6 * 175)
-    cut_short = Stretch(100, [0.001, *later.step_s[1:]])
+    cut_short = StepSpan(100, [0.001, *later.step_s[1:]])
     assert cut_short.step_at(175.0, growth) == later.step_at(175.0, growth), "its first step began before anybody asked"
-    assert growth_s(Stretch(0, later.step_s), Stretch(100, earlier.step_s)) == 0.0, "requests do not shrink"
+    assert growth_s(StepSpan(0, later.step_s), StepSpan(100, earlier.step_s)) == 0.0, "requests do not shrink"
 
 
 def test_parts_of_the_hosts_time_are_counted_once_and_left_alone_afterwards() -> None:

@@ -1,4 +1,4 @@
-"""What the peers of a GPU run get: the conversations that we had, all at once, and a warm-up like ours. Without a model."""
+"""The peers of the GPU bench get our conversations, all at once, and a warm-up like ours. Without a model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from bench.gpu import peers, traffic
-from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
+from bench.gpu.processes import Outcome
 from bench.gpu.report import document, status
 from bench.gpu.rows import PEER_MISSING, Row
 
 VOCAB = 256
 
 
-def context_with(told: list[dict[str, Any]], **facts: Any) -> Context:
-    return Context(torch.device("cpu"), True, facts, told.append, 1000.0, clock=lambda: 0.0)
+def context_with(lines: list[dict[str, Any]], **facts: Any) -> Context:
+    return Context(torch.device("cpu"), True, facts, lines.append, 1000.0, clock=lambda: 0.0)
 
 
 @dataclass
 class FakeManager:
     """Answers whatever is asked, in order."""
 
-    asked: list[tuple[str, list[int], int]] = field(default_factory=list)
+    pending: list[tuple[str, list[int], int]] = field(default_factory=list)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     answers: bool = True
@@ -36,7 +36,7 @@ class FakeManager:
 
     def add_request(self, prompt: list[int], *, request_id: str, max_new_tokens: int, eos_token_id: int) -> None:
         assert eos_token_id == -1
-        self.asked.append((request_id, prompt, max_new_tokens))
+        self.pending.append((request_id, prompt, max_new_tokens))
         self.prompts[request_id] = prompt
 
     def cancel_request(self, request_id: str) -> None:
@@ -46,7 +46,7 @@ class FakeManager:
         assert timeout
         if not self.answers:
             return None
-        name, _, length = self.asked.pop(0)
+        name, _, length = self.pending.pop(0)
         return SimpleNamespace(request_id=name, generated_tokens=[1] * length, is_finished=lambda: True)
 
     def is_running(self) -> bool:
@@ -99,10 +99,10 @@ def test_the_peers_get_the_conversations_that_we_had() -> None:
     context = context_with([])
     ours = traffic.conversations(context, VOCAB)
     model = FakeModel()
-    came = peers._continuous(context, model, ours)
-    assert came.asked == came.returned == sum(each.num_outputs for each in ours)
-    assert f"{len(ours)} conversations at once" in came.how
-    assert "paged|sdpa" in came.how
+    result = peers._run_continuous(context, model, ours)
+    assert result.num_requested == result.returned == sum(each.num_outputs for each in ours)
+    assert f"{len(ours)} conversations at once" in result.how
+    assert "paged|sdpa" in result.how
     assert model.begun["warmup"] is True
     hints = model.begun["workload_hints"]
     assert (hints.num_requests, hints.max_prompt_length) == (len(ours), max(len(each.prompt) for each in ours))
@@ -112,25 +112,25 @@ def test_the_peers_get_the_conversations_that_we_had() -> None:
 def test_the_warm_up_leaves_no_prefix_of_a_conversation_to_the_timed_run() -> None:
     """Continuous batching keeps whole pages of prompts that it has read, and ours was warmed up with other prompts too."""
     model = FakeModel()
-    peers._continuous(context_with([]), model, WORK)
-    for number, asked in enumerate(WORK):
+    peers._run_continuous(context_with([]), model, WORK)
+    for number, request in enumerate(WORK):
         warm, timed = (model.manager.prompts[f"{label}{number}"] for label in "wr")
-        assert (len(warm), timed) == (len(timed), list(asked.prompt))
+        assert (len(warm), timed) == (len(timed), list(request.prompt))
         assert len(timed) < 2 or warm[:2] != timed[:2]
 
 
-WORK = traffic.chats(40, 10, VOCAB)
+WORK = traffic.chat_requests(40, 10, VOCAB)
 
 
 def test_generate_takes_conversations_sixteen_at_a_time_in_their_order_and_each_batch_to_its_longest() -> None:
     model = FakeModel()
-    came = peers._static(context_with([]), model, WORK)
+    result = peers._run_static(context_with([]), model, WORK)
     timed = [batch for batch in model.batches if batch[1] > peers.WARM_OUTPUTS]
     parts = [WORK[:16], WORK[16:32], WORK[32:]]
     assert timed == [(len(part), max(each.num_outputs for each in part)) for part in parts]
-    assert (came.requests, came.asked) == (40, sum(each.num_outputs for each in WORK))
-    assert came.returned == came.asked, "what runs on for the longest is not counted"
-    assert "batches of 16" in came.how
+    assert (result.requests, result.num_requested) == (40, sum(each.num_outputs for each in WORK))
+    assert result.returned == result.num_requested, "what runs on for the longest is not counted"
+    assert "batches of 16" in result.how
     assert "batches of 16" in peers.STATIC
 
 
@@ -142,10 +142,10 @@ def test_generate_gets_the_conversations_that_fit_its_share_of_the_time_and_one_
         model.clock, model.each_s = clock, each_s
         monkeypatch.setattr("time.perf_counter", clock)
         context = Context(torch.device("cpu"), True, {}, lambda _: None, 60.0, clock=clock)
-        came = peers._static(context, model, WORK)
-        assert came.requests == expected
-        assert came.asked == sum(asked.num_outputs for asked in WORK[:expected])
-        assert came.longest_s == each_s
+        result = peers._run_static(context, model, WORK)
+        assert result.requests == expected
+        assert result.num_requested == sum(request.num_outputs for request in WORK[:expected])
+        assert result.longest_s == each_s
 
 
 @pytest.mark.parametrize(
@@ -155,25 +155,26 @@ def test_generate_gets_the_conversations_that_fit_its_share_of_the_time_and_one_
 def test_one_batch_of_all_is_a_fact_where_there_is_time_and_memory_and_judges_nothing(
     left_s: float, fits: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     clock, model = Clock(), FakeModel(fits=fits)
     model.clock, model.each_s = clock, sum(each.num_outputs for each in WORK) / 10
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr(traffic, "conversations", lambda *_: WORK)
-    context = Context(torch.device("cpu"), True, {}, told.append, left_s, clock=clock)
+    context = Context(torch.device("cpu"), True, {}, lines.append, left_s, clock=clock)
     row = Row(name=peers.STATIC, value=90.0, peer=5.0)
-    peers._whole(context, model, row, peers.Came(7, 7, 16, 10.0, "", longest_s=10.0))
-    (line,) = told
+    peers._single_batch(context, model, row, peers.PeerResult(7, 7, 16, 10.0, "", longest_s=10.0))
+    (line,) = lines
     assert str(line["row"]["facts"]["batch of 40"]).removesuffix(".0") == expected
     assert (line["row"]["peer"], line["row"]["error"]) == (5.0, "")
 
 
 def test_a_batch_of_all_that_fails_takes_no_row_with_it() -> None:
-    told: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     model = FakeModel()
     model.set_attn_implementation("paged|sdpa")
-    peers._whole(context_with(told), model, Row(name=peers.STATIC, value=90.0, peer=5.0), peers.Came(7, 7, 16, 10.0, ""))
-    (line,) = told
+    static = Row(name=peers.STATIC, value=90.0, peer=5.0)
+    peers._single_batch(context_with(lines), model, static, peers.PeerResult(7, 7, 16, 10.0, ""))
+    (line,) = lines
     assert "ValueError: called without a paged cache" in str(line["row"]["facts"])
     assert (line["row"]["peer"], line["row"]["error"]) == (5.0, "")
 
@@ -185,19 +186,19 @@ def test_continuous_batching_that_cannot_begin_is_tried_with_smaller_sizes_and_l
     model = FakeModel(refusals=[refusal])
     context = context_with([])
     context.rehearsal = False
-    came = peers._continuous(context, model, WORK)
-    assert type(refusal).__name__ in came.how
-    assert "'num_blocks': 1024" in came.how
+    result = peers._run_continuous(context, model, WORK)
+    assert type(refusal).__name__ in result.how
+    assert "'num_blocks': 1024" in result.how
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_ratio_of_different_conversations_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
-    context = context_with(told, chats_rate=100.0, chats_tokens=7)
+    lines: list[dict[str, Any]] = []
+    context = context_with(lines, chats_rate=100.0, chats_tokens=7)
     monkeypatch.setattr(peers, "_model", lambda _: FakeModel())
     peers.against_transformers(context)
-    assert {line["row"]["name"] for line in told} == set(peers.NAMES)
-    assert all("7 tokens" in line["row"]["error"] for line in told)
+    assert {line["row"]["name"] for line in lines} == set(peers.NAMES)
+    assert all("7 tokens" in line["row"]["error"] for line in lines)
 
 
 def test_a_peer_without_time_left_is_told_to_stop() -> None:
@@ -206,7 +207,7 @@ def test_a_peer_without_time_left_is_told_to_stop() -> None:
     context.deadline_s = 1.0
     work = traffic.conversations(context, VOCAB)
     with pytest.raises(TimeoutError, match=f"0 of {len(work)} conversations were done"):
-        peers._continuous(context, model, work)
+        peers._run_continuous(context, model, work)
     assert len(model.manager.cancelled) == len(work)
 
 
@@ -236,18 +237,18 @@ def test_the_status_tells_a_run_without_its_peers_from_one_that_went_wrong(
 
 def test_a_machine_without_transformers_gives_the_rows_that_the_status_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    told: list[dict[str, Any]] = []
-    peers.against_transformers(context_with(told))
-    assert [line["row"]["error"] for line in told] == [PEER_MISSING] * 2
+    lines: list[dict[str, Any]] = []
+    peers.against_transformers(context_with(lines))
+    assert [line["row"]["error"] for line in lines] == [PEER_MISSING] * 2
 
 
 def test_what_a_peer_does_on_the_cpu_is_told_beside_what_it_does_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
-    context = context_with(told)
+    lines: list[dict[str, Any]] = []
+    context = context_with(lines)
     model = peers._model(context)
     assert peers._on_cpu(model, 4) > 0
     monkeypatch.setattr(peers, "_on_cpu", lambda *_: 7.0)
     kept: dict[str, Any] = {}
-    peers._row(context, peers.STATIC, lambda *_: peers.Came(10, 10, 2, 1.0, ""), model, kept)
+    peers._row(context, peers.STATIC, lambda *_: peers.PeerResult(10, 10, 2, 1.0, ""), model, kept)
     assert kept[peers.STATIC][1].requests == 2
-    assert told[0]["row"]["peer_on_cpu"] == 7.0
+    assert lines[0]["row"]["peer_on_cpu"] == 7.0

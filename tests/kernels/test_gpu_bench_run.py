@@ -1,4 +1,4 @@
-"""How a run of the bench for GPUs goes on when something hangs, and what it leaves: results, logs, a summary."""
+"""A run of the GPU bench continues when something hangs, and leaves results, logs and a summary."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import pytest
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from bench.gpu import calibration, conduct, driver, part, peers, serve, serve_idle, speed_attention
-from bench.gpu.conduct import Outcome
+from bench.gpu import calibration, driver, part, peers, processes, serve, serve_idle, speed_attention
 from bench.gpu.context import Context
 from bench.gpu.idle import Replays, timed_replays
 from bench.gpu.models import random_engine
 from bench.gpu.plan import BY_NAME, Job
-from bench.gpu.report import complete, document, table
+from bench.gpu.processes import Outcome
+from bench.gpu.report import complete_rows, document, table
 from bench.gpu.result_files import ResultFiles
-from bench.gpu.rows import GOALS_CARD, PEER_MISSING, Row, invalid
+from bench.gpu.rows import GOALS_CARD, PEER_MISSING, Row, invalid_reason
 from bench.gpu.summary import CHARS_MAX, summary
 from bench.gpu.targets import TARGETS
 from engine.runner.cuda_graphs import DirectCalls
@@ -49,25 +49,25 @@ class Stuck:
     allowed_s: float = 1.0
     limit_s: float = 1.0
     left_s: float = -1.0
-    taken_s: float = 2.0
+    elapsed_s: float = 2.0
     ended: bool = False
-    given_up: str = ""
+    abandon_reason: str = ""
     ends: int = 0
 
     def begin(self, facts: dict[str, Any], limit_s: float) -> None: ...
 
-    def end(self) -> None:
+    def time_out(self) -> None:
         self.ended, self.ends = True, self.ends + 1
 
     def close(self) -> tuple[int | None, str]:
-        self.given_up = "it does not end"
+        self.abandon_reason = "it does not end"
         return None, "its log"
 
 
 def test_a_process_that_cannot_be_ended_is_noted_and_the_run_goes_on() -> None:
     stuck, outcome, shown = Stuck(Job((BY_NAME["latency"],))), Outcome(), list[str]()
     lines: Any = queue.Queue()
-    conduct._run([stuck], lines, 1.0, outcome, shown.append, None)  # type: ignore[list-item]
+    processes._run([stuck], lines, 1.0, outcome, shown.append, None)  # type: ignore[list-item]
     assert stuck.ends == 1
     assert outcome.parts[0]["error"] == "ended after its limit of 1 s; it does not end"
     assert outcome.parts[0]["log"] == "its log"
@@ -89,7 +89,7 @@ def test_what_a_process_says_after_it_was_given_up_is_left_out_while_others_run(
     row = json.dumps({"row": Row(name="late").as_dict()}) + "\n"
     lines: Any = Script([queue.Empty(), queue.Empty(), (stuck, row), (stuck, None), (other, None)])
     outcome = Outcome()
-    conduct._run([stuck, other], lines, 1.0, outcome, lambda _: None, None)  # type: ignore[list-item]
+    processes._run([stuck, other], lines, 1.0, outcome, lambda _: None, None)  # type: ignore[list-item]
     assert [entry["part"] for entry in outcome.parts] == ["latency", "formats"]
     assert not outcome.rows
 
@@ -101,7 +101,7 @@ def test_a_part_that_takes_too_long_is_ended_its_rows_say_so_and_nobody_waits_fo
     wait = subprocess.Popen.wait
 
     def hangs(process: subprocess.Popen[str], timeout: float | None = None) -> int:
-        assert timeout == conduct.END_S
+        assert timeout == processes.KILL_WAIT_S
         held.append(process)
         raise subprocess.TimeoutExpired("part", timeout)
 
@@ -109,7 +109,7 @@ def test_a_part_that_takes_too_long_is_ended_its_rows_say_so_and_nobody_waits_fo
     kept: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "wait", hangs)
-        outcome = conduct.conduct(
+        outcome = processes.run_stages(
             [[late]], rehearse=True, total_s=60, facts={}, show=lambda _: None, keep=lambda found: kept.append(len(found.parts))
         )
     for process in held:
@@ -117,22 +117,22 @@ def test_a_part_that_takes_too_long_is_ended_its_rows_say_so_and_nobody_waits_fo
     assert "ended after its limit of 0.01 s; its process does not end" in outcome.parts[0]["error"]
     assert "begins part=check rows" in outcome.parts[0]["log"], "what it imports is not of its time"
     assert kept == [1], "behind each stage"
-    rows = {row.name: row for row in complete(outcome, {"checks"})}
+    rows = {row.name: row for row in complete_rows(outcome, {"checks"})}
     assert "check rows: ended after its limit" in rows["numbers: rms norm"].error
     assert "failed" in table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))
-    assert not invalid(rows["numbers: rms norm"])
+    assert not invalid_reason(rows["numbers: rms norm"])
 
 
 def test_the_first_part_may_import_in_peace_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: Any = queue.Queue()
     one, other = (Stuck(Job((BY_NAME["calibrate"],))) for _ in range(2))
-    said = [(one, '{"ready": []}\n'), (other, None)]
-    for line in said:
+    lines_out = [(one, '{"ready": []}\n'), (other, None)]
+    for line in lines_out:
         lines.put(line)
-    conduct._wait_for_imports([one, other], lines)  # type: ignore[list-item]
-    assert [lines.get_nowait() for _ in said] == said, "what was said is still there for whoever reads it"
-    monkeypatch.setattr(conduct, "IMPORT_S", 0.01)
-    conduct._wait_for_imports([one], lines)  # type: ignore[list-item]
+    processes._wait_for_imports([one, other], lines)  # type: ignore[list-item]
+    assert [lines.get_nowait() for _ in lines_out] == lines_out, "what was said is still there for whoever reads it"
+    monkeypatch.setattr(processes, "IMPORT_S", 0.01)
+    processes._wait_for_imports([one], lines)  # type: ignore[list-item]
 
 
 def test_a_run_that_is_broken_off_keeps_the_rows_of_the_stage_under_way_before_it_waits_for_anybody() -> None:
@@ -149,7 +149,7 @@ def test_a_run_that_is_broken_off_keeps_the_rows_of_the_stage_under_way_before_i
     row = json.dumps({"row": Row(name="decode 1 × 32k", value=1.0).as_dict()}) + "\n"
     lines: Any = Script([(process, row), SystemExit(143)])
     with pytest.raises(SystemExit):
-        conduct._run(
+        processes._run(
             [process], lines, 1.0, Outcome(), lambda _: None, None,  # type: ignore[list-item]
             keep=lambda outcome: notes.append(f"kept {len(outcome.rows)}"),
         )  # fmt: skip
@@ -178,7 +178,7 @@ class Noted(Stuck):
     notes: list[str] = field(default_factory=list)
     lines: Any = None
 
-    def listen(self, lines: Any) -> None:
+    def start_reader(self, lines: Any) -> None:
         self.lines = lines
 
     def begin(self, facts: dict[str, Any], limit_s: float) -> None:
@@ -198,10 +198,10 @@ def test_all_processes_of_a_stage_import_while_the_one_before_measures_and_never
         notes.append(f"{job.name} starts")
         return Noted(job, notes=notes)
 
-    monkeypatch.setattr(conduct, "Process", started)
-    monkeypatch.setattr(conduct, "_wait_for_imports", lambda *_: notes.append("ready"))
+    monkeypatch.setattr(processes, "Process", started)
+    monkeypatch.setattr(processes, "_wait_for_imports", lambda *_: notes.append("ready"))
     stages = [[Job((BY_NAME[name],)) for name in names] for names in (["calibrate"], ["check rows", "warm llama"], ["latency"])]
-    conduct.conduct(stages, rehearse=False, total_s=60.0, facts={conduct.BASE_FACT: 4e12}, show=lambda _: None)
+    processes.run_stages(stages, rehearse=False, total_s=60.0, facts={processes.BASE_FACT: 4e12}, show=lambda _: None)
     assert notes == [
         "calibrate starts", "ready", "check rows starts", "warm llama starts", "calibrate begins",
         "latency starts", "check rows begins", "warm llama begins", "latency begins",
@@ -209,14 +209,14 @@ def test_all_processes_of_a_stage_import_while_the_one_before_measures_and_never
 
 
 @pytest.mark.parametrize(
-    ("names", "expected"), [(["warm llama"], [part.BEHIND]), (["check rows"], []), (["check rows", "warm llama"], [])]
+    ("names", "expected"), [(["warm llama"], [part.WARM_UP_NICENESS]), (["check rows"], []), (["check rows", "warm llama"], [])]
 )
 def test_what_only_warms_up_leaves_the_cores_to_the_checks_beside_it(
     names: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr("os.nice", asked.append)
-    part._give_way(names)
+    part._lower_priority(names)
     assert asked == expected
 
 
@@ -353,7 +353,7 @@ def test_logs_are_one_archive_where_the_name_says_so_and_results_are_there_behin
 
 def test_what_parts_that_were_not_begun_would_give_is_not_in_what_is_kept_before(tmp_path: Path) -> None:
     outcome = Outcome(parts=[{"part": "calibrate", "targets": ["calibrate"]}], rows=[Row(name="copy 1 GB", value=1.0)])
-    names = {row.name for row in complete(outcome, {"calibrate"})}
+    names = {row.name for row in complete_rows(outcome, {"calibrate"})}
     assert names == {target.name for target in TARGETS if target.part == "calibrate"}
 
 
@@ -367,14 +367,14 @@ def test_libraries_of_peers_are_imported_before_a_part_is_ready_and_may_be_absen
 
 def test_no_part_waits_for_plans_of_cudnn_for_each_length_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """From capability 9.0 on torch 2.11 asks its attention first: the peer's too, whose keys are longer with every token."""
-    said = io.StringIO()
-    monkeypatch.setattr(part, "_own_output", lambda: said)
+    lines_out = io.StringIO()
+    monkeypatch.setattr(part, "_reserve_stdout", lambda: lines_out)
     monkeypatch.setattr(part, "_prepare_interpreter", lambda: None)
     monkeypatch.setattr("sys.argv", ["part", "calibrate", "--rehearse"])
     monkeypatch.setattr("sys.stdin", io.StringIO(""))  # told nothing, it ends
     try:
         part.main()
-        assert "ready" in said.getvalue()
+        assert "ready" in lines_out.getvalue()
         assert not torch._C._get_cudnn_sdp_enabled()
         with sdpa_kernel(speed_attention.BACKENDS["cudnn"]):
             assert torch._C._get_cudnn_sdp_enabled()

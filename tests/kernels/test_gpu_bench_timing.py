@@ -1,4 +1,4 @@
-"""How calls are timed on a card, by a clock that a call itself moves on; no card is needed."""
+"""Timing of calls on a card, with a clock that the calls advance; needs no card."""
 
 from __future__ import annotations
 

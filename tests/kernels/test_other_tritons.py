@@ -1,4 +1,4 @@
-"""The tests that run in Triton's interpreter here pass with the other versions too that the kernels are written for."""
+"""The interpreter tests also pass under the other supported versions of Triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from tests.support.triton_jobs import TritonJobs, promised
+from tests.support.triton_jobs import TritonJobs, locked_versions
 
 
 def own_version() -> str:
@@ -16,7 +16,7 @@ def own_version() -> str:
         return ""
 
 
-@pytest.mark.parametrize("version", [version for version in promised() if version != own_version()])
+@pytest.mark.parametrize("version", [version for version in locked_versions() if version != own_version()])
 def test_the_kernels_tests_pass_under_another_triton(triton_jobs: TritonJobs, version: str) -> None:
     output = triton_jobs.test_output(version)
     if output:

@@ -1,4 +1,4 @@
-"""The rehearsed card itself: it does late what a GPU may do late, and refuses what CUDA and torch refuse."""
+"""The emulated card itself: it is as late as a GPU may be, and rejects what CUDA and torch reject."""
 
 from __future__ import annotations
 
@@ -387,18 +387,18 @@ def test_what_slots_hold_is_sent_in_one_piece_to_numbers_of_both_widths(card: Ca
 
 
 @pytest.mark.parametrize(
-    ("cores", "says", "sleeps"), [(16, "1", False), (4, "1", False), (3, "1", True), (1, "1", True), (16, "0", True)]
+    ("cores", "says", "is_blocking"), [(16, "1", False), (4, "1", False), (3, "1", True), (1, "1", True), (16, "0", True)]
 )
 def test_who_waits_for_tokens_keeps_a_core_busy_where_there_are_enough(
-    card: Card, cores: int, says: str, *, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+    card: Card, cores: int, says: str, *, is_blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_return, "num_cores", lambda: cores)
     monkeypatch.setenv(BUSY_WAIT, says)
     waited: list[bool] = []
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event.sleeps))
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event.is_blocking))
     steps = Steps(is_captured=False)
     steps.launch()
     for fetch in (steps.fetch(), steps.back.fetch(steps.sampled, inputs=steps.tokens)):
         assert isinstance(fetch, CudaFetch)
         fetch.wait()
-    assert waited == [sleeps, sleeps]
+    assert waited == [is_blocking, is_blocking]

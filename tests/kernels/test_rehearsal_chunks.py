@@ -1,4 +1,4 @@
-"""Steps with chunks of prompts on a rehearsed card: one graph each, whatever the model's depth, with the tokens of the CPU."""
+"""Steps with prompt chunks on an emulated card: one graph each, whatever the model's depth, with the CPU's tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.runner.chunk_step import ChunkShape
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
 from engine.step_sizes import CHUNKS_MANY, chunk_shapes
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.card import Card
 from tests.support.rehearsal.graphs import Graph
-from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import make_first_layers, make_model
 
 pytest.importorskip("triton")
@@ -61,11 +61,11 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def launched_beside_a_decode(card: Card, engine: Engine, replayed: list[int], prompt: list[int]) -> int:
     """Operations that the host launches one by one for a step with a whole prompt beside a decode."""
-    engine.submit(wanted("decodes", [5, 6, 7], max_tokens=30))
+    engine.submit(generation_request("decodes", [5, 6, 7], max_tokens=30))
     for _ in range(4):
         engine.step()
     for number in range(2):  # the first one of its shape is captured
-        engine.submit(wanted(f"prompt {number}", prompt, max_tokens=1))
+        engine.submit(generation_request(f"prompt {number}", prompt, max_tokens=1))
         before, num_replayed = card.stream.launched, len(replayed)
         engine.step()
         found = card.stream.launched - before - sum(replayed[num_replayed:])
@@ -77,7 +77,7 @@ def launched_beside_a_decode(card: Card, engine: Engine, replayed: list[int], pr
 def test_the_host_launches_as_much_for_many_layers_as_for_one(model: Path, shallow: Path, replayed: list[int]) -> None:
     found = []
     for folder in (shallow, model):
-        with rehearsal() as card, in_place_of_triton():
+        with rehearsal() as card, replace_triton_operations():
             engine = small_engine(folder, device="cuda", dtype="float32", **ROOM)
             found.append(launched_beside_a_decode(card, engine, replayed, list(range(3, 33))))
     assert found[0] == found[1] < 16
@@ -100,13 +100,13 @@ def test_captured_steps_with_chunks_give_the_tokens_of_the_plain_runner(
     if given.pop("speculative", False):
         given["speculative_config"] = SpeculativeOptions(method="draft_model", model=shallow, num_speculative_tokens=2)
     requests = [
-        wanted(str(length), [3 + (7 * place + length) % 100 for place in range(length)], max_tokens=3 + length % 4)
+        generation_request(str(length), [3 + (7 * place + length) % 100 for place in range(length)], max_tokens=3 + length % 4)
         for length in (1, 2, 15, 16, 17, 33, 64, 65, 100)
     ]
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         eager = {name: value for name, value in given.items() if name != "speculative_config"}
         expected = run_to_end(small_engine(model, enforce_eager=True, **eager), requests)
-    with rehearsal(schedule) as card, in_place_of_triton():
+    with rehearsal(schedule) as card, replace_triton_operations():
         engine = small_engine(model, **given)
         card.syncs.clear()
         found = run_to_end(engine, requests)
@@ -116,11 +116,11 @@ def test_captured_steps_with_chunks_give_the_tokens_of_the_plain_runner(
 
 
 def test_all_shapes_are_captured_before_the_first_request(model: Path, replayed: list[int]) -> None:
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         engine = small_engine(model, device="cuda", dtype="float32", **ROOM)
         captures = card.num_captures
         for length in (2, 10, 20, 40, 60):
-            run_to_end(engine, [wanted(str(length), [3 + length] * length, max_tokens=1)])
+            run_to_end(engine, [generation_request(str(length), [3 + length] * length, max_tokens=1)])
         assert card.num_captures == captures
     assert len(replayed) == 5
 
@@ -128,8 +128,8 @@ def test_all_shapes_are_captured_before_the_first_request(model: Path, replayed:
 def test_more_chunks_than_any_graph_has_are_launched_one_by_one(model: Path, replayed: list[int]) -> None:
     number = CHUNKS_MANY + 1
     room = {**ROOM, "max_num_seqs": number, "max_num_batched_tokens": 2 * number}
-    requests = [wanted(str(place), [5, 6 + place], max_tokens=1) for place in range(number)]
-    with rehearsal(), in_place_of_triton():
+    requests = [generation_request(str(place), [5, 6 + place], max_tokens=1) for place in range(number)]
+    with rehearsal(), replace_triton_operations():
         found = run_to_end(small_engine(model, device="cuda", dtype="float32", **room), requests)
     assert not replayed
     assert [len(tokens(events)) for events in found.values()] == [1] * number
@@ -147,11 +147,11 @@ def test_shapes_behind_one_whose_capture_fails_are_launched_one_by_one(
             raise RuntimeError("no more graphs")
         captured(graphs, graph, function)
 
-    requests = [wanted(str(length), list(range(3, 3 + length)), max_tokens=1) for length in (20, 60)]
-    with rehearsal(), in_place_of_triton():
+    requests = [generation_request(str(length), list(range(3, 3 + length)), max_tokens=1) for length in (20, 60)]
+    with rehearsal(), replace_triton_operations():
         expected = run_to_end(small_engine(model, device="cuda", dtype="float32", enforce_eager=True, **ROOM), requests)
     monkeypatch.setattr(CudaGraphs, "_capture", fails)
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         engine = small_engine(model, device="cuda", dtype="float32", **ROOM)
         found: dict[str, Any] = {}
         for request in requests:

@@ -1,4 +1,4 @@
-"""The code that serves on a GPU, on a card that is rehearsed: its tokens are those of the plain runner on the CPU."""
+"""The GPU serving code on an emulated card gives the plain CPU runner's tokens."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from engine.scheduling.limits import STEP_GUESSES_MAX
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
-from tests.support.guessing import foresee
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.rehearsal import Schedule, rehearsal
-from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.rehearsal.table import replace_triton_operations
+from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
 
 pytest.importorskip("triton")
@@ -60,7 +60,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(model: Path, prompts: dict[str, list[int]] = PROMPTS, **options: Any) -> dict[str, list[int]]:
     engine = small_engine(model, dtype="float32", **{**SMALL, **options})
-    events = run_to_end(engine, [wanted(name, prompt, max_tokens=4) for name, prompt in prompts.items()])
+    events = run_to_end(engine, [generation_request(name, prompt, max_tokens=4) for name, prompt in prompts.items()])
     return {name: tokens(each) for name, each in events.items()}
 
 
@@ -89,7 +89,7 @@ def test_with_weights_and_cache_in_8_bits_it_says_what_its_eager_twin_says(
 def steps_with(engine: Engine, **sampling: Any) -> None:
     """Three requests that decode."""
     for number in range(3):
-        engine.submit(wanted(str(number), [5, 6, 7 + number], max_tokens=20, **sampling))
+        engine.submit(generation_request(str(number), [5, 6, 7 + number], max_tokens=20, **sampling))
     for _ in range(6):
         engine.step()
 
@@ -104,7 +104,7 @@ def steps_with(engine: Engine, **sampling: Any) -> None:
 def test_a_step_that_decodes_waits_for_the_tokens_of_the_one_before_and_for_nothing_else(
     llama: Path, sampling: dict[str, Any]
 ) -> None:
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})
         steps_with(engine, **sampling)
         captures, replays = card.num_captures, card.num_replays
@@ -119,23 +119,25 @@ def test_a_step_that_decodes_waits_for_the_tokens_of_the_one_before_and_for_noth
 
 
 def test_requests_that_come_and_go_make_nobody_wait_for_values_or_for_pageable_memory(llama: Path) -> None:
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})
         steps_with(engine, temperature=1.0)
         card.syncs.clear()
         for number in range(3, 7):
-            engine.submit(wanted(str(number), list(range(3, 20 + number)), max_tokens=number, repetition_penalty=1.1))
+            engine.submit(
+                generation_request(str(number), list(range(3, 20 + number)), max_tokens=number, repetition_penalty=1.1)
+            )
         engine.abort("1")
         run_to_end(engine, [])
     assert {sync.kind for sync in card.syncs} == {"event"}
 
 
 def test_steps_of_few_rows_are_captured_before_the_first_request_and_larger_ones_when_they_come(llama: Path) -> None:
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_num_seqs": 16, "num_kv_blocks": 32})
         assert card.num_captures == 11, "of 1, 2, 4 and 8 rows, greedy or not, of 16 that draw, and two with chunks"
         for number in range(9):
-            engine.submit(wanted(str(number), [5, 6, 7 + number], max_tokens=6))
+            engine.submit(generation_request(str(number), [5, 6, 7 + number], max_tokens=6))
         run_to_end(engine, [])
         assert card.num_captures == 12, "of 16 greedy rows"
 
@@ -159,7 +161,7 @@ def test_the_largest_step_that_draws_is_captured_before_all_others_and_these_fro
     if guesser is not None:
         draft = llama if guesser == "draft_model" else None
         options["speculative_config"] = SpeculativeOptions(method=guesser, model=draft)
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         small_engine(llama, device="cuda", dtype="float32", **options)
     few = [key for key in captured if key[1] <= WARM_ROWS[-1]]
     assert captured[0] == ("decode", largest, Kind(), guesser is not None)
@@ -170,7 +172,7 @@ def test_the_largest_step_that_draws_is_captured_before_all_others_and_these_fro
 
 @pytest.mark.parametrize("num_tokens", [32, 600])
 def test_a_start_measures_what_it_took_beside_what_was_predicted(num_tokens: int, llama: Path) -> None:
-    with rehearsal(Schedule.EARLY, total_bytes=700 << 20) as card, in_place_of_triton():
+    with rehearsal(Schedule.EARLY, total_bytes=700 << 20) as card, replace_triton_operations():
         options = EngineOptions(
             model=llama,
             device="cuda",
@@ -193,7 +195,7 @@ def test_a_start_measures_what_it_took_beside_what_was_predicted(num_tokens: int
 
 @pytest.mark.parametrize("cache", [{"num_kv_blocks": 8}, {"num_kv_blocks": None, "kv_cache_bytes": 1 << 16}])
 def test_what_loading_held_is_given_back_also_where_an_option_sizes_the_cache(cache: dict[str, Any], llama: Path) -> None:
-    with rehearsal(), in_place_of_triton(), mock.patch.object(torch.cuda, "empty_cache") as given_back:
+    with rehearsal(), replace_triton_operations(), mock.patch.object(torch.cuda, "empty_cache") as given_back:
         small_engine(llama, device="cuda", dtype="float32", **{**SMALL, **cache}).close()
     given_back.assert_called_once()
 
@@ -216,9 +218,9 @@ def test_kernels_are_part_of_the_progress_of_a_start(llama: Path, monkeypatch: p
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "int8"}])
 def test_formats_of_8_bits_are_captured_as_any(llama: Path, options: dict[str, Any]) -> None:
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         expected = answers(llama, device="cuda", enforce_eager=True, **options)
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         assert answers(llama, device="cuda", **options) == expected
     assert card.num_replays
 
@@ -242,7 +244,7 @@ def test_what_needs_the_host_between_steps_is_not_captured(
     monkeypatch.setattr("engine.resolved_options.check_formats", lambda *_: None)
     make_model(family, tmp_path / family)
     expected = answers(tmp_path / family, **options)
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         assert answers(tmp_path / family, device="cuda", **options) == expected
     assert bool(card.num_captures) is is_captured
     assert bool(card.num_replays) is is_captured
@@ -253,13 +255,13 @@ def test_guesses_are_verified_by_captured_steps_of_which_only_the_tokens_are_wai
     kv_cache_dtype: str, llama: Path
 ) -> None:
     options = {**SMALL, "device": "cuda", "dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
-    requests = [wanted(name, [5, 6, 7], max_tokens=20, logprobs=scored) for name, scored in (("a", None), ("b", 2))]
-    with rehearsal(), in_place_of_triton():
+    requests = [generation_request(name, [5, 6, 7], max_tokens=20, logprobs=scored) for name, scored in (("a", None), ("b", 2))]
+    with rehearsal(), replace_triton_operations():
         expected = run_to_end(small_engine(llama, enforce_eager=True, **options), requests)
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, speculative_config=GUESSING, **options)
         assert card.num_captures == 1 + 2 * len((1, 2, 4)) + 2 * len((2, 4, 8)) + 2
-        foresee(engine, tokens(expected["a"]), 4)
+        use_scripted_drafter(engine, tokens(expected["a"]), 4)
         card.syncs.clear()
         found = run_to_end(engine, requests)
     assert [tokens(found[name]) for name in "ab"] == [tokens(expected["a"])] * 2
@@ -298,7 +300,7 @@ def test_padding_of_a_captured_step_is_left_out_of_the_mixture(tmp_path: Path, m
             SlotTiming(engine.runner.steps).decode(num_rows)
             assert int(seen.nonzero().max()) == 3 * num_rows
         seen.zero_()
-        run_to_end(engine, [wanted(name, [5], max_tokens=3) for name in "abc"])
+        run_to_end(engine, [generation_request(name, [5], max_tokens=3) for name in "abc"])
         assert seen.nonzero().flatten().tolist() == [3 * 3]
     assert card.num_replays
 
@@ -325,7 +327,7 @@ def test_experts_of_a_quantised_checkpoint_are_captured_unless_their_columns_hav
 
 
 def test_texts_beside_the_steps_take_no_more_memory_than_was_planned_for_a_step(llama: Path) -> None:
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **SMALL)
         embedder = Embedder(engine.runner.target.text_model, PoolingConfig(mode="last", normalised=True))  # type: ignore[attr-defined]
         assert [len(batch) for batch in embedder._batches([[5] * 8] * 5)] == [2, 2, 1]
@@ -336,7 +338,7 @@ def test_texts_beside_the_steps_take_no_more_memory_than_was_planned_for_a_step(
 def test_embeddings_are_those_of_the_cpu(llama: Path) -> None:
     texts, vectors = [[5, 6, 7], [8, 9]], []
     for device in ("cpu", "cuda"):
-        with rehearsal(), in_place_of_triton():
+        with rehearsal(), replace_triton_operations():
             model = load_text_model(EngineOptions(model=llama, device=device, dtype="float32", threads=1))
             embedder = Embedder(model, PoolingConfig(mode="last", normalised=True))
             vectors.append(torch.tensor([list(vector) for vector in embedder.embed(texts)]))
@@ -356,7 +358,7 @@ def test_whole_texts_on_a_gpu_are_not_left_to_cudnn_which_plans_for_every_length
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attended)
     make_model("mistral", tmp_path / "mistral", sliding_window=window)
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         model = load_text_model(EngineOptions(model=tmp_path / "mistral", device=device, dtype="float32", threads=1))
         Embedder(model, PoolingConfig(mode="last")).embed([[5, 6, 7], [8, 9, 10, 11]])
     assert found == {asks}

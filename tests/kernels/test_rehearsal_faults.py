@@ -20,10 +20,10 @@ from engine.runner.launched_step import LaunchedStep
 from engine.runner.slot_runner import SlotRunner
 from engine.speculation.options import SpeculativeOptions
 from engine.switches import GRAPHS
-from tests.support.engine_histories import MAX_LEN, PlannedRequest, assert_as_alone, run, with_grammars
+from tests.support.engine_histories import MAX_LEN, PlannedRequest, assert_as_alone, run_history, with_grammars
 from tests.support.engines import small_engine
 from tests.support.rehearsal import Schedule, rehearsal
-from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import VOCAB_SIZE, make_first_layers, make_model
 
 pytest.importorskip("triton")
@@ -104,17 +104,18 @@ def test_tokens_are_those_of_the_plain_runner_wherever_a_launch_fails(
     requests = [
         PlannedRequest(
             prompt=tuple((start + 7 * place) % VOCAB_SIZE for place in range(numbers.randint(1, 30))),
-            wish=numbers.choice(WISHES), max_tokens=numbers.randint(4, 24), seed=number % 4, arrives=number, aborted_after=None,
+            sampling=numbers.choice(WISHES), max_tokens=numbers.randint(4, 24), seed=number % 4, arrives=number,
+            aborted_after=None,
         )
         for number, start in enumerate(numbers.choices((3, 50, 90), k=8))
     ]  # fmt: skip
-    with rehearsal(numbers.choice([*Schedule]), seed=seed) as card, in_place_of_triton():
+    with rehearsal(numbers.choice([*Schedule]), seed=seed) as card, replace_triton_operations():
         engine = small_engine(
             folder / "llama", device="cuda", dtype="float32", max_num_seqs=5, max_num_batched_tokens=32, max_model_len=MAX_LEN,
             block_size=4, num_kv_blocks=200, speculative_config=speculative,
         )  # fmt: skip
         with failing(numbers) as failed:
-            found = run(with_grammars(engine), requests, preempt_at=None)
+            found = run_history(with_grammars(engine), requests, preempt_at=None)
     assert 0 < engine.fallbacks.count <= len(failed), "no step but those that failed was computed in the plain way"
     assert card.broken is None
     assert_as_alone(folder, "llama", requests, found)

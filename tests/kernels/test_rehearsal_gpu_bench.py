@@ -19,16 +19,16 @@ import pytest
 import torch
 
 from bench.gpu import calibration, check_rows, models, same_tokens, serve, serve_chunks, serve_idle, traffic
-from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
 from bench.gpu.idle import Idle
-from bench.gpu.inputs import FP8, make_pages, queries
+from bench.gpu.inputs import FP8, make_pages, make_queries
 from bench.gpu.models import random_engine
 from bench.gpu.plan import PARTS, Part
+from bench.gpu.processes import Outcome
 from bench.gpu.report import document
 from bench.gpu.rows import Row
-from bench.gpu.targets import ALIKE, ALIKE_MAX, SAME_TOKENS, TARGETS
-from bench.gpu.traffic import Asked
+from bench.gpu.targets import CHUNKS_ONE_BY_ONE, DIFFERING_PERCENT_MAX, SAME_TOKENS, TARGETS
+from bench.gpu.traffic import BenchRequest
 from engine.layers.forward_inputs import ForwardInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest
@@ -42,7 +42,7 @@ from engine.switches import EARLY_LAUNCH
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
-from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.rehearsal.table import replace_triton_operations
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -76,18 +76,18 @@ def test_a_part_runs_to_its_end_on_a_card(parts: tuple[Part, ...], monkeypatch: 
     part = parts[0]
     monkeypatch.setattr("bench.gpu.serve_idle.measure_idle", without_a_trace)
     monkeypatch.setattr("bench.gpu.speed_attention._flex", lambda *_: {"flex_attention": 1.0})  # its masks want a real device
-    told: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     has_kernels = part.family in ("calibrate", "kernels") or part.module.startswith("bench.gpu.check_")
     with ExitStack() as stack:
         runs = part.family not in ("kernels", "choices") and part.name not in NUMBERS_ELSEWHERE
         card = stack.enter_context(rehearsal(Schedule.EARLY, total_bytes=8 << 30, runs_kernels=runs))
         if not has_kernels:
-            stack.enter_context(in_place_of_triton())
+            stack.enter_context(replace_triton_operations())
         torch.manual_seed(0)
         for each in parts:
             measure = getattr(importlib.import_module(each.module), each.function)
-            measure(Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600))
-    rows = {line["row"]["name"]: line["row"] for line in told if "row" in line}
+            measure(Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600))
+    rows = {line["row"]["name"]: line["row"] for line in lines if "row" in line}
     assert {name: row["note"] for name, row in rows.items() if row["error"]} == {}
     assert not card.computed_early
     assert card.broken is None
@@ -104,10 +104,10 @@ def test_a_card_tells_what_it_is_and_a_result_whose_goals_it_is_held_to(
     kind: Kind, judged: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.gpu.driver.state", lambda: "driver_version, clocks | 580.95.05, 1980 MHz")
-    told: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     with rehearsal(Schedule.EARLY, kind=kind, total_bytes=1 << 30):
-        calibration.calibrate(Context(DEVICE, True, {}, told.append, time.monotonic() + 600))
-    facts = {name: fact for line in told for name, fact in line.get("facts", {}).items()}
+        calibration.calibrate(Context(DEVICE, True, {}, lines.append, time.monotonic() + 600))
+    facts = {name: fact for line in lines for name, fact in line.get("facts", {}).items()}
     report = document([Row(name="Llama-3.1-8B bf16, batch 1", value=180.0)], Outcome(facts=facts), rehearsal=False, taken_s=1.0)
     assert report["card"] == {
         "name": kind.name, "memory_bytes": 1 << 30, "multiprocessors": 4, "l2_bytes": kind.l2_bytes, "capability": "9.0",
@@ -118,27 +118,27 @@ def test_a_card_tells_what_it_is_and_a_result_whose_goals_it_is_held_to(
 
 def with_blocks(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of a rehearsal get so many KV blocks."""
-    rehearsed = models._rehearsed
-    monkeypatch.setattr(models, "_rehearsed", lambda options: {**rehearsed(options), "num_kv_blocks": num_blocks})
+    rehearsed = models._rehearsal_options
+    monkeypatch.setattr(models, "_rehearsal_options", lambda options: {**rehearsed(options), "num_kv_blocks": num_blocks})
 
 
 def test_a_small_card_is_saturated_with_what_it_holds_and_refuses_what_it_never_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     with_blocks(6, monkeypatch)
-    row = told_by(serve.saturated)["Llama-3.1-8B, 1000/1000 saturated"]
+    row = emitted_rows(serve.saturated)["Llama-3.1-8B, 1000/1000 saturated"]
     assert row["error"] == ""
     assert row["note"].startswith("3 seats, as many as the cache of 96 tokens holds")
     assert row["facts"]["preemptions"] == 0
-    rows = told_by(serve.llama_8b)
+    rows = emitted_rows(serve.llama_8b)
     assert "this card has no room for 3 requests of" in rows["Llama-3.1-8B bf16, batch 256, 1k context"]["error"]
     assert rows["Llama-3.1-8B bf16, batch 1"]["error"] == ""
 
 
-def told_by(measure: Callable[[Context], None]) -> dict[str, dict[str, Any]]:
+def emitted_rows(measure: Callable[[Context], None]) -> dict[str, dict[str, Any]]:
     """Rows of a part on a card whose engines have torch's operations."""
-    told: list[dict[str, Any]] = []
-    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
-        measure(Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600))
-    return {line["row"]["name"]: line["row"] for line in told if "row" in line}
+    lines: list[dict[str, Any]] = []
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), replace_triton_operations():
+        measure(Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600))
+    return {line["row"]["name"]: line["row"] for line in lines if "row" in line}
 
 
 def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,15 @@ def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(
 
     monkeypatch.setattr(PagedDecoder, "prepare", noted)
     monkeypatch.setattr(same_tokens, "_tokens", counted)
-    rows = told_by(same_tokens.check)
+    rows = emitted_rows(same_tokens.check)
     row = rows[SAME_TOKENS]
     assert (row["value"], row["error"]) == (0.0, "")
     assert row["note"] == "of 18 requests; 0 more by a tie of less than 0.1 of a logit"
-    assert (rows[ALIKE]["value"], rows[ALIKE]["error"], rows[ALIKE]["note"]) == (0.0, "", "")
+    assert (rows[CHUNKS_ONE_BY_ONE]["value"], rows[CHUNKS_ONE_BY_ONE]["error"], rows[CHUNKS_ONE_BY_ONE]["note"]) == (
+        0.0,
+        "",
+        "",
+    )
     assert at_a_time == 3 * [1, 1, 3, 3, 4, 4, 1, 1], "the twin's, then those of the graphs, twice; the last two are alone"
     assert 4 in sizes
     assert 3 not in sizes, "a step of three rows is one of four"
@@ -197,7 +201,7 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
     wrong = "3 drawn" if fault == "graphs" else "3 greedy"
     cases = same_tokens._cases  # of which every wrong one is computed again with each switch
     monkeypatch.setattr(same_tokens, "_cases", lambda *given: {wrong: cases(*given)[wrong]})
-    row = told_by(same_tokens.check)[SAME_TOKENS]
+    row = emitted_rows(same_tokens.check)[SAME_TOKENS]
     assert row["value"] > 0
     assert "of a logit apart" in row["note"]
     both = "GATEHOUSE_GRAPHS=0: 0 wrong, both: 0 wrong"
@@ -219,11 +223,11 @@ def test_chunks_that_cannot_be_captured_fail_the_check_of_tokens_although_these_
     monkeypatch.setattr(CudaGraphs, "_capture", fails)
     cases = same_tokens._cases
     monkeypatch.setattr(same_tokens, "_cases", lambda *given: {"3 greedy": cases(*given)["3 greedy"]})
-    rows = told_by(same_tokens.check)
+    rows = emitted_rows(same_tokens.check)
     assert rows[SAME_TOKENS]["value"] == 0.0
     assert rows[SAME_TOKENS]["error"].startswith("steps with chunks lack graphs: ")
     assert "no graph here" in rows[SAME_TOKENS]["error"]
-    assert rows[ALIKE]["error"] == ""
+    assert rows[CHUNKS_ONE_BY_ONE]["error"] == ""
 
 
 def test_a_fault_as_small_as_rounding_is_seen_where_the_twin_computes_chunks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,10 +240,10 @@ def test_a_fault_as_small_as_rounding_is_seen_where_the_twin_computes_chunks_ali
     monkeypatch.setattr(same_tokens, "TIE", 1e9)
     cases = same_tokens._cases
     monkeypatch.setattr(same_tokens, "_cases", lambda *given: {"3 greedy": cases(*given)["3 greedy"]})
-    rows = told_by(same_tokens.check)
+    rows = emitted_rows(same_tokens.check)
     assert rows[SAME_TOKENS]["value"] == 0.0
-    assert rows[ALIKE]["value"] > ALIKE_MAX
-    assert rows[ALIKE]["note"].startswith("3 greedy: ")
+    assert rows[CHUNKS_ONE_BY_ONE]["value"] > DIFFERING_PERCENT_MAX
+    assert rows[CHUNKS_ONE_BY_ONE]["note"].startswith("3 greedy: ")
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -247,7 +251,7 @@ def test_tokens_of_replayed_steps_are_read_behind_their_events(waits: bool, monk
     with rehearsal(Schedule.LATE):
         if not waits:
             monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
-        found, expected = check_rows._left_by_a_graph(
+        found, expected = check_rows._host_tokens_of_graph(
             Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
         )
         assert isinstance(found, torch.Tensor)
@@ -259,19 +263,19 @@ def test_a_captured_chunk_that_computes_something_else_fails_however_fast_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     to_choose = ChunkStep.sampling_inputs
-    told: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
 
     def negated(*given: Any) -> SamplingInputs:
         rows = to_choose(*given)
         return rows._replace(hidden=rows.hidden * -1.0)
 
-    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
-        context = Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600)
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), replace_triton_operations():
+        context = Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600)
         with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
-            serve_chunks.chunk_ways(context, engine, 64)
+            serve_chunks.measure_chunk(context, engine, 64)
             monkeypatch.setattr(ChunkStep, "sampling_inputs", negated)
-            serve_chunks.chunk_ways(context, engine, 64)
-    right, wrong = (line["row"] for line in told)
+            serve_chunks.measure_chunk(context, engine, 64)
+    right, wrong = (line["row"] for line in lines)
     assert right["error"] == ""
     assert right["facts"]["difference"] <= serve_chunks.DIFFERENCE_MAX
     assert "what a captured chunk computes is wrong" in wrong["error"]
@@ -283,7 +287,7 @@ def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeyp
         raise RuntimeError("no launch here")
 
     monkeypatch.setattr(SlotRunner, "launch", refuse)
-    rows = told_by(serve.small_models)
+    rows = emitted_rows(serve.small_models)
     assert rows
     for name, row in rows.items():
         assert "1 steps fell back to the plain way: a step could not be launched: RuntimeError: no launch" in row["error"], name
@@ -292,7 +296,7 @@ def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeyp
 def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     captured: list[str] = []
     capture, name = CudaGraphs._warm_up_and_capture, "GPU idle in steady decode, batch 256"
 
@@ -302,11 +306,11 @@ def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is
 
     monkeypatch.setattr(CudaGraphs, "_warm_up_and_capture", noted)
     monkeypatch.setattr(serve_idle, "measure_idle", without_a_trace)
-    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
-        context = Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600)
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), replace_triton_operations():
+        context = Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600)
         with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
             for number in range(3):
-                traffic.submit(engine, f"s{number}", Asked((3, 4, 5), 40))
+                traffic.submit(engine, f"s{number}", BenchRequest((3, 4, 5), 40))
             traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == 3)
             captured.clear()
             earlier = serve_idle.steps(engine, 3)
@@ -317,7 +321,7 @@ def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is
             traffic.steps(engine, lambda window: len(window.step_s) >= 3)
             assert len(captured) == before, "those from before are back"
             engine.abort_all()
-    first, last = (line["row"] for line in told)
+    first, last = (line["row"] for line in lines)
     assert "the profiler gave no figure" in first["error"]
     assert last["error"] == ""
     assert last["facts"]["gaps_percent"] == 0.0
@@ -331,7 +335,7 @@ def test_the_reference_of_attention_waits_for_the_card_no_more_often_for_more_he
         shape = AttentionShape(16, num_heads, 2, 32)
         with rehearsal(Schedule.EARLY) as card:
             pages = make_pages([5, 20], shape, dtype=FP8, device=DEVICE)
-            q, scales = queries(pages, 2, torch.float16), torch.tensor([0.5, 2.0], device=DEVICE)
+            q, scales = make_queries(pages, 2, torch.float16), torch.tensor([0.5, 2.0], device=DEVICE)
             card.syncs.clear()
             exact_decode(q.double(), pages.cache, pages.tables, pages.context_lens, shape, kv_scales=scales)
             return len(card.syncs)
@@ -346,11 +350,11 @@ def test_memory_is_given_back_behind_a_row_unless_its_engine_is_open_and_it_went
         raise ValueError("no figure")
 
     given_back: list[int] = []
-    with rehearsal(Schedule.EARLY), in_place_of_triton():
+    with rehearsal(Schedule.EARLY), replace_triton_operations():
         context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
         with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
             monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
-            context.guard("a row", lambda: traffic.run(engine, [Asked((3, 4, 5), 4)]))
+            context.guard("a row", lambda: traffic.run(engine, [BenchRequest((3, 4, 5), 4)]))
             assert not given_back
             context.guard("a row", fail)
             assert len(given_back) == 1
@@ -366,9 +370,9 @@ def test_a_broken_device_ends_its_part_at_the_row_that_broke_it(monkeypatch: pyt
         monkeypatch.setattr(torch.cuda, "synchronize", broken)
         raise ValueError("the first to see it")
 
-    told: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     with rehearsal():
-        context = Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600)
+        context = Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600)
         with pytest.raises(SystemExit, match="the device is broken since a row: CUDA error: an illegal memory access"):
             context.guard("a row", breaks)
-    assert [line["row"]["error"] for line in told] == ["ValueError: the first to see it"]
+    assert [line["row"]["error"] for line in lines] == ["ValueError: the first to see it"]

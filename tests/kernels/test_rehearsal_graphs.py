@@ -1,4 +1,4 @@
-"""Graphs that cannot be captured, and engines without any, on a card that is rehearsed: the tokens stay, and it is told."""
+"""Graphs that cannot be captured, and engines without graphs, on an emulated card: the same tokens, and it is reported."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engine.loop import Engine
 from engine.protocol import MemoryPart
 from engine.runner.cuda_graphs import CaptureFailed, CudaGraphs
 from engine.switches import BUSY_WAIT, EARLY_LAUNCH, GRAPHS, OVERLAPPED_PREFILL
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import DEVICE, Schedule, rehearsal
 from tests.support.rehearsal.card import SEGMENT_BYTES
 from tests.support.rehearsal.graphs import Graph
-from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import make_model
 
 pytest.importorskip("triton")
@@ -42,7 +42,7 @@ def engine_of(model: Path, **options: Any) -> Engine:
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    events = run_to_end(engine, [wanted(name, prompt, max_tokens=6) for name, prompt in PROMPTS.items()])
+    events = run_to_end(engine, [generation_request(name, prompt, max_tokens=6) for name, prompt in PROMPTS.items()])
     return {name: tokens(each) for name, each in events.items()}
 
 
@@ -56,7 +56,7 @@ def test_a_step_that_cannot_be_captured_whole_or_as_far_as_its_logits_is_compute
         begun.append(graph)
         raise torch.cuda.OutOfMemoryError("no room for a graph")
 
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         engine = engine_of(llama, device="cuda")
         monkeypatch.setattr(Graph, "capture_begin", refuse)
         assert answers(engine) == expected
@@ -79,7 +79,7 @@ def test_a_kind_that_cannot_be_captured_whole_costs_one_step_and_chooses_behind_
             raise torch.cuda.OutOfMemoryError("no room for a graph")
         right(graph, **options)
 
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         engine = engine_of(llama, device="cuda")
         monkeypatch.setattr(Graph, "capture_begin", refuse_once)
         assert answers(engine) == expected
@@ -261,16 +261,16 @@ MIXED: list[dict[str, Any]] = [{"top_p": 0.9}, {"presence_penalty": 1.0}, {"logp
 def mixed_history(engine: Engine) -> None:
     """Up to 240 decodes, eight fewer after each three steps, and beside them one with other wishes for two of these."""
     for number in range(240):
-        engine.submit(wanted(f"{number}", [5], max_tokens=4 + 3 * (number // 8)))
+        engine.submit(generation_request(f"{number}", [5], max_tokens=4 + 3 * (number // 8)))
     for number in range(32):
-        engine.submit(wanted(f"mixed {number}", [6], max_tokens=3, temperature=1.0, **MIXED[number % len(MIXED)]))
+        engine.submit(generation_request(f"mixed {number}", [6], max_tokens=3, temperature=1.0, **MIXED[number % len(MIXED)]))
         for _ in range(3):
             engine.step()
     run_to_end(engine, [])
 
 
 def test_kinds_of_steps_that_come_and_go_do_not_drive_each_others_graphs_out_for_long(llama: Path) -> None:
-    with rehearsal(Schedule.EARLY) as card, in_place_of_triton():
+    with rehearsal(Schedule.EARLY) as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", max_num_seqs=256, max_model_len=128, num_kv_blocks=2048)
         mixed_history(engine)
         captures = card.num_captures
@@ -284,9 +284,9 @@ def test_where_there_is_no_place_for_a_graph_a_kind_of_steps_takes_the_one_that_
 ) -> None:
     monkeypatch.setattr("engine.runner.graph_eviction.WORTH", 3)
     monkeypatch.setattr("engine.runner.runner_choice.decode_graphs_kept", lambda *_, **__: 9)
-    requests = [wanted(name, prompt, max_tokens=9, temperature=1.0, top_p=0.9) for name, prompt in PROMPTS.items()]
+    requests = [generation_request(name, prompt, max_tokens=9, temperature=1.0, top_p=0.9) for name, prompt in PROMPTS.items()]
     expected = run_to_end(engine_of(llama), requests)
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         engine = engine_of(llama, device="cuda")
         found = run_to_end(engine, requests)
     assert {name: tokens(each) for name, each in found.items()} == {name: tokens(each) for name, each in expected.items()}
@@ -300,7 +300,7 @@ def test_without_graphs_steps_are_launched_ahead_all_the_same_with_the_same_toke
 ) -> None:
     expected = answers(engine_of(llama))
     monkeypatch.setenv(GRAPHS, says)
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         engine = engine_of(llama, device="cuda")
         assert answers(engine) == expected
         assert engine.status().fallback_steps_total == 0
@@ -323,7 +323,7 @@ def graphs_part(engine: Engine) -> MemoryPart:
 
 
 def test_what_the_driver_keeps_of_captured_graphs_is_measured_with_their_number(llama: Path) -> None:
-    with rehearsal() as card, in_place_of_triton():
+    with rehearsal() as card, replace_triton_operations():
         part = graphs_part(engine_of(llama, device="cuda"))
         assert part.measured_bytes is not None
         assert part.num_measured == card.num_captures < (part.num_predicted or 0)
@@ -333,7 +333,7 @@ def test_what_the_driver_keeps_of_captured_graphs_is_measured_with_their_number(
 
 def test_without_graphs_none_are_counted(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRAPHS, "0")
-    with rehearsal(), in_place_of_triton():
+    with rehearsal(), replace_triton_operations():
         assert graphs_part(engine_of(llama, device="cuda")).num_measured == 0
 
 
@@ -347,7 +347,7 @@ def test_other_processes_disturb_the_measure_of_graphs_and_nothing_else(
         right(graph)
         graph.card.others_bytes -= next(changes, 0)
 
-    with rehearsal(total_bytes=8 << 30) as card, in_place_of_triton():
+    with rehearsal(total_bytes=8 << 30) as card, replace_triton_operations():
         card.others_bytes = 2 << 30
         monkeypatch.setattr(Graph, "capture_end", beside_others)
         part = graphs_part(engine_of(llama, device="cuda"))

@@ -1,4 +1,4 @@
-"""Guesses of one request are attended in groups by the kernels that serve on a GPU: the tokens are those of plain decoding."""
+"""Guesses of one request are attended in groups by the serving kernels: the tokens equal plain decoding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from engine.runner.decode_step import DecodeStep
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
-from tests.support.guessing import foresee
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.rehearsal import Schedule, rehearsal
+from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
 
 interpret_without_gpu()
@@ -36,12 +36,12 @@ GUESSING = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens"
 
 def test_the_kernels_read_a_context_once_for_several_guesses(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)
-    requests = [wanted("a", [5, 6, 7], max_tokens=20), wanted("b", [8], max_tokens=3)]
+    requests = [generation_request("a", [5, 6, 7], max_tokens=20), generation_request("b", [8], max_tokens=3)]
     expected = run_to_end(small_engine(tmp_path, dtype="float32", **SMALL), requests)
     decode = mock.Mock(wraps=paged_decode)
     with rehearsal(Schedule.RANDOM) as card:
         engine = small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=GUESSING, **SMALL)
-        foresee(engine, tokens(expected["a"]), 10)
+        use_scripted_drafter(engine, tokens(expected["a"]), 10)
         with mock.patch.object(attention_prefill, "paged_decode", decode):
             found = run_to_end(engine, requests)
     assert {name: tokens(each) for name, each in found.items()} == {name: tokens(each) for name, each in expected.items()}

@@ -16,10 +16,19 @@ from hypothesis import strategies as st
 
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
-from tests.support.engine_histories import PlannedRequest, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
+from tests.support.engine_histories import (
+    EngineLimits,
+    PlannedRequest,
+    assert_as_alone,
+    engine_limits,
+    planned_requests,
+    repetitive_requests,
+    run_history,
+    with_grammars,
+)
 from tests.support.engines import small_engine
 from tests.support.rehearsal import Schedule, rehearsal
-from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import make_first_layers, make_model
 
 pytest.importorskip("triton")
@@ -45,10 +54,10 @@ def guessing(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
 @settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.generate,))
 @given(
     family=st.sampled_from(FAMILIES),
-    requests=st.lists(asked | repeating, min_size=1, max_size=9),
+    requests=st.lists(planned_requests | repetitive_requests, min_size=1, max_size=9),
     guesses=st.sampled_from((None, 3, 8)),
     drafts=st.booleans(),
-    room=rooms,
+    room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
     max_graphs=st.sampled_from((8, 48)),
     schedule=st.sampled_from(Schedule),
@@ -60,14 +69,14 @@ def test_tokens_are_those_of_the_plain_runner(
     requests: list[PlannedRequest],
     guesses: int | None,
     drafts: bool,
-    room: Room,
+    room: EngineLimits,
     preempt_at: int | None,
     max_graphs: int,
     schedule: Schedule,
     seed: int,
 ) -> None:
     few_graphs = mock.patch("engine.runner.runner_choice.CudaGraphs", partial(CudaGraphs, max_graphs=max_graphs))
-    with rehearsal(schedule, seed=seed) as card, in_place_of_triton(), few_graphs:
+    with rehearsal(schedule, seed=seed) as card, replace_triton_operations(), few_graphs:
         engine = small_engine(
             folder / family,
             device="cuda",
@@ -75,7 +84,7 @@ def test_tokens_are_those_of_the_plain_runner(
             **room.options,
             speculative_config=guesses and guessing(folder / f"{family} draft" if drafts else None, guesses),
         )
-        found = run(with_grammars(engine), requests, preempt_at=preempt_at)
+        found = run_history(with_grammars(engine), requests, preempt_at=preempt_at)
     assert card.broken is None
     assert engine.fallbacks.count == 0
     assert_as_alone(folder, family, requests, found)

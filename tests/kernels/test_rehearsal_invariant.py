@@ -1,4 +1,4 @@
-"""Batch-invariant steps over slots on a rehearsed card: captured, launched ahead, and with the bits of the plain runner."""
+"""Batch-invariant steps over slots on an emulated card: captured, launched ahead, with the plain runner's bits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from engine.loop import Engine
 from engine.runner import slot_warm_up
-from tests.support.engines import run_to_end, small_engine, wanted
-from tests.support.interpreted_rows import rows_alike
+from tests.support.engines import generation_request, run_to_end, small_engine
+from tests.support.interpreted_rows import make_dot_row_invariant
 from tests.support.rehearsal import rehearsal
 from tests.support.tiny_models import make_model
 
@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and columns in parts that programs share, as large models have them, and no more graphs than are asked for; experts
     in float32, which cards refuse and the interpreter computes right."""
     monkeypatch.setattr("engine.resolved_options.check_formats", lambda *_: None)
-    rows_alike(monkeypatch)
+    make_dot_row_invariant(monkeypatch)
     monkeypatch.setattr(invariant_attention, "SPLIT", 16)
     monkeypatch.setattr(invariant_attention, "rows_tiling", lambda *_: invariant_attention.RowsTiling(16, 16, 4, 2))
     monkeypatch.setattr(invariant_attention, "_num_programs", lambda _, splits, __: min(splits, 2))
@@ -53,7 +53,10 @@ def engine_of(model: Path, **options: Any) -> Engine:
 
 def bits(engine: Engine, names: str) -> dict[str, list[tuple[int, float]]]:
     """Tokens and their log-probabilities; one request draws."""
-    asked = [wanted(name, PROMPTS[name], max_tokens=3, logprobs=1, seed=1, temperature=float(name == "b")) for name in names]
+    asked = [
+        generation_request(name, PROMPTS[name], max_tokens=3, logprobs=1, seed=1, temperature=float(name == "b"))
+        for name in names
+    ]
     scored = {
         name: [pair for event in events for pair in zip(event.token_ids, event.logprobs or [], strict=True)]
         for name, events in run_to_end(engine, asked).items()

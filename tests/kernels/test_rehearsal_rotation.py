@@ -1,5 +1,4 @@
-"""Which steps rotate inside their attention: those of few rows, in which each request has one. Their tokens are those of any
-other."""
+"""Which steps rotate inside attention: those with few rows and one row per request. Tokens are the same."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from engine.runner.decode_step import DecodeStep
 from engine.speculation.options import SpeculativeOptions
 from kernels.attention_rows import AttentionShape
 from kernels.paged_plan import PagedPlan
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
-from tests.support.guessing import foresee
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.rehearsal import Schedule, rehearsal
+from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
 
 interpret_without_gpu()
@@ -31,7 +30,7 @@ pytestmark = [
 
 SMALL: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 16, "num_kv_blocks": 4, "max_num_batched_tokens": 16}
 NUM_TOKENS = 5
-REQUEST = wanted("a", [5, 6, 7], max_tokens=NUM_TOKENS)
+REQUEST = generation_request("a", [5, 6, 7], max_tokens=NUM_TOKENS)
 
 
 def served(folder: Path, *, guesses: list[int] | None = None, **options: Any) -> tuple[list[int], set[bool]]:
@@ -61,7 +60,7 @@ def served(folder: Path, *, guesses: list[int] | None = None, **options: Any) ->
     ):
         engine = small_engine(folder, device="cuda", dtype="float32", **SMALL, **options)
         if guesses is not None:
-            foresee(engine, guesses, 3)
+            use_scripted_drafter(engine, guesses, 3)
         found = run_to_end(engine, [REQUEST])
     assert engine.fallbacks.count == 0
     assert guesses is None or engine.status().accepted_draft_tokens_total > 0

@@ -83,7 +83,7 @@ def test_windows_in_blocks_of_any_size(block_size: int, window: int | None) -> N
 
 @pytest.mark.parametrize("window", [None, 100, 600])
 @pytest.mark.parametrize("context", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 13])
-def test_contexts_of_several_chunks(context: int, window: int | None) -> None:
+def test_contexts_of_several_chunks_match_the_reference(context: int, window: int | None) -> None:
     compare([(1, context), (5, context)], AttentionShape(16, 4, 2, 32, sliding_window=window))
 
 

@@ -1,4 +1,4 @@
-"""The kernels compiled for this processor against their references: awkward shapes, poisoned caches, one thread and two."""
+"""Compiled CPU kernels against their references: awkward shapes, poisoned caches, one thread and two."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_groups_of_any_size_and_a_last_one_that_is_not_full(columns: int, group_
 
 
 @pytest.mark.parametrize("group_size", [-1, 64])
-def test_columns_in_another_order_and_zero_points_of_sixteen(group_size: int) -> None:
+def test_reordered_columns_and_zero_points_of_sixteen_match_the_reference(group_size: int) -> None:
     torch.manual_seed(3)
     groups = 1 if group_size == -1 else 4
     codes, scales = torch.randint(0, 16, (24, 200), dtype=torch.uint8), torch.rand(groups, 24).half() - 0.5

@@ -1,4 +1,4 @@
-"""Log-probabilities and caps of logits in compiled vectors, against float64: ranks, likeliest tokens, odd vocabularies."""
+"""Compiled CPU log-probabilities and soft-caps against float64: ranks, likeliest tokens, odd vocabulary sizes."""
 
 from __future__ import annotations
 

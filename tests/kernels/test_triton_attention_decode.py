@@ -11,7 +11,7 @@ import torch
 from engine.memory.splits import num_splits
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
-from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_cases import Guarded, fill_cache, normal, padded_rows, scatter_block_tables, table_tensor
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -49,9 +49,9 @@ class Batch:
         query_lens: list[int] | None = None,
     ) -> None:
         self.shape, self.dtype = shape, dtype
-        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
+        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         num_rows = sum(query_lens) if query_lens else len(lengths)
@@ -94,18 +94,18 @@ def test_a_request_of_many_splits_among_short_ones(device: torch.device) -> None
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_every_head_size(head_dim: int, device: torch.device) -> None:
+def test_every_head_size_matches_the_reference(head_dim: int, device: torch.device) -> None:
     Batch([67, 5], AttentionShape(BLOCK, 4, 2, head_dim), device).compare()
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_number_of_query_heads_per_kv_head(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
     Batch([37, 5], AttentionShape(BLOCK, *heads, 16), device).compare()
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_every_block_size(block_size: int, device: torch.device) -> None:
+def test_every_block_size_matches_the_reference(block_size: int, device: torch.device) -> None:
     Batch([67, 130], AttentionShape(block_size, 2, 1, 32), device).compare()
 
 
@@ -127,20 +127,22 @@ def test_capped_scores_with_a_scale_of_their_own(window: int | None, device: tor
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_half_precision(device: torch.device) -> None:
+def test_half_precision_matches_the_reference(device: torch.device) -> None:
     Batch([1, 45, 130], SHAPE, device, dtype=torch.float16).compare()
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("scales", [None, (0.5, 3.0)])
-def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None, device: torch.device) -> None:
+def test_an_fp8_cache_matches_the_reference_with_and_without_scales(
+    scales: tuple[float, float] | None, device: torch.device
+) -> None:
     kv_scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
     Batch([1, 45, 130], SHAPE, device, dtype=torch.float16, kv_dtype=FP8).compare(kv_scales)
 
 
 @pytest.mark.parametrize("number", [80, 89, 90])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, FP8])
-def test_the_tiles_of_every_card(
+def test_the_tiles_of_every_card_match_the_reference(
     number: int, kv_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "capability", lambda _: number)
@@ -200,7 +202,7 @@ def test_few_queries_over_an_fp8_cache_are_columns_of_its_products(
 @pytest.mark.parametrize(
     ("heads", "window"), [((14, 2, 64), None), ((7, 1, 64), 600), ((12, 1, 128), None), ((32, 1, 128), None)]
 )
-def test_guesses_of_large_groups_of_heads_over_an_fp8_cache(
+def test_drafts_of_large_groups_of_heads_over_an_fp8_cache_match_the_reference(
     heads: tuple[int, int, int], window: int | None, device: torch.device
 ) -> None:
     shape = AttentionShape(BLOCK, *heads, sliding_window=window)

@@ -12,7 +12,7 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
-from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_cases import Guarded, fill_cache, normal, padded_rows, scatter_block_tables, table_tensor
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -51,9 +51,9 @@ class Chunks:
     ) -> None:
         self.shape, self.dtype, self.unused_rows = shape, dtype, unused_rows
         lengths = [context_len for _, context_len in rows]
-        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
+        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         starts = [*accumulate((query_len for query_len, _ in rows), initial=unused_rows)]
@@ -86,19 +86,19 @@ def test_unused_rows_before_the_first_chunk_are_not_written(unused_rows: int, de
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_every_head_size(head_dim: int, device: torch.device) -> None:
+def test_every_head_size_matches_the_reference(head_dim: int, device: torch.device) -> None:
     Chunks([(9, 9), (12, 41)], AttentionShape(BLOCK, 4, 2, head_dim), device).compare()
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (7, 1)])
-def test_every_number_of_query_heads_per_kv_head(heads: tuple[int, int], device: torch.device) -> None:
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
     Chunks([(18, 37), (5, 5)], AttentionShape(BLOCK, *heads, 16), device).compare()
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_every_block_size(block_size: int, device: torch.device) -> None:
+def test_every_block_size_matches_the_reference(block_size: int, device: torch.device) -> None:
     Chunks([(20, 67), (30, 130)], AttentionShape(block_size, 2, 1, 32), device).compare()
 
 
@@ -122,13 +122,15 @@ def test_capped_scores_with_a_scale_of_their_own(window: int | None, device: tor
 
 
 @pytest.mark.usefixtures("tiles")
-def test_half_precision(device: torch.device) -> None:
+def test_half_precision_matches_the_reference(device: torch.device) -> None:
     Chunks([(33, 80), (9, 9)], SHAPE, device, dtype=torch.float16).compare()
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("scales", [None, (0.5, 3.0)])
-def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None, device: torch.device) -> None:
+def test_an_fp8_cache_matches_the_reference_with_and_without_scales(
+    scales: tuple[float, float] | None, device: torch.device
+) -> None:
     kv_scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
     Chunks([(33, 80), (9, 9)], SHAPE, device, dtype=torch.float16, kv_dtype=FP8).compare(kv_scales)
 

@@ -101,7 +101,7 @@ def test_a_long_context_of_the_tiles_that_are_served(
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_every_head_size(head_dim: int, partials: GuardedPartials, device: torch.device) -> None:
+def test_every_head_size_matches_the_reference(head_dim: int, partials: GuardedPartials, device: torch.device) -> None:
     Chunks([(9, 9), (12, 290)], AttentionShape(BLOCK, 4, 2, head_dim), device).compare()
     assert partials.splits == SPLITS_MAX
 
@@ -110,7 +110,7 @@ def test_every_head_size(head_dim: int, partials: GuardedPartials, device: torch
 @pytest.mark.parametrize(
     ("tiles", "heads"), [(TALL, (8, 8)), (SHORT, (8, 1)), (SHORT, (6, 2)), (TALL, (7, 1))], indirect=["tiles"]
 )
-def test_every_number_of_query_heads_per_kv_head(
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(
     heads: tuple[int, int], partials: GuardedPartials, device: torch.device
 ) -> None:
     Chunks([(18, 230), (5, 5)], AttentionShape(BLOCK, *heads, 16), device).compare()
@@ -119,7 +119,7 @@ def test_every_number_of_query_heads_per_kv_head(
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "block_size"), [(SHORT, 16), (TALL, 32), (SHORT, 64)], indirect=["tiles"])
-def test_every_block_size(block_size: int, partials: GuardedPartials, device: torch.device) -> None:
+def test_every_block_size_matches_the_reference(block_size: int, partials: GuardedPartials, device: torch.device) -> None:
     Chunks([(20, 167), (30, 330)], AttentionShape(block_size, 2, 1, 32), device).compare()
     assert partials.splits == SPLITS_MAX
 
@@ -146,14 +146,14 @@ def test_capped_scores_with_a_scale_of_their_own(window: int | None, partials: G
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("tiles", [TALL], indirect=True)
-def test_half_precision(partials: GuardedPartials, device: torch.device) -> None:
+def test_half_precision_matches_the_reference(partials: GuardedPartials, device: torch.device) -> None:
     Chunks([(33, 280), (9, 9)], SHAPE, device, dtype=torch.float16).compare()
     assert partials.splits == SPLITS_MAX
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "scales"), [(SHORT, None), (TALL, (0.5, 3.0))], indirect=["tiles"])
-def test_an_fp8_cache_with_and_without_scales(
+def test_an_fp8_cache_matches_the_reference_with_and_without_scales(
     scales: tuple[float, float] | None, partials: GuardedPartials, device: torch.device
 ) -> None:
     kv_scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)

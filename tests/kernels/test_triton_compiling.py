@@ -1,4 +1,4 @@
-"""Kernels are compiled several at a time before the first launch, and one that cannot be is named."""
+"""Kernels are compiled in parallel before the first launch, and one that fails is named."""
 
 from __future__ import annotations
 

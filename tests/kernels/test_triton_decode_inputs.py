@@ -1,4 +1,4 @@
-"""Inputs of a decode step from the state of its slots: the Triton kernels and torch's operations against loops."""
+"""Inputs of a decode step from its slots: the Triton kernels and the torch operations against loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows looked up by token and by position: the Triton kernels and torch's operations against loops."""
+"""Embedding lookup by token and position: the Triton kernels and the torch operations against loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in four launches against one token and one expert at a time: empty, crowded and unequal experts."""
+"""Mixtures of experts in four launches against single tokens and experts: empty, crowded and unequal experts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kernels.triton import experts_int4
 from kernels.triton.expert_tiles import SortedTokens, group_tiles, sort_by_expert
 from kernels.triton.expert_weights import bind_weights
 from kernels.triton.experts import bind_experts, grouped_linear, mix_gated_experts
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.kernel_cases import Guarded, normal, padded_rows
-from tests.support.kernel_tables import replaced
+from tests.support.kernel_tables import replace_table
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.tiny_models import make_model
 
@@ -60,7 +60,7 @@ def test_places_are_sorted_by_expert_and_stay_in_their_order(
     ("num_tokens", "num_experts", "num_chosen", "hidden", "inner"),
     [(1, 4, 2, 17, 5), (3, 8, 3, 64, 33), (40, 2, 1, 130, 16)],
 )
-def test_the_mixture_of_a_few_tokens(
+def test_the_mixture_of_a_few_tokens_matches_the_reference(
     num_tokens: int,
     num_experts: int,
     num_chosen: int,
@@ -82,7 +82,9 @@ def test_the_mixture_of_a_few_tokens(
 
 
 @pytest.mark.parametrize("tokens_per_expert", [16, 32, 64, 128])
-def test_every_tile_of_a_crowded_expert(tokens_per_expert: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_of_a_crowded_expert_matches_the_reference(
+    tokens_per_expert: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiles for `tokens_per_expert`; nearly all tokens choose one expert, and none chooses the first."""
     sized = group_tiles(tokens_per_expert, 90, gated=True)
     monkeypatch.setattr(kernel, "group_tiles", lambda *_, **__: sized)
@@ -155,7 +157,7 @@ def test_experts_in_codes_are_the_experts_that_their_codes_stand_for(
 
 @pytest.mark.parametrize("packer", ["int8", "int4"])
 @pytest.mark.parametrize("tokens_per_expert", [16, 32, 64, 128])
-def test_every_tile_of_a_crowded_expert_in_codes(
+def test_every_tile_of_a_crowded_quantised_expert_matches_the_reference(
     tokens_per_expert: int, packer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, and the scales of the expert that no token chose are poisoned."""
@@ -243,9 +245,11 @@ def test_a_model_of_experts_says_the_same_through_the_kernels_and_through_torch(
     monkeypatch.setattr(kernel, "sort_by_expert", counted)
     answers = []
     for table in ("cpu", "cuda"):
-        with replaced("cpu", "cuda") if table == "cuda" else contextlib.nullcontext():
+        with replace_table("cpu", "cuda") if table == "cuda" else contextlib.nullcontext():
             engine = small_engine(tmp_path / "model", max_num_seqs=4, max_model_len=32, num_kv_blocks=8)
-            events = run_to_end(engine, [wanted("a", [5, 6, 7], max_tokens=2), wanted("b", [3, 9], max_tokens=2)])
+            events = run_to_end(
+                engine, [generation_request("a", [5, 6, 7], max_tokens=2), generation_request("b", [3, 9], max_tokens=2)]
+            )
         answers.append({name: tokens(each) for name, each in events.items()})
         assert bool(mixed) == (table == "cuda")
     assert answers[0] == answers[1]

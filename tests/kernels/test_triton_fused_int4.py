@@ -158,7 +158,7 @@ def random_words(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_weights_of_gptq_with_any_zero_point_and_order(ordered: bool, device: torch.device) -> None:
+def test_gptq_weights_with_any_zero_point_and_order_match_the_reference(ordered: bool, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     order = torch.arange(256) if ordered else torch.randperm(256, generator=generator)
     scales = (torch.rand(4, 16, generator=generator) * 0.01).to(HALF)
@@ -174,7 +174,7 @@ def test_weights_of_gptq_with_any_zero_point_and_order(ordered: bool, device: to
     assert_near(made_sum.total, expected.total, "matmul", scale=8)
 
 
-def test_weights_of_awq(device: torch.device) -> None:
+def test_awq_weights_match_the_reference(device: torch.device) -> None:
     scales = (torch.rand(2, 16, generator=torch.Generator().manual_seed(2)) * 0.01).to(HALF)
     qweight, qzeros = random_words(256, 2, 1), random_words(2, 2, 3)
     weight = pack_awq(qweight.to(device), qzeros.to(device), scales.to(device), 128)
@@ -185,7 +185,7 @@ def test_weights_of_awq(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_rows_of_bfloat16(group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_rows_match_the_reference(group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         correct_bf16(monkeypatch)
     operands = inputs(3, 24, 200, device, group_size, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What models ask for on a card is what the gate compiles for it: a list kept by hand drifts from what launchers choose."""
+"""The gate compiles what models request on a card: a manual list would drift from what launchers choose."""
 
 from __future__ import annotations
 

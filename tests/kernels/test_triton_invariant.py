@@ -15,8 +15,8 @@ from kernels.reference import attention as reference
 from kernels.reference import quantised as exact
 from kernels.reference.experts import route
 from kernels.reference.fp8_rows import quantize_rows_fp8
-from tests.support.interpreted_rows import rows_alike
-from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, poisoned, scattered_tables, table_tensor
+from tests.support.interpreted_rows import make_dot_row_invariant
+from tests.support.kernel_cases import Guarded, fill_cache, normal, padded_rows, poisoned, scatter_block_tables, table_tensor
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -41,7 +41,7 @@ BATCHES = (1, 2, 7, 16, 17, 33)
 @pytest.fixture(autouse=True)
 def _rows_are_alike(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
-        rows_alike(monkeypatch)
+        make_dot_row_invariant(monkeypatch)
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ class Request:
         self, shape: AttentionShape, device: torch.device, *, dtype: torch.dtype = torch.float32, kv_dtype: Any = None
     ) -> None:
         self.shape, self.device = shape, device
-        tables, num_blocks = scattered_tables([LENGTH, 40, 3], shape.block_size)
+        tables, num_blocks = scatter_block_tables([LENGTH, 40, 3], shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = filled_cache(tables[:1], [LENGTH], size, dtype=kv_dtype or dtype, device=device)
+        self.cache = fill_cache(tables[:1], [LENGTH], size, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.q = normal(LENGTH, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
         self.kv_scales = torch.tensor((0.5, 3.0), device=device) if kv_dtype else None

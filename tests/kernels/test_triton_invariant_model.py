@@ -13,10 +13,10 @@ import torch
 from engine.protocol import TokenEvent
 from kernels import ops, quantised_linear
 from tests.support import quantised_checkpoints as layouts
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.interpreted_fp8 import correct_e4m3
-from tests.support.interpreted_rows import rows_alike
-from tests.support.kernel_tables import replaced
+from tests.support.interpreted_rows import make_dot_row_invariant
+from tests.support.kernel_tables import replace_table
 from tests.support.tiny_models import make_model
 
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 37)), "c": [8], "d": [5, 6, 9, 4, 11]}
@@ -34,11 +34,11 @@ def on_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Weights on the CPU go to the Triton kernels, which the interpreter runs, rounding and multiplying as a card does."""
     if device.type != "cpu":
         pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
-    rows_alike(monkeypatch)
+    make_dot_row_invariant(monkeypatch)
     correct_e4m3(monkeypatch)
     monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
     quantised_linear._load_function.cache_clear()
-    with replaced("cpu", "cuda"):
+    with replace_table("cpu", "cuda"):
         yield
     quantised_linear._load_function.cache_clear()
 
@@ -52,7 +52,10 @@ def answers(model: Path, names: list[str], **options: Any) -> dict[str, list[tup
     engine = small_engine(model, **SMALL, **options)
     assert "own order" in engine.info.kernels
     assert "batch-invariant" in engine.info.kernels
-    asked = [wanted(name, PROMPTS[name], max_tokens=3, logprobs=1, temperature=float(name == "d"), seed=1) for name in names]
+    asked = [
+        generation_request(name, PROMPTS[name], max_tokens=3, logprobs=1, temperature=float(name == "d"), seed=1)
+        for name in names
+    ]
     return {name: bits(events) for name, events in run_to_end(engine, asked).items()}
 
 
@@ -71,7 +74,7 @@ def test_its_tokens_are_those_of_torch(tmp_path: Path) -> None:
     found = answers(tmp_path / "model", ["a", "b"], max_num_seqs=4)
     with mock.patch.dict(ops._TABLES, cpu="kernels.cpu.table"):
         engine = small_engine(tmp_path / "model", **SMALL)
-        events = run_to_end(engine, [wanted(name, PROMPTS[name], max_tokens=3) for name in found])
+        events = run_to_end(engine, [generation_request(name, PROMPTS[name], max_tokens=3) for name in found])
     assert {name: [token for token, _ in each] for name, each in found.items()} == {
         name: tokens(each) for name, each in events.items()
     }

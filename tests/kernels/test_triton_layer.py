@@ -1,4 +1,4 @@
-"""A layer of a decode step, kernel by kernel: how many launches it takes, and that fusing its products changes no result."""
+"""A layer of a decode step, kernel by kernel: the number of launches, and that fusion does not change results."""
 
 from __future__ import annotations
 

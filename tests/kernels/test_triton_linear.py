@@ -66,7 +66,9 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_few_rows_times_a_weight(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_few_rows_times_a_weight_match_the_exact_product(
+    sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
     num_rows, num_outputs, num_columns = sizes
     x, weight = rows(num_rows, num_columns, dtype, device), rows(num_outputs, num_columns, dtype, device)
     bias = normal(num_outputs, dtype=dtype, device=device, seed=7)
@@ -84,7 +86,9 @@ def test_more_rows_are_left_to_the_library(device: torch.device, monkeypatch: py
         assert_near(linear(x, weight, bias=bias, out=out), exact(x, weight, bias), "matmul", scale=6.0)
 
 
-def test_rows_of_bfloat16_times_weights_of_16_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_rows_times_a_16_bit_weight_match_the_exact_product(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device.type == "cpu":
         correct_bf16(monkeypatch)
     x, weight = rows(3, 300, torch.bfloat16, device), rows(33, 300, torch.bfloat16, device)
@@ -132,7 +136,9 @@ def test_a_part_without_columns_adds_nothing(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("sizes", SIZES + LARGER, ids=str)
-def test_rows_times_a_weight_of_eight_bits(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_rows_times_an_8_bit_weight_match_the_reference(
+    sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
     num_rows, num_outputs, num_columns = sizes
     x, weight = rows(num_rows, num_columns, dtype, device), int8_weight(num_outputs, num_columns, device)
     bias = normal(num_outputs, dtype=dtype, device=device, seed=7)
@@ -144,7 +150,7 @@ def test_rows_times_a_weight_of_eight_bits(sizes: tuple[int, int, int], dtype: t
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[3], *LARGER], ids=str)
-def test_float_rows_times_a_weight_of_e4m3(
+def test_float_rows_times_an_e4m3_weight_match_the_reference(
     sizes: tuple[int, int, int], dtype: torch.dtype, per_row: bool, device: torch.device
 ) -> None:
     num_rows, num_outputs, num_columns = sizes
@@ -156,7 +162,9 @@ def test_float_rows_times_a_weight_of_e4m3(
 
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[3], *LARGER], ids=str)
-def test_rows_of_e4m3_times_a_weight_of_e4m3(sizes: tuple[int, int, int], per_row: bool, device: torch.device) -> None:
+def test_e4m3_rows_times_an_e4m3_weight_match_the_reference(
+    sizes: tuple[int, int, int], per_row: bool, device: torch.device
+) -> None:
     num_rows, num_outputs, num_columns = sizes
     weight = fp8_weight(num_outputs, num_columns, device, per_row=per_row)
     values, scales = quantize_rows_fp8(normal(num_rows, num_columns, dtype=torch.float32, device=device))

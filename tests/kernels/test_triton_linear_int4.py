@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits against what the packed codes stand for: every group size, divided columns, permutations."""
+"""Products with 4-bit weights against the dequantised codes: every group size, split columns, permutations."""
 
 from __future__ import annotations
 
@@ -49,20 +49,22 @@ def compare(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = Non
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_few_rows_times_a_weight_of_four_bits(sizes: tuple[int, int, int], group_size: int, device: torch.device) -> None:
+def test_few_rows_times_a_4_bit_weight_match_the_reference(
+    sizes: tuple[int, int, int], group_size: int, device: torch.device
+) -> None:
     num_rows, num_outputs, num_columns = sizes
     bias = normal(num_outputs, dtype=HALF, device=device, seed=7)
     compare(rows(num_rows, num_columns, device), int4_weight(num_outputs, num_columns, device, group_size), bias)
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
-def test_scales_of_either_type(scale_dtype: torch.dtype, device: torch.device) -> None:
+def test_scales_of_either_type_match_the_reference(scale_dtype: torch.dtype, device: torch.device) -> None:
     weight = pack_int4(normal(9, 256, dtype=torch.float32, device=device) * 0.1, 64, scale_dtype=scale_dtype)
     compare(rows(2, 256, device), weight)
 
 
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_rows_of_bfloat16(group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_rows_match_the_reference(group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         correct_bf16(monkeypatch)
     compare(rows(3, 200, device, torch.bfloat16), int4_weight(9, 200, device, group_size))
@@ -80,7 +82,7 @@ def test_every_code_and_zero_point_is_an_exact_integer(device: torch.device) -> 
     assert_same(linear_int4(x, weight).cpu(), expected.to(HALF))
 
 
-def test_columns_in_the_order_of_activations(device: torch.device) -> None:
+def test_columns_in_the_order_of_activations_match_the_reference(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     g_idx = (torch.randperm(256, generator=generator) // 64).to(device)
     qweight = torch.randint(-(2**31), 2**31, (32, 16), generator=generator).to(torch.int32).to(device)

@@ -1,4 +1,4 @@
-"""The decode of one request in one launch, against rotation, cache write and attention one after the other."""
+"""The decode of a single request in one launch, against separate rotation, cache write and attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from tests.support.interpreted_fp8 import correct_e4m3
-from tests.support.kernel_cases import RotatedBatch
+from tests.support.kernel_cases import RotatedDecodeBatch
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
 
@@ -27,7 +27,7 @@ def _fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     correct_e4m3(monkeypatch)
 
 
-def compare(batch: RotatedBatch) -> torch.Tensor:
+def compare(batch: RotatedDecodeBatch) -> torch.Tensor:
     found = batch.compare(rotated_decode)
     assert not arrival_counters(found.device).any(), "the last program resets the counters"
     return found
@@ -36,13 +36,15 @@ def compare(batch: RotatedBatch) -> torch.Tensor:
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 127, 193, 449, 1000])
 def test_awkward_lengths_equal_the_two_operations(length: int, device: torch.device) -> None:
     """The card holds six splits at a time: beyond 192 tokens they have several tiles."""
-    compare(RotatedBatch([length], SHAPE, device))
+    compare(RotatedDecodeBatch([length], SHAPE, device))
 
 
 @pytest.mark.parametrize("length", [1, 32, 33, 600])
-def test_a_tile_for_each_program_of_a_large_card(length: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_card_with_a_tile_for_each_program_matches_the_reference(
+    length: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lone, "multiprocessors", lambda _: 132)
-    compare(RotatedBatch([length], SHAPE, device))
+    compare(RotatedDecodeBatch([length], SHAPE, device))
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 5, 132])
@@ -50,41 +52,41 @@ def test_it_is_the_same_on_every_card_but_for_rounding(
     multiprocessors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lone, "multiprocessors", lambda _: multiprocessors)
-    compare(RotatedBatch([411], AttentionShape(16, 8, 4, 32), device, is_normed=True))
+    compare(RotatedDecodeBatch([411], AttentionShape(16, 8, 4, 32), device, is_normed=True))
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
 @pytest.mark.parametrize("is_normed", [False, True])
-def test_every_head_size(head_dim: int, is_normed: bool, device: torch.device) -> None:
-    compare(RotatedBatch([67], AttentionShape(16, 4, 2, head_dim), device, is_normed=is_normed))
+def test_every_head_size_matches_the_reference(head_dim: int, is_normed: bool, device: torch.device) -> None:
+    compare(RotatedDecodeBatch([67], AttentionShape(16, 4, 2, head_dim), device, is_normed=is_normed))
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_number_of_query_heads_per_kv_head(heads: tuple[int, int], device: torch.device) -> None:
-    compare(RotatedBatch([67], AttentionShape(16, *heads, 16), device))
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
+    compare(RotatedDecodeBatch([67], AttentionShape(16, *heads, 16), device))
 
 
 @pytest.mark.parametrize(("block_size", "length"), [(32, 65), (64, 130), (128, 200), (8, 50)])
-def test_blocks_of_every_size(block_size: int, length: int, device: torch.device) -> None:
-    compare(RotatedBatch([length], AttentionShape(block_size, 4, 2, 32), device))
+def test_every_block_size_matches_the_reference(block_size: int, length: int, device: torch.device) -> None:
+    compare(RotatedDecodeBatch([length], AttentionShape(block_size, 4, 2, 32), device))
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (64, 16), (96, 64), (128, 96)])
 def test_partial_rotation(head_dim: int, rotary_dim: int, device: torch.device) -> None:
-    compare(RotatedBatch([65], AttentionShape(32, 4, 2, head_dim), device, rotary_dim=rotary_dim, is_normed=True))
+    compare(RotatedDecodeBatch([65], AttentionShape(32, 4, 2, head_dim), device, rotary_dim=rotary_dim, is_normed=True))
 
 
 @pytest.mark.parametrize("window", [1, 16, 21, 64, 300])
 @pytest.mark.parametrize("length", [1, 50, 90, 333])
-def test_a_window_and_a_soft_cap(window: int, length: int, device: torch.device) -> None:
+def test_a_window_with_capped_scores_matches_the_reference(window: int, length: int, device: torch.device) -> None:
     shape = AttentionShape(16, 2, 1, 32, sliding_window=window, softcap=5.0)
-    compare(RotatedBatch([length], shape, device, is_normed=True))
+    compare(RotatedDecodeBatch([length], shape, device, is_normed=True))
 
 
 def test_tokens_before_the_window_are_not_read(device: torch.device) -> None:
     """Blocks that are entirely before the window may belong to another request by now."""
     shape = AttentionShape(16, 2, 1, 32, sliding_window=40)
-    batch = RotatedBatch([150], shape, device)
+    batch = RotatedDecodeBatch([150], shape, device)
     found = compare(batch)
     for token in range(150 - 40):
         batch.cache[batch.tables[0, token // 16], token % 16] = torch.nan
@@ -93,16 +95,16 @@ def test_tokens_before_the_window_are_not_read(device: torch.device) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("length", [0, 2, 65, 300])
-def test_a_cache_of_8_bits(head_dim: int, length: int, device: torch.device) -> None:
-    compare(RotatedBatch([length], AttentionShape(16, 4, 2, head_dim), device, kv_dtype=FP8, is_normed=True))
+def test_an_8_bit_cache_matches_the_reference(head_dim: int, length: int, device: torch.device) -> None:
+    compare(RotatedDecodeBatch([length], AttentionShape(16, 4, 2, head_dim), device, kv_dtype=FP8, is_normed=True))
 
 
-def test_half_precision(device: torch.device) -> None:
-    compare(RotatedBatch([300], SHAPE, device, dtype=torch.float16))
+def test_half_precision_matches_the_reference(device: torch.device) -> None:
+    compare(RotatedDecodeBatch([300], SHAPE, device, dtype=torch.float16))
 
 
 def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
-    batch = RotatedBatch([33], SHAPE, device, kv_dtype=FP8)
+    batch = RotatedDecodeBatch([33], SHAPE, device, kv_dtype=FP8)
     batch.qkv *= 4000.0
     rotated_decode(*batch.given(batch.cache), **batch.options)
     written = batch.cache[batch.slots[0] // 16, batch.slots[0] % 16].float()
@@ -110,7 +112,7 @@ def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
 
 
 def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -> None:
-    batch = RotatedBatch([40], SHAPE, device)
+    batch = RotatedDecodeBatch([40], SHAPE, device)
     cache = batch.cache.clone()
     stored = rotated_decode(*batch.given(cache), **batch.options)
     batch.slots[0] = -1
@@ -121,13 +123,13 @@ def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -
 
 def test_a_longer_table_changes_no_bit(device: torch.device) -> None:
     """A step's tables are as wide as the longest request may be."""
-    batch = RotatedBatch([130], SHAPE, device)
+    batch = RotatedDecodeBatch([130], SHAPE, device)
     found = rotated_decode(*batch.given(batch.cache.clone()), **batch.options)
     batch.tables = torch.nn.functional.pad(batch.tables, (0, 7), value=2**30)
     assert_same(rotated_decode(*batch.given(batch.cache), **batch.options), found)
 
 
 def test_it_is_one_launch(device: torch.device, launches: Callable[[], int]) -> None:
-    batch = RotatedBatch([333], SHAPE, device)
+    batch = RotatedDecodeBatch([333], SHAPE, device)
     rotated_decode(*batch.given(batch.cache), **batch.options)
     assert launches() == 1

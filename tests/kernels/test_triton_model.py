@@ -1,4 +1,4 @@
-"""A whole model through the table of Triton kernels: the tokens of the table for CPUs, by the plain and the overlapped loop."""
+"""A whole model on the Triton operation table gives the CPU table's tokens, in the plain and the overlapped loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kernels import ops
 from kernels.cpu import fp8_rows
 from kernels.triton import greedy_head
 from kernels.triton.linear_tiles import Tiles
-from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
-from tests.support.kernel_tables import replaced
+from tests.support.engines import generation_request, overlapped_engine, run_to_end, small_engine, tokens
+from tests.support.kernel_tables import replace_table
 from tests.support.tiny_models import make_model
 
 # The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
@@ -36,9 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(make: Callable[..., Engine], model: Path, table: str, **options: Any) -> dict[str, list[int]]:
-    with replaced("cpu", table) if table != "cpu" else contextlib.nullcontext():
+    with replace_table("cpu", table) if table != "cpu" else contextlib.nullcontext():
         engine = make(model, max_num_seqs=4, max_model_len=32, num_kv_blocks=8, **options)
-        events = run_to_end(engine, [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in PROMPTS.items()])
+        events = run_to_end(
+            engine, [generation_request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in PROMPTS.items()]
+        )
     return {name: tokens(each) for name, each in events.items()}
 
 
@@ -112,10 +114,10 @@ def launched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[str]
 
 def launches_of_a_step(model: Path, launched: list[str], num_requests: int, num_layers: int) -> list[str]:
     make_model("llama", model, num_hidden_layers=num_layers, head_dim=16)
-    with replaced("cpu", "cuda"):
+    with replace_table("cpu", "cuda"):
         engine = overlapped_engine(model, max_num_seqs=2, max_model_len=16, num_kv_blocks=4)
         for number in range(num_requests):
-            engine.submit(wanted(str(number), [5, 6], max_tokens=4))
+            engine.submit(generation_request(str(number), [5, 6], max_tokens=4))
         engine.step()
         launched.clear()
         engine.step()

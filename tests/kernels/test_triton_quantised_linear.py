@@ -17,8 +17,8 @@ from kernels import ops, quantised_linear
 from kernels.quantised_weights import pack_int4
 from kernels.reference import quantised as reference
 from kernels.triton.linear_fp8 import linear_fp8
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
-from tests.support.kernel_tables import replaced
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
+from tests.support.kernel_tables import replace_table
 from tests.support.tiny_models import make_model
 
 ROUNDED = 0.01  # float16 results of 64 products near one
@@ -54,20 +54,22 @@ def weight() -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("on_triton")
-def test_8_bit_integers(x: torch.Tensor, bias: torch.Tensor) -> None:
+def test_8_bit_integers_match_the_reference(x: torch.Tensor, bias: torch.Tensor) -> None:
     packed = ops.pack_int8(weight())
     assert_close(ops.bind_int8(packed, bias)(x), reference.linear_int8(x, packed, bias=bias))
 
 
 @pytest.mark.usefixtures("on_triton")
-def test_4_bits(x: torch.Tensor, bias: torch.Tensor) -> None:
+def test_4_bit_weights_match_the_reference(x: torch.Tensor, bias: torch.Tensor) -> None:
     packed = pack_int4(weight(), 32)
     assert_close(ops.bind_int4(packed, bias)(x), reference.linear_int4(x, packed, bias=bias))
 
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("activations", Activations)
-def test_8_bit_floats_with_inputs_rounded_or_not(activations: Activations, x: torch.Tensor, bias: torch.Tensor) -> None:
+def test_8_bit_floats_match_the_reference_with_inputs_rounded_or_not(
+    activations: Activations, x: torch.Tensor, bias: torch.Tensor
+) -> None:
     packed, scale = ops.pack_fp8(weight()), torch.tensor([0.01])
     product = fp8_product(packed, bias, activations, [(OUTPUTS, scale)])
     found = product(x)
@@ -110,8 +112,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 def test_a_model_in_8_bits_says_the_same_with_norms_fused_into_its_products(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=2, head_dim=16)
     options: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 4, "quantization": "int8"}
-    request = wanted("a", [5, 6, 7], max_tokens=3)
-    with replaced("cpu", "cuda"):
+    request = generation_request("a", [5, 6, 7], max_tokens=3)
+    with replace_table("cpu", "cuda"):
         engine = small_engine(tmp_path, **options)
         assert isinstance(engine.runner, ModelRunner)
         assert engine.runner.target._decoder._fused is not None

@@ -1,4 +1,4 @@
-"""Models with quantised weights through the table of Triton kernels: their tokens, their launches, what reads their heads."""
+"""Quantised models on the Triton operation table: tokens, launches, and output heads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import fused_linear, greedy_head
 from kernels.triton.linear_tiles import FLOAT32_FEW_ROWS
 from tests.support import quantised_checkpoints as layouts
-from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, overlapped_engine, run_to_end, small_engine, tokens
 from tests.support.interpreted_bf16 import correct_bf16
-from tests.support.kernel_tables import replaced
+from tests.support.kernel_tables import replace_table
 from tests.support.tiny_models import make_model
 
 LAUNCHES_OF_A_LAYER = 5  # of one request: qkv, attention, out, gate and up, down
@@ -45,17 +45,21 @@ def on_triton(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator
 
 
 def answers(make: Callable[..., Engine], model: Path, **options: Any) -> dict[str, list[int]]:
-    with replaced("cpu", "cuda"):
+    with replace_table("cpu", "cuda"):
         engine = make(model, **SMALL, **options)
-        events = run_to_end(engine, [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in PROMPTS.items()])
+        events = run_to_end(
+            engine, [generation_request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in PROMPTS.items()]
+        )
     return {name: tokens(each) for name, each in events.items()}
 
 
-def model_in(folder: Path, layout: layouts.Layout | None = None, *, num_layers: int = 2, tied: bool = False) -> layouts.Written:
+def model_in(
+    folder: Path, layout: layouts.Layout | None = None, *, num_layers: int = 2, tied: bool = False
+) -> layouts.WrittenCheckpoint:
     settings = {**layouts.SIZES, "num_hidden_layers": num_layers, "head_dim": 16, "tie_word_embeddings": tied}
     make_model("llama", folder / "plain", **settings)
     if layout is None:
-        return layouts.Written(folder / "plain", folder / "plain", layouts.awq())
+        return layouts.WrittenCheckpoint(folder / "plain", folder / "plain", layouts.awq())
     return layouts.write(folder / "plain", folder / "written", layout)
 
 
@@ -102,7 +106,7 @@ def test_rows_of_float16_do_not_overflow_before_they_are_divided(layout: layouts
     file = tmp_path / "plain" / "model.safetensors"
     factors = {name: next((SCALED[each] for each in SCALED if each in name), 1.0) for name in load_file(file)}
     save_file({name: tensor * factors[name] for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    written = layouts.Written(tmp_path / "plain", tmp_path / "plain", layouts.awq())
+    written = layouts.WrittenCheckpoint(tmp_path / "plain", tmp_path / "plain", layouts.awq())
     if layout is not None:
         written = layouts.write(tmp_path / "plain", tmp_path / "written", layout)
     with mock.patch.object(fused_linear, "_launch", wraps=fused_linear._launch) as fused:
@@ -122,9 +126,9 @@ def launches_of_a_step(model: Path, **options: Any) -> int:
         launches += 1
         return execute(self, *arguments, **named)
 
-    with replaced("cpu", "cuda"), mock.patch.object(interpreter.GridExecutor, "__call__", counted):
+    with replace_table("cpu", "cuda"), mock.patch.object(interpreter.GridExecutor, "__call__", counted):
         engine = overlapped_engine(model, max_num_seqs=2, max_model_len=16, num_kv_blocks=2, **options)
-        engine.submit(wanted("a", [5, 6], max_tokens=4))
+        engine.submit(generation_request("a", [5, 6], max_tokens=4))
         engine.step()
         launches = 0
         engine.step()

@@ -1,4 +1,4 @@
-"""Rotation, cache write and attention of decodes in one launch, against the two operations one after the other."""
+"""Rotation, cache write and decode attention in one launch, against separate operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from tests.support.interpreted_fp8 import correct_e4m3
-from tests.support.kernel_cases import RotatedBatch
+from tests.support.kernel_cases import RotatedDecodeBatch
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
 
@@ -31,46 +31,46 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     correct_e4m3(monkeypatch)
 
 
-def compare(batch: RotatedBatch) -> None:
+def compare(batch: RotatedDecodeBatch) -> None:
     batch.compare(kernel.rotated_decode)
 
 
 @pytest.mark.parametrize("lengths", [[1, 15, 16, 17], [33, 31, 0, 1], [257, 129, 67, 128], [2, 0], [32, 64, 96, 33, 65]])
 def test_awkward_lengths_equal_the_two_operations(lengths: list[int], device: torch.device) -> None:
-    compare(RotatedBatch(lengths, SHAPE, device))
+    compare(RotatedDecodeBatch(lengths, SHAPE, device))
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
 @pytest.mark.parametrize("is_normed", [False, True])
-def test_every_head_size(head_dim: int, is_normed: bool, device: torch.device) -> None:
-    compare(RotatedBatch([67, 5], AttentionShape(16, 4, 2, head_dim), device, is_normed=is_normed))
+def test_every_head_size_matches_the_reference(head_dim: int, is_normed: bool, device: torch.device) -> None:
+    compare(RotatedDecodeBatch([67, 5], AttentionShape(16, 4, 2, head_dim), device, is_normed=is_normed))
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (20, 1)])
-def test_every_number_of_query_heads_per_kv_head(heads: tuple[int, int], device: torch.device) -> None:
-    compare(RotatedBatch([37, 5], AttentionShape(16, *heads, 16), device))
+def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tuple[int, int], device: torch.device) -> None:
+    compare(RotatedDecodeBatch([37, 5], AttentionShape(16, *heads, 16), device))
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (64, 16), (96, 64), (128, 96)])
 def test_partial_rotation(head_dim: int, rotary_dim: int, device: torch.device) -> None:
     shape = AttentionShape(32, 4, 2, head_dim)
-    compare(RotatedBatch([65, 40, 2], shape, device, rotary_dim=rotary_dim, is_normed=True))
+    compare(RotatedDecodeBatch([65, 40, 2], shape, device, rotary_dim=rotary_dim, is_normed=True))
 
 
 @pytest.mark.parametrize("window", [1, 16, 21, 64])
-def test_a_window_and_a_soft_cap(window: int, device: torch.device) -> None:
+def test_a_window_with_capped_scores_matches_the_reference(window: int, device: torch.device) -> None:
     shape = AttentionShape(16, 2, 1, 32, sliding_window=window, softcap=5.0)
-    compare(RotatedBatch([1, 50, 22, 90], shape, device, is_normed=True))
+    compare(RotatedDecodeBatch([1, 50, 22, 90], shape, device, is_normed=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_a_cache_of_8_bits(head_dim: int, device: torch.device) -> None:
+def test_an_8_bit_cache_matches_the_reference(head_dim: int, device: torch.device) -> None:
     shape = AttentionShape(16, 4, 2, head_dim)
-    compare(RotatedBatch([65, 140, 2, 0], shape, device, kv_dtype=FP8, is_normed=True))
+    compare(RotatedDecodeBatch([65, 140, 2, 0], shape, device, kv_dtype=FP8, is_normed=True))
 
 
 def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
-    batch = RotatedBatch([33, 5], SHAPE, device, kv_dtype=FP8)
+    batch = RotatedDecodeBatch([33, 5], SHAPE, device, kv_dtype=FP8)
     batch.qkv *= 4000.0
     kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
     written = batch.cache[batch.slots[0] // 16, batch.slots[0] % 16].float()
@@ -78,7 +78,7 @@ def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
 
 
 def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -> None:
-    batch = RotatedBatch([40, 3], SHAPE, device)
+    batch = RotatedDecodeBatch([40, 3], SHAPE, device)
     batch.slots[0] = -1
     before = batch.cache.clone()
     found = kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
@@ -90,18 +90,18 @@ def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -
 def test_a_row_has_the_same_bits_among_others(device: torch.device) -> None:
     """A single row has a kernel of its own (`lone_decode`)."""
     lengths = [257, 3, 64, 0, 129]
-    batch = RotatedBatch(lengths, SHAPE, device, is_normed=True)
+    batch = RotatedDecodeBatch(lengths, SHAPE, device, is_normed=True)
     together = rotated_rows(batch, slice(None))
     for row in range(len(lengths) - 1):
         assert_same(rotated_rows(batch, slice(row, row + 2)), together[row : row + 2])
 
 
-def rotated_rows(batch: RotatedBatch, rows: slice) -> torch.Tensor:
+def rotated_rows(batch: RotatedDecodeBatch, rows: slice) -> torch.Tensor:
     return kernel.rotated_decode(*batch.given(batch.cache.clone(), rows), **batch.options)
 
 
 def test_it_takes_one_launch_fewer(device: torch.device, launches: Callable[[], int]) -> None:
-    batch = RotatedBatch([33, 7], SHAPE, device)
+    batch = RotatedDecodeBatch([33, 7], SHAPE, device)
     kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
     assert launches() == 2
     qkv, cos, sin, cache, slots, tables, lens, shape = batch.given(batch.cache)

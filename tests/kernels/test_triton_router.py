@@ -23,7 +23,7 @@ normalised_or_not = pytest.mark.parametrize("normalised", [True, False])
 @normalised_or_not
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), SIZES)
-def test_experts_and_their_weights(
+def test_experts_and_their_weights_match_the_reference(
     num_tokens: int, num_experts: int, num_chosen: int, dtype: torch.dtype, normalised: bool, device: torch.device
 ) -> None:
     logits = padded_rows(normal(num_tokens, num_experts, dtype=dtype, device=device) * 3, num_experts + 7)
@@ -98,7 +98,7 @@ def test_a_row_has_the_same_bits_in_any_batch(normalised: bool, device: torch.de
             assert_same(found, wanted[part])
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_routing_no_rows_gives_empty_results(device: torch.device) -> None:
     weights, expert_ids = route_live(torch.empty(0, 8, device=device), 2, normalised=True)
     assert weights.shape == expert_ids.shape == (0, 2)
 

@@ -1,4 +1,4 @@
-"""The sampling kernels against their definition: the very same token for every request, and the right distribution."""
+"""The sampling kernels against their definition: the same token for every request, and the right distribution."""
 
 from __future__ import annotations
 

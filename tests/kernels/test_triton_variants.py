@@ -1,4 +1,4 @@
-"""No step of ordinary traffic asks for a kernel that was not compiled at the start: a compiler takes seconds, and all wait."""
+"""Ordinary traffic requests no kernel that was not compiled at the start: compiling takes seconds, and everybody waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.triton_jobs import promised
+from tests.support.triton_jobs import locked_versions
 from tests.support.triton_versions import compiling_process
 
 ALL_CASES = (
@@ -18,7 +18,7 @@ ALL_CASES = (
 FEWER_CASES = ("window-fp8", "awq", "experts-int8", "experts-awq", "draft-eager", "invariant-awq-experts")
 """Those that ask for every kernel. Which variants an engine asks for does not depend on Triton, but how Triton tells the
 arguments of a kernel apart does: a version that tests run under beside the newest has each kernel asked for."""
-CASES = ALL_CASES if metadata.version("triton") == promised()[-1] else FEWER_CASES
+CASES = ALL_CASES if metadata.version("triton") == locked_versions()[-1] else FEWER_CASES
 
 
 pytestmark = pytest.mark.every_case

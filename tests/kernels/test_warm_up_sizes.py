@@ -1,4 +1,4 @@
-"""Whatever number of requests a step has, a step before the first request had one for which the same kernels are compiled."""
+"""For any number of requests in a step, a warm-up step has compiled the same kernels."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from engine.runner.model_runner import ModelRunner
 from tests.support.engines import (
     KV_CACHE_BYTES,
     evict_all,
+    generation_request,
     overlapped_engine,
     preempt_all,
     run_to_end,
     small_engine,
     tokens,
-    wanted,
 )
 from tests.support.quantised_checkpoints import to_e4m3
 from tests.support.tiny_models import VOCAB_SIZE, make_model
@@ -64,7 +64,7 @@ def expected(model: Any, scales: tuple[float, float]) -> torch.Tensor:
 
 def found(directory: Path, **options: Any) -> torch.Tensor:
     engine = small_engine(directory, **{"kv_cache_dtype": "fp8", **options})
-    requests = [wanted(str(i), prompt, max_tokens=1, prompt_logprobs=0) for i, prompt in enumerate(PROMPTS)]
+    requests = [generation_request(str(i), prompt, max_tokens=1, prompt_logprobs=0) for i, prompt in enumerate(PROMPTS)]
     events = run_to_end(engine, requests)
     engine.close()
     return torch.tensor(
@@ -144,7 +144,7 @@ def test_the_cache_takes_a_quarter_of_the_memory_and_holds_four_times_the_tokens
 def test_rounded_blocks_move_to_main_memory_and_back_and_are_copied(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     options = {"kv_cache_dtype": "fp8", "swap_space": 0.001}
-    request = wanted("a", PROMPTS[0], max_tokens=12, n=2, temperature=1.0)
+    request = generation_request("a", PROMPTS[0], max_tokens=12, n=2, temperature=1.0)
     undisturbed = run_to_end(small_engine(tmp_path, **options), [request])
     engine = small_engine(tmp_path, **options)
     events = engine.submit(request)
@@ -165,7 +165,7 @@ def test_rounded_blocks_move_to_main_memory_and_back_and_are_copied(tmp_path: Pa
 def test_steps_launched_ahead_over_slots_read_the_same_rounded_cache(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     add_scales(tmp_path, SPELLINGS["vllm"])
-    requests = [wanted(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)]
+    requests = [generation_request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)]
     options: dict[str, Any] = {"kv_cache_dtype": "fp8", "quantization": "int8"}
     plain, ahead = (run_to_end(make(tmp_path, **options), requests) for make in (small_engine, overlapped_engine))
     assert [tokens(ahead[key]) for key in "01"] == [tokens(plain[key]) for key in "01"]

@@ -12,7 +12,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.offline.outputs import Logprob, RequestOutput
-from tests.support.engines import KV_CACHE_BYTES, run_to_end, small_engine, wanted
+from tests.support.engines import KV_CACHE_BYTES, generation_request, run_to_end, small_engine
 from tests.support.parity import LOGPROB_TOLERANCE
 from tests.support.tiny_models import VOCAB_SIZE, greedy, make_model
 
@@ -109,7 +109,7 @@ def test_prompts_that_are_cut_up_preempted_or_guessed(llama: Case, options: dict
 def test_a_prompt_that_is_preempted_half_way_is_scored_once(llama: Case, num_steps: int) -> None:
     (prompt,) = make_prompts((70,))
     engine = small_engine(llama.directory, max_num_seqs=4, max_num_batched_tokens=20)
-    assert engine.submit(wanted("a", prompt, max_tokens=2, prompt_logprobs=TOP)) == []
+    assert engine.submit(generation_request("a", prompt, max_tokens=2, prompt_logprobs=TOP)) == []
     events = [event for _ in range(num_steps) for event in engine.step()]
     engine._scheduler.preempt(*engine._scheduler.running)
     events += run_to_end(engine, [])["a"]

@@ -15,7 +15,7 @@ import pytest
 from engine.loop import Engine
 from engine.protocol import TokenEvent
 from engine.speculation.options import SpeculativeOptions
-from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, tokens, wanted
+from tests.support.engines import evict_all, generation_request, preempt_all, run_to_end, small_engine, tokens
 from tests.support.parity import assert_greedy
 from tests.support.tiny_models import VOCAB_SIZE, make_model
 
@@ -45,7 +45,7 @@ class Case:
         prompts = make_prompts()
         events: list[TokenEvent] = []
         for index, prompt in enumerate(prompts):
-            assert not engine.submit(wanted(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0, **sampling))
+            assert not engine.submit(generation_request(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0, **sampling))
         if interrupt is not None:
             for _ in range(2):
                 events += [event for _ in range(5) for event in engine.step()]

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from engine.protocol import TokenEvent
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.parity import assert_greedy
 from tests.support.tiny_models import EOS, FAMILY_SETTINGS, LONGROPE, VOCAB_SIZE, greedy, make_model
 
@@ -38,7 +38,7 @@ class Case:
 
     def check(self, prompts: list[list[int]], engine: Any) -> None:
         """All of `prompts` at once through `engine`, against transformers."""
-        requests = [wanted(str(i), prompt, max_tokens=MAX_TOKENS, logprobs=0) for i, prompt in enumerate(prompts)]
+        requests = [generation_request(str(i), prompt, max_tokens=MAX_TOKENS, logprobs=0) for i, prompt in enumerate(prompts)]
         events = run_to_end(engine, requests)
         assert_greedy(self.model, prompts, [events[str(i)] for i in range(len(prompts))])
 
@@ -60,7 +60,7 @@ families = pytest.mark.parametrize("family", list(FAMILY_SETTINGS))
 def test_each_prompt_alone(family: str, case_of: Callable[[str], Case]) -> None:
     case, prompts = case_of(family), make_prompts((1, 17, 70))
     engine = small_engine(case.directory, max_num_seqs=1, enable_prefix_caching=False)
-    events = run_to_end(engine, [wanted(str(i), prompt, max_tokens=MAX_TOKENS) for i, prompt in enumerate(prompts)])
+    events = run_to_end(engine, [generation_request(str(i), prompt, max_tokens=MAX_TOKENS) for i, prompt in enumerate(prompts)])
     assert [tokens(events[str(i)]) for i in range(3)] == [greedy(case.model, prompt, MAX_TOKENS) for prompt in prompts]
 
 
@@ -81,7 +81,7 @@ def test_requests_that_were_preempted_and_computed_again(family: str, case_of: C
     case, prompts = case_of(family), make_prompts(PROMPT_LENS)
     engine = small_engine(case.directory, enable_prefix_caching=False, max_num_batched_tokens=64)
     for index, prompt in enumerate(prompts):
-        assert engine.submit(wanted(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0)) == []
+        assert engine.submit(generation_request(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0)) == []
     events: list[TokenEvent] = []
     for _ in range(3):
         events += [event for _ in range(6) for event in engine.step()]
@@ -98,7 +98,7 @@ def test_prompts_whose_prefix_was_cached_by_an_earlier_one(family: str, case_of:
     case, prompt = case_of(family), make_prompts((70,))[0]
     engine = small_engine(case.directory)
     case.check([prompt], engine)
-    again = run_to_end(engine, [wanted("again", prompt, max_tokens=MAX_TOKENS, logprobs=0)])["again"]
+    again = run_to_end(engine, [generation_request("again", prompt, max_tokens=MAX_TOKENS, logprobs=0)])["again"]
     assert_greedy(case.model, [prompt], [again])
     assert again[-1].num_cached_tokens == 64
 
@@ -120,7 +120,7 @@ def test_sharded_weights_give_the_same_tokens_as_one_file(tmp_path: Path) -> Non
     model = make_model("llama", tmp_path, sharded=True)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     prompt = make_prompts((9,))[0]
-    events = run_to_end(small_engine(tmp_path), [wanted("a", prompt, max_tokens=MAX_TOKENS)])
+    events = run_to_end(small_engine(tmp_path), [generation_request("a", prompt, max_tokens=MAX_TOKENS)])
     assert tokens(events["a"]) == greedy(model, prompt, MAX_TOKENS)
 
 
@@ -128,7 +128,7 @@ def test_sharded_weights_give_the_same_tokens_as_one_file(tmp_path: Path) -> Non
 def test_tied_embeddings_serve_as_the_output_head(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path, tie_word_embeddings=True)
     prompt = make_prompts((9,))[0]
-    events = run_to_end(small_engine(tmp_path), [wanted("a", prompt, max_tokens=MAX_TOKENS)])
+    events = run_to_end(small_engine(tmp_path), [generation_request("a", prompt, max_tokens=MAX_TOKENS)])
     assert tokens(events["a"]) == greedy(model, prompt, MAX_TOKENS)
 
 
@@ -138,7 +138,7 @@ def test_a_request_ends_with_the_end_of_sequence_token_where_transformers_ends(t
     expected = [greedy(model, prompt, 60, stops_at_eos=True) for prompt in prompts]
     assert any(ids[-1] == EOS for ids in expected), "no prompt of this test reaches the end-of-sequence token"
     engine = small_engine(tmp_path)
-    events = run_to_end(engine, [wanted(str(i), p, max_tokens=60, ignore_eos=False) for i, p in enumerate(prompts)])
+    events = run_to_end(engine, [generation_request(str(i), p, max_tokens=60, ignore_eos=False) for i, p in enumerate(prompts)])
     assert [tokens(events[str(i)]) for i in range(len(prompts))] == expected
 
 
@@ -148,7 +148,7 @@ def test_grouped_heads_and_head_sizes(heads: tuple[int, int], head_dim: int, tmp
     model = make_model("llama", tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=head_dim)
     prompts = make_prompts((5, 18))
     engine = small_engine(tmp_path, max_num_batched_tokens=16)
-    events = run_to_end(engine, [wanted(str(i), prompt, max_tokens=8) for i, prompt in enumerate(prompts)])
+    events = run_to_end(engine, [generation_request(str(i), prompt, max_tokens=8) for i, prompt in enumerate(prompts)])
     assert [tokens(events[str(i)]) for i in range(2)] == [greedy(model, prompt, 8) for prompt in prompts]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import quantised_checkpoints as layouts
-from tests.support.engines import run_to_end, small_engine, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.parity import LOGPROB_TOLERANCE, reference_logprobs
 from tests.support.tiny_models import VOCAB_SIZE, make_model
 
@@ -53,7 +53,7 @@ def prompt_logprobs(directory: Path, **options: Any) -> list[torch.Tensor]:
     """The log-probability of each prompt token after the first, by the engine."""
     engine = small_engine(directory, **options)
     try:
-        requests = [wanted(str(i), prompt, max_tokens=1, prompt_logprobs=0) for i, prompt in enumerate(PROMPTS)]
+        requests = [generation_request(str(i), prompt, max_tokens=1, prompt_logprobs=0) for i, prompt in enumerate(PROMPTS)]
         events = run_to_end(engine, requests)
         found = [
             [entry.logprob for event in events[str(i)] for entry in event.prompt_logprobs or []] for i in range(len(PROMPTS))

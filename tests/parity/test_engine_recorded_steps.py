@@ -10,7 +10,7 @@ import pytest
 from engine.loop import Engine
 from engine.runner.slot_runner import SlotRunner
 from kernels.simd.vectors import LANES
-from tests.support.engines import recorded_engine, run_to_end, small_engine, wanted
+from tests.support.engines import generation_request, recorded_engine, run_to_end, small_engine
 from tests.support.tiny_models import make_model
 
 FAMILIES = ("llama-biased", "mistral-window", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2")
@@ -21,7 +21,7 @@ COUNTS = (1, 3, 16)
 def scores(engine: Engine, count: int) -> list[list[tuple[int, float, tuple[float, ...]]]]:
     """Tokens and log-probabilities of `count` requests of different lengths at once."""
     asked = [
-        wanted(str(index), [3 + index, *range(5, 9 + 2 * index)], max_tokens=6 + index % 3, logprobs=2)
+        generation_request(str(index), [3 + index, *range(5, 9 + 2 * index)], max_tokens=6 + index % 3, logprobs=2)
         for index in range(count)
     ]
     return [

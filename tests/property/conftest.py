@@ -1,4 +1,4 @@
-"""Settings of the tests that Hypothesis writes: the same examples in every run, and no verdict on how long one took."""
+"""Settings of the Hypothesis tests: the same examples in every run, and no deadline per example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of an answer is the same however it is cut: detokeniser and stop strings against their plain twins."""
+"""An answer's text does not depend on how it is cut: detokeniser and stop strings against plain twins."""
 
 from __future__ import annotations
 

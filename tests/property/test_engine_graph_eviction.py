@@ -1,4 +1,4 @@
-"""Which captured steps are kept: what is met often has a graph in the end, and what comes and goes drives nobody out."""
+"""Eviction of captured steps: frequent steps have a graph in the end, and rare ones evict none of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Engines that guess over slots, by prompt lookup or with a draft model, say what the plain runner says without guesses,
-whatever happens meanwhile."""
+"""Engines with speculation over slots, by prompt lookup or a draft model, give the plain runner's tokens in any history."""
 
 from __future__ import annotations
 
@@ -21,10 +20,19 @@ from engine.scheduling.request import table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.speculation.options import SpeculativeOptions
 from kernels.simd.vectors import LANES
-from tests.support.engine_histories import PlannedRequest, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
-from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
-from tests.support.guessing import UNLIKELY, foresee
+from tests.support.engine_histories import (
+    EngineLimits,
+    PlannedRequest,
+    assert_as_alone,
+    engine_limits,
+    planned_requests,
+    repetitive_requests,
+    run_history,
+    with_grammars,
+)
+from tests.support.engines import generation_request, overlapped_engine, recorded_engine, run_to_end, small_engine, tokens
 from tests.support.scheduling import make_request
+from tests.support.scripted_drafter import WRONG_TOKEN, use_scripted_drafter
 from tests.support.slots import slot_state, slot_table
 from tests.support.tiny_models import make_first_layers, make_model
 
@@ -55,9 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(
     loop=st.sampled_from(sorted(LOOPS)),
     family=st.sampled_from(FAMILIES),
-    requests=st.lists(repeating | asked, min_size=1, max_size=7),
+    requests=st.lists(repetitive_requests | planned_requests, min_size=1, max_size=7),
     depth=st.sampled_from((1, 3, 8)),
-    room=rooms,
+    room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_tokens_are_those_of_the_plain_runner_without_guesses(
@@ -66,7 +74,7 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
     family: str,
     requests: list[PlannedRequest],
     depth: int,
-    room: Room,
+    room: EngineLimits,
     preempt_at: int | None,
 ) -> None:
     engine = LOOPS[loop](
@@ -74,7 +82,7 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
         speculative_config=guessing(depth),
         **room.options,
     )
-    assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
+    assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0
 
 
@@ -83,9 +91,9 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
     loop=st.sampled_from(sorted(LOOPS)),
     family=st.sampled_from(FAMILIES),
     draft=st.none() | st.sampled_from(FAMILIES),
-    requests=st.lists(repeating | asked, min_size=1, max_size=7),
+    requests=st.lists(repetitive_requests | planned_requests, min_size=1, max_size=7),
     depth=st.sampled_from((1, 3, 8)),
-    room=rooms,
+    room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without_guesses(
@@ -95,7 +103,7 @@ def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without
     draft: str | None,
     requests: list[PlannedRequest],
     depth: int,
-    room: Room,
+    room: EngineLimits,
     preempt_at: int | None,
 ) -> None:
     engine = LOOPS[loop](
@@ -103,17 +111,19 @@ def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without
         speculative_config=drafting(folder / (f"{draft} draft" if draft else family), depth),
         **room.options,
     )
-    assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
+    assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-@pytest.mark.parametrize("wish", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}])
-def test_a_model_that_guesses_for_itself_is_always_right(loop: str, wish: dict[str, Any], folder: Path) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}])
+def test_a_model_that_guesses_for_itself_is_always_right(loop: str, sampling: dict[str, Any], folder: Path) -> None:
     """Its own keys and values are then those of the large one, also behind chunks and steps without guesses."""
     engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama", 4), max_num_batched_tokens=16)
     plain: Any = engine.runner.plain  # type: ignore[attr-defined]
-    submitted = [wanted(name, range(3, 3 + length), max_tokens=30, **wish) for name, length in (("a", 4), ("b", 40))]
+    submitted = [
+        generation_request(name, range(3, 3 + length), max_tokens=30, **sampling) for name, length in (("a", 4), ("b", 40))
+    ]
     with mock.patch.object(plain, "run", side_effect=plain.run) as spy:
         run_to_end(engine, submitted)
     status = engine.status()
@@ -137,7 +147,7 @@ def test_what_two_models_read_in_all_layers_is_made_before_the_layers_of_either(
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: Path) -> None:
     asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 20}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
+    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
     engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama"))
     drafts: Any = engine.runner.steps.drafts  # type: ignore[attr-defined]
     right, calls = drafts.guess, iter((None, None, RuntimeError("out of memory")))
@@ -148,7 +158,7 @@ def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: 
         return right(*values)
 
     with mock.patch.object(drafts, "guess", fails_once):
-        (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)]).values()
+        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)]).values()
     assert tokens(events) == tokens(plain)
     assert engine.fallbacks.count == 1
     status = engine.status()
@@ -168,7 +178,7 @@ def test_guesses_are_verified_over_slots_beside_chunks_of_prompts_and_beside_row
     ]
     plain: Any = engine.runner.plain  # type: ignore[attr-defined]
     with mock.patch.object(plain, "run", side_effect=plain.run) as spy:
-        assert_as_alone(folder, "llama", requests, run(engine, requests, preempt_at=None))
+        assert_as_alone(folder, "llama", requests, run_history(engine, requests, preempt_at=None))
     assert spy.call_count == 0
     assert engine.status().draft_tokens_total > 5  # how many are right is for the processor's rounding to say
 
@@ -180,12 +190,12 @@ def test_an_answer_ends_within_its_accepted_guesses_where_it_would_have_ended_wi
 ) -> None:
     engine = LOOPS[loop](folder / "llama", speculative_config=guessing(8))
     asked: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
+    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
     answer = tokens(plain)
-    foresee(engine, answer, 8)
+    use_scripted_drafter(engine, answer, 8)
     for number in range(1, 12):
         stop: dict[str, Any] = {"max_tokens": number} if ends == "by length" else {"stop_token_ids": [answer[number - 1]]}
-        (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **{**asked, **stop})]).values()
+        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **{**asked, **stop})]).values()
         expected = answer[:number] if ends == "by length" else answer[: answer.index(answer[number - 1]) + 1]
         assert tokens(events) == expected
     assert engine.status().accepted_draft_tokens_total > 30
@@ -196,10 +206,10 @@ def test_an_answer_ends_within_its_accepted_guesses_where_it_would_have_ended_wi
 def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: str, folder: Path) -> None:
     """After a step that failed, also when the plain way computed it and the next one verifies guesses again."""
     asked: dict[str, Any] = {"temperature": 0.8, "top_k": 5, "max_tokens": 20}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
+    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
     engine = LOOPS[loop](folder / "llama", speculative_config=guessing(), block_size=4)
-    run_to_end(engine, [wanted("b", [8, 6, 7], max_tokens=3)])  # whose slot a has next
-    foresee(engine, tokens(plain), 3)
+    run_to_end(engine, [generation_request("b", [8, 6, 7], max_tokens=3)])  # whose slot a has next
+    use_scripted_drafter(engine, tokens(plain), 3)
     runner: Any = engine.runner
     owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "place")
     right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
@@ -211,16 +221,16 @@ def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: s
         return right(*values)
 
     with mock.patch.object(owner, name, fails_once):
-        (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)]).values()
+        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)]).values()
     assert tokens(events) == tokens(plain)
     assert engine.fallbacks.count == 1, "what comes after it is over the slots again"
 
 
 def test_more_guesses_than_a_step_has_rows_for_are_not_made(folder: Path) -> None:
     engine = recorded_engine(folder / "llama", speculative_config=guessing(32), max_num_seqs=4)
-    foresee(engine, [7] * 40, 32)
+    use_scripted_drafter(engine, [7] * 40, 32)
     for name in "abcd":
-        engine.submit(wanted(name, [5, 6, 7], max_tokens=40))
+        engine.submit(generation_request(name, [5, 6, 7], max_tokens=40))
     engine.step()
     batch = engine._scheduler.schedule()
     assert [item.num_draft_tokens for item in batch.decodes] == [32, 32, 0, 0]
@@ -268,12 +278,12 @@ def test_a_wrong_guess_that_spoils_the_rows_before_it_ends_no_request(make_engin
     """Values that are not finite spoil sums in which they have no weight: a guess nobody would have made costs a step."""
     make_model("llama", tmp_path, head_dim=LANES, hidden_size=4 * LANES)
     weights = load_file(tmp_path / "model.safetensors")
-    weights["model.embed_tokens.weight"][UNLIKELY] = torch.nan
+    weights["model.embed_tokens.weight"][WRONG_TOKEN] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 12, "logit_bias": {UNLIKELY: -100.0}}
-    (plain,) = run_to_end(small_engine(tmp_path), [wanted("a", [5, 6, 7], **asked)]).values()
+    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 12, "logit_bias": {WRONG_TOKEN: -100.0}}
+    (plain,) = run_to_end(small_engine(tmp_path), [generation_request("a", [5, 6, 7], **asked)]).values()
     engine = make_engine(tmp_path, speculative_config=guessing())
-    foresee(engine, tokens(plain), 3)
-    (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)]).values()
+    use_scripted_drafter(engine, tokens(plain), 3)
+    (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)]).values()
     assert engine.status().draft_tokens_total > 3
     assert tokens(events) == tokens(plain)

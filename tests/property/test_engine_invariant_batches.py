@@ -17,7 +17,7 @@ from engine.speculation.options import SpeculativeOptions
 from kernels.cpu.linear import pack_linear
 from kernels.cpu.row_tiles import TILE_ROWS, in_invariant_tiles, invariant_tile_sizes
 from kernels.simd.vectors import LANES
-from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, wanted
+from tests.support.engines import evict_all, generation_request, preempt_all, run_to_end, small_engine
 from tests.support.tiny_models import VOCAB_SIZE, make_model
 
 MAX_TOKENS = 6
@@ -63,7 +63,7 @@ def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | Non
             "logprobs": 2,
             "prompt_logprobs": 0 if asked.scores_prompt else None,
         }
-        events[str(index)] = engine.submit(wanted(str(index), asked.prompt, **sampling))
+        events[str(index)] = engine.submit(generation_request(str(index), asked.prompt, **sampling))
     step = 0
     while engine.has_requests:
         if step == preempt_at:
@@ -142,7 +142,7 @@ def test_the_plain_mode_does_change_bits_so_that_the_comparison_means_something(
 def test_prompt_scores_do_not_depend_on_chunks_either(folder: Path) -> None:
     def scores(budget: int) -> list[float]:
         engine = small_engine(folder / "llama", batch_invariant=True, max_num_batched_tokens=budget)
-        request = wanted("a", list(range(3, 60)), max_tokens=1, prompt_logprobs=1)
+        request = generation_request("a", list(range(3, 60)), max_tokens=1, prompt_logprobs=1)
         return [entry.logprob for event in run_to_end(engine, [request])["a"] for entry in event.prompt_logprobs or []]
 
     assert len(scores(512)) == 56

@@ -20,16 +20,16 @@ from kernels import ops
 from kernels.simd.vectors import LANES
 from tests.support.engine_histories import (
     MAX_LEN,
-    WISHES,
+    SAMPLING_OPTIONS,
+    EngineLimits,
     PlannedRequest,
-    Room,
-    asked,
     assert_as_alone,
-    rooms,
-    run,
+    engine_limits,
+    planned_requests,
+    run_history,
     with_grammars,
 )
-from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, overlapped_engine, recorded_engine, run_to_end, small_engine, tokens
 from tests.support.tiny_models import EOS, VOCAB_SIZE, make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "qwen3", "qwen3_moe")
@@ -55,22 +55,22 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     family=st.sampled_from(FAMILIES),
-    requests=st.lists(asked, min_size=1, max_size=9),
-    room=rooms,
+    requests=st.lists(planned_requests, min_size=1, max_size=9),
+    room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_tokens_are_those_of_the_plain_runner(
     folder: Path,
     family: str,
     requests: list[PlannedRequest],
-    room: Room,
+    room: EngineLimits,
     preempt_at: int | None,
 ) -> None:
     engine = overlapped_engine(
         folder / family,
         **room.options,
     )
-    assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
+    assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
 
 
 RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
@@ -80,22 +80,22 @@ RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     family=st.sampled_from(RECORDED[:2]) | st.sampled_from(RECORDED),
-    requests=st.lists(asked, min_size=1, max_size=9),
-    room=rooms,
+    requests=st.lists(planned_requests, min_size=1, max_size=9),
+    room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_tokens_of_recorded_steps_are_those_of_the_plain_runner(
     wide_folder: Path,
     family: str,
     requests: list[PlannedRequest],
-    room: Room,
+    room: EngineLimits,
     preempt_at: int | None,
 ) -> None:
     engine = recorded_engine(
         wide_folder / family,
         **room.options,
     )
-    assert_as_alone(wide_folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
+    assert_as_alone(wide_folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
 
 
 @pytest.mark.parametrize("family", RECORDED)
@@ -108,7 +108,7 @@ def test_a_step_is_recorded_where_torch_has_no_part_in_it(family: str, wide_fold
 
 def test_tokens_of_recorded_steps_come_with_the_step_that_computed_them(wide_folder: Path) -> None:
     engine = recorded_engine(wide_folder / "llama")
-    engine.submit(wanted("a", [5, 6, 7], max_tokens=3))
+    engine.submit(generation_request("a", [5, 6, 7], max_tokens=3))
     assert [[event.num_output_tokens for event in engine.step()] for _ in range(3)] == [[1], [2], [3]]
     assert not engine.has_requests
 
@@ -122,7 +122,7 @@ def test_masks_are_filled_while_a_recorded_step_is_computed(wide_folder: Path, m
     calls.attach_mock(compute, "compute")
     monkeypatch.setattr(runner._masks, "begin", begin)
     monkeypatch.setattr(runner.steps.decodes.step, "_recorded", compute)
-    engine.submit(wanted("a", [5, 6, 7], max_tokens=3, guided_regex="[a-d]*"))
+    engine.submit(generation_request("a", [5, 6, 7], max_tokens=3, guided_regex="[a-d]*"))
     run_to_end(engine, [])
     names = [call[0] for call in calls.mock_calls]
     assert names == ["begin", *["begin", "compute"] * 2], "the first step has a prompt and is no recorded one"
@@ -131,7 +131,7 @@ def test_masks_are_filled_while_a_recorded_step_is_computed(wide_folder: Path, m
 def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_thrown_away(folder: Path) -> None:
     engine = overlapped_engine(folder / "llama")
     for name, stops in (("a", []), ("b", list(range(VOCAB_SIZE)))):
-        engine.submit(wanted(name, [5, 6, 7], max_tokens=8, stop_token_ids=stops))
+        engine.submit(generation_request(name, [5, 6, 7], max_tokens=8, stop_token_ids=stops))
     events = [engine.step() for _ in range(3)]
     assert [len(each) for each in events] == [0, 2, 1], "a's first token, b's only one; then a's second"
     launched = engine._in_flight_step
@@ -158,7 +158,7 @@ def test_steps_with_prompts_attend_in_the_workspaces_of_decode_steps(folder: Pat
 
 def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
     engine = overlapped_engine(folder / "llama")
-    engine.submit(wanted("a", [5, 6, 7], max_tokens=3))
+    engine.submit(generation_request("a", [5, 6, 7], max_tokens=3))
     sizes = []
     while engine.has_requests:
         engine.step()
@@ -166,25 +166,25 @@ def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
     assert sizes == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("wish", sorted(WISHES))
-def test_only_what_no_slot_can_hold_is_computed_in_the_plain_way(wish: str, folder: Path) -> None:
+@pytest.mark.parametrize("sampling", sorted(SAMPLING_OPTIONS))
+def test_only_what_no_slot_can_hold_is_computed_in_the_plain_way(sampling: str, folder: Path) -> None:
     engine = with_grammars(overlapped_engine(folder / "llama", max_model_len=MAX_LEN))
-    PlannedRequest((5, 6, 7, 8), wish, 6, 1, 0, None).submit(engine, "a")
-    engine.submit(wanted("b", [9, 8, 7], max_tokens=6))
+    PlannedRequest((5, 6, 7, 8), sampling, 6, 1, 0, None).submit(engine, "a")
+    engine.submit(generation_request("b", [9, 8, 7], max_tokens=6))
     plain = engine.runner.plain.run  # type: ignore[attr-defined]
     with mock.patch.object(engine.runner.plain, "run", side_effect=plain) as spy:  # type: ignore[attr-defined]
         run_to_end(engine, [])
-    assert spy.call_count == int(wish == "prompt scored")
+    assert spy.call_count == int(sampling == "prompt scored")
 
 
 def test_who_decodes_over_slots_behind_a_plain_prompt_is_asked_what_a_slot_cannot_hold(folder: Path) -> None:
     """Its prompt was never over slots: the step in which it decodes first is the one that reserves a row for its bias."""
     asked: dict[str, Any] = {"prompt_logprobs": 0, "logit_bias": {7: 9.0, 8: 8.5}, "max_tokens": 6}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
+    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
     engine = overlapped_engine(folder / "llama")
-    engine.submit(wanted("b", [9, 8, 7], max_tokens=12))
+    engine.submit(generation_request("b", [9, 8, 7], max_tokens=12))
     for _ in range(3):
         engine.step()
-    found = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)])
+    found = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)])
     assert tokens(found["a"]) == tokens(plain)
     assert engine.status().plain_steps_total[PlainReason.PROMPT_LOGPROBS] == 1

@@ -1,4 +1,4 @@
-"""Who has left between two lists: what is left without them is the front of the later one."""
+"""Departures between two row lists: without those that left, the first list is a prefix of the second."""
 
 from __future__ import annotations
 

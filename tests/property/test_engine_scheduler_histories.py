@@ -1,7 +1,7 @@
 """Random lives of requests under a scheduler with tiny pools: nothing leaks, nothing is shared wrongly, everybody ends once,
 and no tenant that waits is served less than another by more than the bound of docs/fairness.md.
 
-`GATEHOUSE_SCRIPTS=10000` runs as many random scripts; `python -m tests.support.scheduler_lives` prints their gaps too.
+`GATEHOUSE_SCRIPTS=10000` runs as many random scripts; `python -m tests.support.scheduler_fuzz` prints their gaps too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from engine.protocol import Priority
 from engine.scheduling.request import Request
-from tests.support.scheduler_lives import SchedulerLife, World, random_life
+from tests.support.scheduler_fuzz import SchedulerFuzz, SchedulerSetup, run_random_script
 
 NUM_SCRIPTS = int(os.environ.get("GATEHOUSE_SCRIPTS", "40"))
 TENANTS = (("alice", 1), ("bob", 2), ("charlie", 4))
@@ -50,7 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         global_prefix: tuple[int, ...],
         protected_percent: int,
     ) -> None:
-        world = World(
+        world = SchedulerSetup(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             protected_percent=protected_percent,
             tenants=TENANTS,
         )
-        self.life = SchedulerLife(world, random.Random(0))
+        self.life = SchedulerFuzz(world, random.Random(0))
 
     @rule(
         target=requests,
@@ -123,13 +123,15 @@ TestScheduler.settings = settings(
 @pytest.mark.parametrize("first", range(0, NUM_SCRIPTS, 20))
 def test_scripts_of_2_to_64_tenants_keep_every_promise(first: int) -> None:
     for seed in range(first, min(first + 20, NUM_SCRIPTS)):
-        life = random_life(seed)
+        life = run_random_script(seed)
         assert len(life.ended) == len(life.delivered), "every request ends exactly once"
 
 
 @pytest.mark.parametrize("caches", [False, True])
 def test_a_long_random_history_leaves_nothing_behind(caches: bool) -> None:
-    life = SchedulerLife(World(num_blocks=9, spare_budget=5, caches=caches, host_blocks=4), numbers := random.Random(11))
+    life = SchedulerFuzz(
+        SchedulerSetup(num_blocks=9, spare_budget=5, caches=caches, host_blocks=4), numbers := random.Random(11)
+    )
     longest = life.limits.max_model_len
     for _ in range(2500):
         if len(life.live) < 12 and numbers.random() < 0.3:

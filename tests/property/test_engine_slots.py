@@ -1,4 +1,4 @@
-"""Slots as requests come, go, pause and lose their blocks in any order: what a step reads there is what the scheduler has."""
+"""Slots while requests arrive, leave, pause and lose their blocks in any order: steps read the scheduler's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model without sense writes under a mask: every text that ends satisfies its constraint, by an independent judge."""
+"""Random text under a mask: every text that ends satisfies its constraint, by an independent validator."""
 
 from __future__ import annotations
 

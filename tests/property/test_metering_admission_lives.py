@@ -1,4 +1,4 @@
-"""Admission under random use: what is taken comes back, a refusal changes nothing, and a wait that is told is exact."""
+"""Admission under random use: reservations are returned, refusals change nothing, and reported waits are exact."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.alarms import Alarms
 from tests.support.clock import START, FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.factories import price, principal
-from tests.support.ledgers import running_of, utc_admission
-from tests.support.sums import NothingYet
+from tests.support.fake_timer import FakeTimer
+from tests.support.ledgers import num_running, utc_admission
 
 STEPS = 300
 PRICE = price(prompt=3, cached=1, completion=7)
@@ -100,7 +100,7 @@ def _asked(chance: random.Random, who: Principal, policy: ModelPolicy | None) ->
 async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int) -> None:
     chance = random.Random(seed)
     clock = FakeClock()
-    admission = utc_admission(clock, NothingYet())
+    admission = utc_admission(clock, EmptySums())
     people = [_person(chance) for _ in range(3)]
     policy = ModelPolicy(
         model="demo", limits=_limits(chance), limit_mode=chance.choice(["enforce", "shadow"]), updated_at=START
@@ -171,8 +171,8 @@ def _end(chance: random.Random, reservation: Reservation) -> None:
 async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: int) -> None:
     chance = random.Random(seed)
     clock = FakeClock()
-    alarms = Alarms(clock)
-    admission = utc_admission(clock, NothingYet(), later=alarms.later)
+    alarms = FakeTimer(clock)
+    admission = utc_admission(clock, EmptySums(), later=alarms.call_later)
     bob = principal(Limits(tokens_per_minute=600, requests_per_minute=30, concurrent_requests=4))
     keys = [dataclasses.replace(bob.key, id=f"key {n}", limits=Limits(tokens_per_minute=300)) for n in range(3)]
     admitted: list[tuple[int, float, int]] = []  # arrival, time, tokens
@@ -188,7 +188,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
         except RateLimitExceeded:
             return
         admitted.append((arrival, clock.monotonic_s(), min(used, tokens)))
-        alarms.later(runs_s, lambda: reservation.settle(used) if used else reservation.void())
+        alarms.call_later(runs_s, lambda: reservation.settle(used) if used else reservation.void())
 
     for arrival in range(150):
         tokens = chance.randrange(1, 250)
@@ -201,7 +201,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
 
     assert admission.waiting == []
     assert not admission._queue._lines
-    assert running_of(admission, bob.tenant.id) == 0
+    assert num_running(admission, bob.tenant.id) == 0
     for first, (_, since_s, _) in enumerate(admitted):
         total = 0
         for count, (_, moment_s, tokens) in enumerate(admitted[first:], 1):

@@ -202,7 +202,7 @@ class Life:
         """Forget everything that is not in the database."""
         self.budgets = euro_budget_alerts(self.database, self.clock, CALENDAR)
 
-    async def told(self, webhook_id: str) -> list[tuple[tuple[str, str, str], Due]]:
+    async def alerts_sent(self, webhook_id: str) -> list[tuple[tuple[str, str, str], Due]]:
         """Return of whom a webhook was told what."""
         told = []
         for data in [message.payload["data"] for message in await self.alerts.messages() if message.webhook_id == webhook_id]:
@@ -244,9 +244,9 @@ async def test_every_crossing_is_told_to_each_who_listens_once(
     of_box = next(webhook_id for webhook_id, tenant_id in heard_by.items() if not tenant_id)
     for _ in range(STEPS):
         await life.step()
-        assert set(await life.told(of_box)) == {(owner.name, due) for owner in life.owners for due in owner.due}
+        assert set(await life.alerts_sent(of_box)) == {(owner.name, due) for owner in life.owners for due in owner.due}
     for webhook_id, tenant_id in heard_by.items():
-        told = await life.told(webhook_id)
+        told = await life.alerts_sent(webhook_id)
         heard = [owner for owner in life.owners if tenant_id in ("", owner.tenant)]
         assert len(told) == len(set(told)), "told twice"
         assert set(told) == {(owner.name, due) for owner in heard for due in owner.due}

@@ -23,15 +23,15 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.factories import adjustment, principal
 from tests.support.ledgers import utc_admission
-from tests.support.sums import NothingYet
 
 TENANTS, KEYS, REQUESTS = 4, 5, 150
 PER_MINUTE, LEVEL, USED, AT_ONCE = 1000, 700, 4000, 6
 
 
-class Books(NothingYet):
+class Books(EmptySums):
     """A ledger in which every owner has used something before. It may fail, and answers in any order."""
 
     def __init__(self, chance: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""What is read of owners of limits at their first meeting, all at once, is what a plain look at every event finds for each."""
+"""Sums read for many owners at once equal a plain scan of all events for each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from appliance.metering.limits.sums import LevelNow, PeriodSums
 from appliance.metering.limits.windows import Moment
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.ledgers import utc_admission, utc_sums
-from tests.support.sums import NothingYet
 
 EVENTS = 150
 MODELS = ("demo", "other")
@@ -121,7 +121,7 @@ def tokens_of(event: Row) -> int:
 async def test_what_is_read_together_is_what_a_plain_look_finds(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:
-    chance, at = random.Random(seed), utc_admission(clock, NothingYet(), calendar=CALENDAR)._moment()
+    chance, at = random.Random(seed), utc_admission(clock, EmptySums(), calendar=CALENDAR)._moment()
     people = [cast.bob, cast.charlie, await make_person(database, clock, "dora")]
     events = [some_event(chance, number, chance.choice(people), cast.epoch_id, at) for number in range(EVENTS)]
     ids = [Owner("tenant", person.tenant.id) for person in people] + [Owner("key", person.key.id) for person in people]

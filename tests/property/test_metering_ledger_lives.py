@@ -23,7 +23,7 @@ from appliance.metering.prices import Price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, die, euro_prices, utc_ledger, utc_recover
+from tests.support.ledgers import FailingDatabase, all_events, euro_prices, kill_ledger, utc_ledger, utc_recover
 
 REQUESTS_PER_EPOCH = 25
 LAST = 6
@@ -90,7 +90,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
         failing.fail_before_commit = failing.fail_after_commit = 0
         await ledger.caught_up()
         await asyncio.gather(*(owner.serve() for _ in range(LAST)))
-        await (ledger.stop() if chance.random() < 0.5 else die(ledger))
+        await (ledger.stop() if chance.random() < 0.5 else kill_ledger(ledger))
         if journal is not None:
             await journal.close()
         admitted |= owner.admitted

@@ -1,4 +1,4 @@
-"""Limits over restarts: nothing is given twice, however often the process is killed, and an orderly stop forgets nothing."""
+"""Limits across restarts: nothing is granted twice, however often the process is killed; an orderly stop loses nothing."""
 
 from __future__ import annotations
 

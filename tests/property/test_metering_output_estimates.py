@@ -1,4 +1,4 @@
-"""What answers are expected to take, under random use: the 90th percentile, and bursts of long answers that are never cheap."""
+"""Output estimates under random use: the 90th percentile, and bursts of long answers are never underestimated."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from tests.support.clock import FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.factories import principal
 from tests.support.ledgers import utc_admission
-from tests.support.sums import NothingYet
 
 STEPS = 600
 CHEAP_MAX = OUTPUTS_KEPT // 9 + 1
 
 
-class History(NothingYet):
+class History(EmptySums):
     """A ledger with answers from before the start."""
 
     def __init__(self, lengths: list[int]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from appliance.base import migrations
 from appliance.base.db import Database
 from appliance.metering.invariants.check import check_ledger
-from bench.rows import append_row, heading
+from bench.rows import append_row, row_header
 from tests.support.databases import postgresql_binaries, running_cluster
 from tests.support.reconciliation import ZONE, History, reconcile
 
@@ -61,7 +61,7 @@ def fresh_database(kind: str) -> Iterator[str]:
     binaries = postgresql_binaries()
     assert binaries is not None, "no PostgreSQL binaries on this machine"
     with running_cluster(binaries) as cluster:
-        yield cluster.lend()
+        yield cluster.acquire()
 
 
 async def run(url: str, num_requests: int, seed: int) -> dict[str, Any]:
@@ -72,7 +72,7 @@ async def run(url: str, num_requests: int, seed: int) -> dict[str, Any]:
         reconciled_s = time.monotonic() - began_s
         assert await broken(url) == []
     return {
-        **heading("metering_reconciliation"),
+        **row_header("metering_reconciliation"),
         "database": database.kind,
         "seed": seed,
         "requests": num_requests,

@@ -1,4 +1,4 @@
-"""The token bucket under random use: exact, never generous, and it says exactly how long to wait."""
+"""The token bucket under random use: exact, never too generous, and with exact waiting times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of a report joined together are the report, whatever is asked, on both databases, while events arrive in between."""
+"""Concatenated pages of a report equal the report, for any query, on both databases, while events arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However slowly several answers are read, each arrives whole and in order, and the boxes between stay small."""
+"""However slowly several answers are read, each arrives complete and in order, and buffers stay small."""
 
 from __future__ import annotations
 

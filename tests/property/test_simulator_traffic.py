@@ -1,4 +1,4 @@
-"""Random traffic through the simulator: every policy computes every token once, nothing leaks, nobody is left behind."""
+"""Random traffic through the simulator: every policy computes every token once, nothing leaks, nobody starves."""
 
 from __future__ import annotations
 

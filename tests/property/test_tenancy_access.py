@@ -1,4 +1,4 @@
-"""Access: whatever roles and memberships somebody has, what he reads is what the two tables of roles give him, and no more."""
+"""Access: for any roles and memberships, a member reads what the two tables of roles grant, and no more."""
 
 from __future__ import annotations
 

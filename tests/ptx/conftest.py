@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support import triton_versions
-from tests.support.databases import required
-from tests.support.triton_jobs import promised
+from tests.support.databases import is_required
+from tests.support.triton_jobs import locked_versions
 
 if TYPE_CHECKING:
     from tests.support.ptx.card import EmulatedCard
 
-VERSION = os.environ.get("GATEHOUSE_PTX_TRITON", promised()[0])
+VERSION = os.environ.get("GATEHOUSE_PTX_TRITON", locked_versions()[0])
 FOUND = triton_versions.find(VERSION)
 IS_LATE = "triton" in sys.modules or os.environ.get("TRITON_INTERPRET") == "1"
 CARDS: list[EmulatedCard] = []
 
 if FOUND is None:
-    assert not required("triton"), f"Triton {VERSION} is not on this machine; `python3 installer test` installs it"
+    assert not is_required("triton"), f"Triton {VERSION} is not on this machine; `python3 installer test` installs it"
     collect_ignore_glob = ["test_*.py"]
 elif not IS_LATE:
     if FOUND.folder is not None:
@@ -39,10 +39,10 @@ elif not IS_LATE:
     from engine.environment import prepare_environment
     from kernels.triton import card_properties, early_launch
     from tests.support.ptx.block import LOCKSTEP
-    from tests.support.ptx.card import MULTIPROCESSORS, forget_programs, put_in_place
+    from tests.support.ptx.card import MULTIPROCESSORS, clear_programs, install
 
     prepare_environment()
-    CARDS.append(put_in_place())
+    CARDS.append(install())
     replaced: tuple[tuple[Any, str, Any], ...] = (  # as on an H200; whoever imports these finds them so
         (card_properties, "multiprocessors", lambda _: MULTIPROCESSORS),
         (early_launch, "early_launch", lambda *_: {"EARLY": True, "launch_pdl": True}),
@@ -57,13 +57,13 @@ def card() -> Iterator[EmulatedCard]:
     if not CARDS:
         pytest.skip("kernels are interpreted in this process: run tests/ptx by itself")
     yield CARDS[0]
-    CARDS[0].order, CARDS[0].edit, CARDS[0].adds_waits, CARDS[0].follows = LOCKSTEP, str, False, False
+    CARDS[0].order, CARDS[0].transform_ptx, CARDS[0].adds_waits, CARDS[0].launches_back_to_back = LOCKSTEP, str, False, False
 
 
 def pytest_unconfigure() -> None:
     """Let go of all programs: pytest looks at its end five times through what there is, and they are a million objects."""
     if CARDS:
-        forget_programs()
+        clear_programs()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,7 +23,15 @@ from kernels.triton import (
 )
 from kernels.triton import table as triton_table
 from kernels.triton.split_k import arrival_counters
-from tests.support.kernel_cases import Guarded, RotatedBatch, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_cases import (
+    Guarded,
+    RotatedDecodeBatch,
+    fill_cache,
+    normal,
+    padded_rows,
+    scatter_block_tables,
+    table_tensor,
+)
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same
 from tests.support.ptx.block import LOCKSTEP, REVERSE
 from tests.support.ptx.card import EmulatedCard
@@ -49,9 +57,9 @@ class Batch:
     ) -> None:
         """`unused_rows`: rows of no request, before those of the first."""
         self.shape, self.dtype, self.unused_rows = shape, dtype, unused_rows
-        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
+        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
         self.tables = table_tensor(tables, CPU)
         self.lens = torch.tensor(lengths, dtype=torch.int32)
         self.starts = torch.tensor([*accumulate(counts, initial=unused_rows)], dtype=torch.int32)
@@ -120,11 +128,13 @@ def test_a_captured_step_with_decodes_chunks_and_padding(shape: AttentionShape, 
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], FP8, True),
     ],
 )
-def test_decode_steps_that_rotate(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool) -> None:
-    check_rotated(RotatedBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+def test_rotated_decode_steps_match_the_reference(
+    shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool
+) -> None:
+    check_rotated(RotatedDecodeBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
 
 
-def check_rotated(batch: RotatedBatch) -> None:
+def check_rotated(batch: RotatedDecodeBatch) -> None:
     """Compares outputs and the cache with the reference."""
     cache = batch.cache.clone()
     expected = exact.rotated_decode(*batch.given(cache), **batch.options)
@@ -147,18 +157,18 @@ def check_rotated(batch: RotatedBatch) -> None:
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, REVERSE),
     ],
 )
-def test_the_decode_of_a_single_request(
+def test_the_decode_of_a_single_request_matches_the_reference(
     shape: AttentionShape, length: int, kv_dtype: torch.dtype, is_normed: bool, order: str, card: EmulatedCard
 ) -> None:
     """In reverse order the first split is the last to finish, and merges all."""
     card.order = order
-    check_rotated(RotatedBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+    check_rotated(RotatedDecodeBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
     assert not arrival_counters(CPU).any()
 
 
-def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_several_tiles_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lone_decode, "multiprocessors", lambda _: 2)
-    check_rotated(RotatedBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
+    check_rotated(RotatedDecodeBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,7 @@ def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], BF16),
     ],
 )
-def test_decode_steps(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype) -> None:
+def test_decode_steps_match_the_reference(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype) -> None:
     Batch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
 
 
@@ -194,7 +204,7 @@ def test_guesses_of_several_splits_for_each_program(monkeypatch: pytest.MonkeyPa
     Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).check_prefill()
 
 
-def test_half_precision() -> None:
+def test_half_precision_matches_the_reference() -> None:
     Batch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).check_decode()
     Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).check_prefill()
 
@@ -265,7 +275,9 @@ def test_keys_of_few_queries_are_split(
         (AttentionShape(BLOCK, 2, 1, 256, sliding_window=60, softcap=50.0), [110], [40], BF16),
     ],
 )
-def test_chunks_of_prompts(shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype) -> None:
+def test_prompt_chunks_match_the_reference(
+    shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype
+) -> None:
     Batch(shape, lengths, counts, kv_dtype).check_prefill()
 
 

@@ -199,7 +199,7 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(card: Emulate
 
 @pytest.mark.parametrize("policy", ["evict_first", "evict_last"])
 def test_what_the_kernel_in_front_has_stored_is_not_read_early(card: EmulatedCard, policy: str) -> None:
-    given, card.follows = numbers(), True
+    given, card.launches_back_to_back = numbers(), True
     early, wait = f"ld.global.L1::{policy}.b32 %r3, [%rd4];", "griddepcontrol.wait;"
     copy = wait + "st.global.b32 [%rd5], %r3;"
     written = executed(card, "st.global.b32 [%rd4], %r1; st.global.b32 [%rd5], %r1;", given)
@@ -324,7 +324,7 @@ class Mutated:
     def __init__(self, card: EmulatedCard, launched: Callable[[], None]) -> None:
         self.card, self.launched = card, launched
         self.text = ""
-        card.edit = self._noted
+        card.transform_ptx = self._noted
         launched()
 
     def faults(self, line: str) -> list[str]:
@@ -338,7 +338,7 @@ class Mutated:
 
     def _fault_with(self, other: str, begin: int, end: int) -> str:
         changed = self.text[:begin] + other + self.text[end:]
-        self.card.edit = lambda ptx: changed if ptx == self.text else ptx
+        self.card.transform_ptx = lambda ptx: changed if ptx == self.text else ptx
         try:
             self.launched()
         except (Fault, AssertionError) as fault:

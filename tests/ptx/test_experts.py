@@ -22,7 +22,7 @@ HIDDEN, INNER, EXPERTS, CHOSEN = 128, 128, 4, 2
 
 
 @pytest.mark.parametrize(("kind", "count"), [("bf16", 5), ("int8", 5), ("fp8", 40), ("int4", 40)])
-def test_mixtures(card: EmulatedCard, kind: str, count: int) -> None:
+def test_mixtures_of_experts_match_the_reference(card: EmulatedCard, kind: str, count: int) -> None:
     pack = PACKERS[kind]
     sizes = ((2 * INNER, HIDDEN), (HIDDEN, INNER))
     bfloat16 = [normal(EXPERTS, *size, dtype=torch.bfloat16, device=CPU, seed=1) / math.sqrt(size[1]) for size in sizes]
@@ -32,7 +32,7 @@ def test_mixtures(card: EmulatedCard, kind: str, count: int) -> None:
     weights, ids = reference.route(normal(count, EXPERTS, dtype=torch.float32, device=CPU, seed=4), CHOSEN, normalised=True)
     bound = [bind_weights(each) for each in packed]
     out = Guarded((count, HIDDEN), torch.bfloat16, CPU)
-    with card.reaching(*bound[0].tensors, *bound[1].tensors):
+    with card.with_reachable(*bound[0].tensors, *bound[1].tensors):
         mix_gated_experts(x, weights.bfloat16(), ids, *bound, activation="silu", out=out.tensor)
     expected = reference.mix_gated_experts(x.float(), weights, ids, gate_up, down, activation="silu")
     assert_near(out.check(), expected, "matmul", scale=2)
@@ -42,7 +42,9 @@ def test_mixtures(card: EmulatedCard, kind: str, count: int) -> None:
     ("dtype", "num_experts", "num_chosen", "normalised"),
     [(torch.bfloat16, 128, 8, True), (torch.float16, 60, 4, False), (torch.float32, 512, 16, True)],
 )
-def test_routers(card: EmulatedCard, dtype: torch.dtype, num_experts: int, num_chosen: int, normalised: bool) -> None:
+def test_routers_match_the_reference(
+    card: EmulatedCard, dtype: torch.dtype, num_experts: int, num_chosen: int, normalised: bool
+) -> None:
     logits = padded_rows(normal(4, num_experts, dtype=dtype, device=CPU) * 3, num_experts + 9)
     logits[2] = logits[2].round()
     slots = torch.tensor([0, -1, 7, 3, -1])[1:]  # not aligned for vector loads
@@ -67,7 +69,7 @@ def test_rows_of_padding_are_nothing(card: EmulatedCard) -> None:
     gate_up[[0, 3]] = down[[0, 3]] = math.nan
     bound = bind_weights(gate_up.unbind()), bind_weights(down.unbind())
     out = Guarded((3, HIDDEN), torch.bfloat16, CPU)
-    with card.reaching(*bound[0].tensors, *bound[1].tensors):
+    with card.with_reachable(*bound[0].tensors, *bound[1].tensors):
         mix_gated_experts(x, weights.bfloat16(), ids, *bound, activation="silu", out=out.tensor)
     expected = reference.mix_gated_experts(x.float(), weights, ids, gate_up, down, activation="silu")
     assert_near(out.check(), expected, "matmul", scale=2)

@@ -45,7 +45,7 @@ def test_a_row_is_multiplied(
     assert card.launched["fused_int4_row_kernel"] > launched
 
 
-def test_columns_in_another_order_and_groups_of_two_chunks(card: EmulatedCard) -> None:
+def test_reordered_columns_and_groups_of_two_chunks_match_the_reference(card: EmulatedCard) -> None:
     weight = pack_int4(normal(48, 512, dtype=torch.float32, device=CPU) / 16, 256)
     weight = replace(weight, permutation=torch.randperm(512, generator=torch.Generator().manual_seed(1)))
     x, residual = (normal(1, size, dtype=torch.bfloat16, device=CPU, seed=size) for size in (512, 48))

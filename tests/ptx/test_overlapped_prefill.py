@@ -59,7 +59,9 @@ def test_everything_else_is_served_by_another_kernel(shape: AttentionShape, kv_b
         (replace(SHAPE, num_heads=7, block_size=KEYS), [257, 3], [40, 2]),
     ],
 )
-def test_chunks_of_prompts(card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int]) -> None:
+def test_prompt_chunks_match_the_reference(
+    card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int]
+) -> None:
     before = card.launched.get(KERNEL, 0)
     Batch(shape, lengths, counts).check_prefill()
     assert card.launched[KERNEL] > before

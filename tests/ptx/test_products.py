@@ -65,7 +65,7 @@ def weights(outputs: int, columns: int, *, seed: int = 1) -> torch.Tensor:
         ("int4", linear_int4, (130, 144, 384)),
     ],
 )
-def test_products(kind: str, kernel: Kernel, sizes: tuple[int, int, int]) -> None:
+def test_products_match_the_exact_ones(kind: str, kernel: Kernel, sizes: tuple[int, int, int]) -> None:
     count, outputs, columns = sizes
     pack = PACKERS[kind]
     x, weight = rows(count, columns), pack(weights(outputs, columns))
@@ -85,7 +85,7 @@ def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kerne
 
 
 @pytest.mark.parametrize(("kind", "kernel"), [("bf16", linear), ("int4", linear_int4)])
-def test_products_in_half_precision(kind: str, kernel: Kernel) -> None:
+def test_half_precision_products_match_the_exact_ones(kind: str, kernel: Kernel) -> None:
     pack = PACKERS[kind]
     x, weight = rows(3, 384).half(), pack(weights(80, 384).half())
     assert_near(kernel(x, weight), x.float() @ exact.dequantise(weight).T, "matmul")

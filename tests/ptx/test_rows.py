@@ -36,7 +36,7 @@ def assert_codes_near(actual: Pair, expected: Pair) -> None:
 
 
 @WIDTHS
-def test_norms(width: int) -> None:
+def test_norms_match_the_reference(width: int) -> None:
     x, residual, weight = rows(3, width), rows(3, width, seed=1), normal(width, dtype=torch.bfloat16, device=CPU, seed=2)
     out = Guarded((3, width), torch.bfloat16, CPU)
     norm.rms_norm(x, weight, EPS, out=out.tensor)
@@ -48,7 +48,7 @@ def test_norms(width: int) -> None:
 
 
 @WIDTHS
-def test_norms_in_e4m3(width: int) -> None:
+def test_norms_in_e4m3_match_the_reference(width: int) -> None:
     x, residual, weight = rows(2, width), rows(2, width, seed=1), normal(width, dtype=torch.float32, device=CPU, seed=2)
     assert_codes_near(norm.rms_norm_fp8(x, weight, EPS), reference_norm.rms_norm_fp8(x, weight, EPS))
     *actual, total = norm.add_rms_norm_fp8(x, residual, weight, EPS)
@@ -58,7 +58,7 @@ def test_norms_in_e4m3(width: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
-def test_gates(name: str) -> None:
+def test_gated_activations_match_the_reference(name: str) -> None:
     gate_up = rows(3, 2 * 1096)
     kernel: Callable[..., Any] = getattr(activation, name)
     assert_near(kernel(gate_up), getattr(elementwise, name)(gate_up), "pointwise", scale=4)
@@ -72,14 +72,14 @@ def test_rows_become_codes_of_8_bits() -> None:
 
 
 @pytest.mark.parametrize("multiplier", [1.0, 48.0])
-def test_embeddings(multiplier: float) -> None:
+def test_embeddings_match_the_reference(multiplier: float) -> None:
     table, ids = normal(97, 2304, dtype=torch.bfloat16, device=CPU), torch.tensor([96, 0, 3, 3, 50])
     assert_same(
         embedding.embed(ids, table, multiplier=multiplier), reference_embedding.embed(ids, table, multiplier=multiplier)
     )
 
 
-def test_rows_of_the_rotation() -> None:
+def test_rotation_rows_are_those_of_the_tables() -> None:
     cos, sin = (normal(200, 1, 96, dtype=torch.bfloat16, device=CPU, seed=seed) for seed in (0, 1))
     places = torch.tensor([199, 0, 7])
     for made, table in zip(embedding.rotation_rows(cos, sin, places), (cos, sin), strict=True):

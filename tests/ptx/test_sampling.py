@@ -77,7 +77,7 @@ def test_masks_forbid_what_they_do_not_allow() -> None:
     assert_same(logits.check(), expected)
 
 
-def test_log_probabilities_and_ranks() -> None:
+def test_log_probabilities_and_ranks_match_the_reference() -> None:
     logits = padded_rows(normal(3, 4099, dtype=torch.bfloat16, device=CPU) * 5, 4102)
     ids = torch.tensor([[4098, 0, -1], [0, 2000, 0], [1300, -1, -1]])
     found, ranks = logprobs.token_logprobs(logits, ids)
@@ -109,7 +109,7 @@ def test_guesses_are_accepted_and_drawn_anew_as_their_definition_says() -> None:
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True])
-def test_the_head_with_its_argmax(in_8_bits: bool) -> None:
+def test_the_fused_head_and_argmax_picks_the_lowest_best_id(in_8_bits: bool) -> None:
     """Whole numbers: sums are exact in any order, ties many, and the lowest id must win."""
     hidden = padded_rows(normal(5, 320, dtype=torch.bfloat16, device=CPU).round(), 336)
     plain = normal(200, 320, dtype=torch.bfloat16, device=CPU, seed=1).round()

@@ -17,7 +17,7 @@ from kernels.reference import decode_inputs as reference_inputs
 from kernels.reference import fused_linear as reference_products
 from kernels.reference import rotated_decode as reference_decode
 from kernels.triton import blocks, decode_inputs, fused_linear, rotated_decode
-from tests.support.kernel_cases import Guarded, RotatedBatch, normal
+from tests.support.kernel_cases import Guarded, RotatedDecodeBatch, normal
 from tests.support.kernel_tolerances import assert_same
 from tests.support.ptx.card import EmulatedCard
 
@@ -42,7 +42,7 @@ OURS = Layers.of(decode_inputs, fused_linear, rotated_decode)
 EXACT = Layers.of(reference_inputs, reference_products, reference_decode)
 
 
-def test_inputs_of_a_decode_step() -> None:
+def test_inputs_of_a_decode_step_match_the_reference() -> None:
     lengths = torch.tensor([1, 15, 16, 17, 33, 96, 2], dtype=torch.int32)
     tables = torch.randperm(42, generator=torch.Generator().manual_seed(1)).int().view(7, 6)
     slots = torch.tensor([6, -1, 3, 0, 5, -1, 2, 1, 4], dtype=torch.int32)
@@ -64,7 +64,7 @@ def test_layers_load_early_only_what_the_preceding_kernel_does_not_write(lengths
     """Two layers of a decode step, from the slots on, as launches that follow one another."""
     shape = AttentionShape(16, 4, 2, 32)
     rows, width, hidden = len(lengths), 8 * 32, 4 * 32
-    batches = [RotatedBatch(lengths, shape, CPU, dtype=torch.bfloat16) for _ in "ab"]
+    batches = [RotatedDecodeBatch(lengths, shape, CPU, dtype=torch.bfloat16) for _ in "ab"]
     given, slots = batches[0], torch.arange(rows, dtype=torch.int32)
     caches, expected_caches = ([batch.cache.clone() for batch in batches] for _ in "ab")
     made = partial(normal, dtype=torch.bfloat16, device=CPU)
@@ -90,7 +90,7 @@ def test_layers_load_early_only_what_the_preceding_kernel_does_not_write(lengths
         return total
 
     expected = layers(EXACT, expected_caches)
-    card.follows = True
+    card.launches_back_to_back = True
     found = layers(OURS, caches)
     torch.testing.assert_close([found, *caches], [expected, *expected_caches], rtol=0.02, atol=0.02, equal_nan=True)
 
@@ -118,7 +118,7 @@ def test_blocks_are_copied_and_staged(card: EmulatedCard) -> None:
     made, expected = ([normal(9, *BLOCK_SHAPE, dtype=torch.bfloat16, device=CPU, seed=i) for i in range(3)] for _ in "ab")
     staging, expected_staging = (torch.zeros(4, 3, *BLOCK_SHAPE, dtype=torch.bfloat16) for _ in "ab")
     ids, others, rows = torch.tensor([8, 1]), torch.tensor([0, 5]), torch.tensor([3, 0])
-    with card.reaching(*made):
+    with card.with_reachable(*made):
         blocks.copy_blocks(made, ids, others)
         blocks.gather_blocks(made, ids, staging, rows)
         blocks.scatter_blocks(made, others, staging, rows)

@@ -1,4 +1,4 @@
-"""Alerts for tests: the parts over a test database, a receiver of webhooks on this machine, and senders that only remember."""
+"""Alerts for tests: their components over a test database, a local webhook receiver, and senders that only record."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ DEADLINE_S = 60.0
 TARGET = "https://alerts.example.com/in"
 
 
-class RememberingSender:
-    """A sender that fails as `failures` say, in order, and remembers every message that it was given."""
+class RecordingSender:
+    """A sender that raises `failures` in order and records every message that it is given."""
 
     def __init__(self, *failures: Exception) -> None:
         self.sent: list[tuple[str, Delivery]] = []
@@ -42,7 +42,7 @@ class RememberingSender:
         self.gates: dict[str, asyncio.Event] = {}
 
     async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
-        """Remember the message; wait while the target has a gate; fail if it is time to."""
+        """Record the message, wait while the target has a gate, then raise the next failure, if any."""
         self.sent.append((endpoint.target, delivery))
         gate = self.gates.get(endpoint.target)
         if gate is not None:
@@ -51,7 +51,7 @@ class RememberingSender:
             raise self.failures.pop(0)
 
     async def close(self) -> None:
-        """Close nothing."""
+        """There is nothing to close."""
 
     @property
     def ids(self) -> list[str]:
@@ -61,7 +61,7 @@ class RememberingSender:
 
 @dataclass(slots=True, kw_only=True)
 class AlertBox:
-    """The parts of the alerts over one database. `middle` is the randomness of the retries: 0.5 changes no wait."""
+    """The components of alerting over one database."""
 
     db: Database
     clock: Clock
@@ -70,7 +70,7 @@ class AlertBox:
     metrics: Metrics = field(default_factory=Metrics)
 
     def delivery(self, sender: Sender, *, randomness: float = 0.5, parallel_max: int = 8) -> AlertDelivery:
-        """Return a delivery of everything by `sender`."""
+        """Return a delivery that sends everything through `sender`. `randomness` of the retries: 0.5 leaves waits unchanged."""
         senders: Mapping[str, Sender] = {"webhook": sender, "email": sender}
         return AlertDelivery(
             self.db,
@@ -84,14 +84,14 @@ class AlertBox:
         )
 
     async def enqueue(self, subject: str = "one", tenant_id: str | None = None, event: str = "key.expiring") -> int:
-        """Tell of something in a transaction of its own."""
+        """Enqueue an event in a transaction of its own."""
         async with self.db.writing() as connection:
             return await outbox_module.enqueue(
                 connection, self.clock.now(), event=event, subject=subject, data={"subject": subject}, tenant_id=tenant_id
             )
 
     async def messages(self) -> list[Delivery]:
-        """Return every message of the outbox in order."""
+        """Return all messages of the outbox, in order."""
         query = select(outbox_table).order_by(outbox_table.c.id)
         async with self.db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
@@ -99,13 +99,13 @@ class AlertBox:
 
 
 def alert_box(database: Database, clock: Clock, *, reach: Reach = LOOPBACK, mail: bool = True) -> AlertBox:
-    """Return the parts over `database`."""
+    """Return the components over `database`."""
     webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), reach=reach, mail=mail)
     return AlertBox(db=database, clock=clock, outbox=Outbox(database, clock), webhooks=webhooks)
 
 
 def settled_event(person: Person, cost_picos: int, at: datetime, *, tokens: int = 0, kind: str = "adjustment") -> UsageEvent:
-    """Return an event in its final state that no table knows."""
+    """Return a settled event that is in no table."""
     return UsageEvent(
         id=0,
         request_id=new_id("req"),
@@ -132,7 +132,7 @@ def settled_event(person: Person, cost_picos: int, at: datetime, *, tokens: int 
 
 @dataclass(slots=True)
 class Receiver:
-    """A receiver of webhooks. `answers` are sent in turn, the last one again and again; an empty one hangs."""
+    """A webhook receiver. `answers` are sent in order, the last one repeatedly; an empty one never answers."""
 
     answers: list[bytes] = field(default_factory=lambda: [b"HTTP/1.1 204 No Content\r\n\r\n"])
     requests: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Receiver:
         return json.loads(self.requests[index][2])
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take one request and answer it."""
+        """Read one request and answer it."""
         task = asyncio.current_task()
         assert task is not None
         self.serving.add(task)
@@ -158,7 +158,7 @@ class Receiver:
                 writer.write(answer)
                 await writer.drain()
             else:
-                await reader.read()  # until the sender has had enough
+                await reader.read()  # until the sender gives up
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:

@@ -16,12 +16,12 @@ from litestar import Litestar
 from appliance.app import Appliance, create_app
 from appliance.base.settings import load_settings
 from appliance.serving.services import Services
-from tests.support.standing import Standing
+from tests.support.reused_app import ReusedApp
 
 
 @dataclass(frozen=True, slots=True)
 class ApiBox:
-    """An application, its services, and a client that speaks to it as the owner unless told otherwise."""
+    """An application, its services, and a client that is authorised as the owner by default."""
 
     app: Litestar
     services: Services
@@ -39,7 +39,7 @@ class ApiBox:
         return {"authorization": f"Bearer {secret}"}
 
 
-_IDLE: list[Standing] = []
+_IDLE: list[ReusedApp] = []
 
 
 def _create(services: Services) -> Litestar:
@@ -48,7 +48,7 @@ def _create(services: Services) -> Litestar:
 
 @asynccontextmanager
 async def open_api_box(migrated_sqlite_file: Path, folder: Path) -> AsyncIterator[ApiBox]:
-    """Yield an application that may have served before, over a migrated database of its own."""
+    """Yield an application, possibly reused, over a migrated database of its own."""
     path = shutil.copyfile(migrated_sqlite_file, folder / "gatehouse.db")
     async with open_api_box_on(f"sqlite:///{path}", folder) as box:
         yield box
@@ -56,9 +56,9 @@ async def open_api_box(migrated_sqlite_file: Path, folder: Path) -> AsyncIterato
 
 @asynccontextmanager
 async def open_api_box_on(database_url: str, folder: Path) -> AsyncIterator[ApiBox]:
-    """Yield an application that may have served before, over the migrated database of this URL."""
+    """Yield an application, possibly reused, over the migrated database at this URL."""
     async with _started(database_url, folder) as appliance:
-        standing = _IDLE.pop() if _IDLE else Standing(appliance.services, _create)
+        standing = _IDLE.pop() if _IDLE else ReusedApp(appliance.services, _create)
         standing.serve(appliance.services)
         async with _spoken_to(standing.app, appliance.services) as box:
             yield box

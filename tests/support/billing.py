@@ -19,7 +19,7 @@ from tests.support.factories import price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The counts of one event; `cached` are some of `prompt`."""
+    """The token counts of one event; `cached` is part of `prompt`."""
 
     prompt: int = 10
     cached: int = 0
@@ -27,7 +27,7 @@ class Tokens:
     rejected: int = 0
 
     def cost(self, of: Price | None, basis_points: int = 10_000) -> int:
-        """Return the exact cost at a price, of which a share is paid."""
+        """Return the exact cost in pico-units at `basis_points` of the price."""
         if of is None:
             return 0
         units = [discounted(unit, basis_points) for unit in (of.prompt, of.cached_prompt, of.completion, of.rejected_draft)]
@@ -44,7 +44,7 @@ class Tokens:
 
 
 async def add_price(database: Database, model: str = "demo", *, prompt: int = 1_000_000) -> Price:
-    """Return a price that stands in the price book, whenever it began."""
+    """Add a price to the price book, in effect since 2020, and return it."""
     made = price(prompt)
     columns = {name: getattr(made, name) for name in ("id", "effective_from", "currency", "prompt", "cached_prompt")}
     columns |= {"model": model, "completion": made.completion, "batch_percent": 50, "created_at": made.created_at}

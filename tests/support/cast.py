@@ -1,4 +1,4 @@
-"""Who appears in every test: Alice owns the box, Bob belongs to a tenant, Charlie is a stranger with a tenant of his own."""
+"""The people of every test: Alice owns the appliance, Bob belongs to a tenant, Charlie is a stranger with his own tenant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALICE_PASSWORD = "alice's long password"
 
 
 def quick_hasher() -> PasswordHasher:
-    """Return argon2 with the smallest cost: tests are about what is checked, not about how long it takes."""
+    """Return argon2 at its lowest cost: tests check what is hashed, not how slowly."""
     return PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
 
 
@@ -34,13 +34,13 @@ class Person:
 
     @property
     def principal(self) -> Principal:
-        """Return tenant and key as authentication would."""
+        """Return tenant and key as authentication returns them."""
         return Principal(tenant=self.tenant, key=self.key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """Alice's login, Bob's and Charlie's tenants, and an epoch in which they act."""
+    """Alice's login, Bob's and Charlie's tenants, and the ledger epoch of the test."""
 
     alice: Member
     bob: Person
@@ -49,14 +49,14 @@ class Cast:
 
 
 async def make_person(database: Database, clock: Clock, name: str, limits: Limits | None = None) -> Person:
-    """Return a new tenant `name` with one key."""
+    """Create a tenant `name` with one key."""
     tenant = await Tenants(database, clock).create(name=name, limits=limits, access=WHOLE_BOX)
     key, secret = await Keys(database, clock, PEPPER).create(tenant.id, name=f"{name}'s key", access=WHOLE_BOX)
     return Person(tenant=tenant, key=key, secret=secret)
 
 
 async def make_cast(database: Database, clock: Clock) -> Cast:
-    """Return the cast, present in `database`."""
+    """Create the cast in `database`."""
     members = Members(database, clock, hasher=quick_hasher())
     return Cast(
         alice=await members.create("alice@example.com", ALICE_PASSWORD, "owner"),

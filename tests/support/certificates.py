@@ -1,4 +1,4 @@
-"""A certificate of this test run alone, for servers that speak TLS on this machine, and contexts that trust it."""
+"""A self-signed certificate for local TLS servers in this test run, and SSL contexts that trust it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Files of a self-signed certificate and of its key."""
+    """The files of a self-signed certificate and its key."""
 
     certificate: Path
     key: Path
 
     def server(self) -> ssl.SSLContext:
-        """Return the context of a server that shows it."""
+        """Return a server's context that presents it."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.certificate, self.key)
         return context
 
     def client(self) -> ssl.SSLContext:
-        """Return the context of a client that trusts it and nothing else."""
+        """Return a client's context that trusts nothing else."""
         return ssl.create_default_context(cafile=self.certificate)
 
 

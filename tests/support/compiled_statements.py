@@ -1,5 +1,5 @@
-"""Statements that one test has compiled need not be compiled by the next: SQLAlchemy keeps them by engine, and every test opens
-engines of its own. A statement's text depends on the kind of database alone; all databases of the tests are of one version.
+"""Shares compiled SQL statements between tests: SQLAlchemy caches them per engine, and every test opens its own engines. A
+statement's text depends only on the kind of database, as all test databases of a kind have one version.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from sqlalchemy.util import LRUCache
 
 from appliance.base import db, migrations
 
-KEPT = 4000  # all that a part of the suite sends
+CACHE_ENTRIES = 4000  # more than a part of the suite sends
 
 
 class SharedStatements(LRUCache[Any, Any]):
-    """What SQLAlchemy asks for by an engine's dialect, shared by all dialects of that class."""
+    """A statement cache keyed by the class of the dialect instead of the dialect itself."""
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return super().get(_of_kind(key), default)
+        return super().get(_dialect_class_key(key), default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(_of_kind(key), value)
+        super().__setitem__(_dialect_class_key(key), value)
 
 
-def _of_kind(key: Any) -> Any:
+def _dialect_class_key(key: Any) -> Any:
     dialect, *statement = key
     return type(dialect), *statement
 
 
 @contextmanager
-def shared_by_all_engines() -> Iterator[None]:
-    """Let all engines that the appliance opens keep their compiled statements in one place."""
-    options = {"compiled_cache": SharedStatements(KEPT)}
+def share_compiled_statements() -> Iterator[None]:
+    """Let all engines that the appliance opens share one cache of compiled statements."""
+    options = {"compiled_cache": SharedStatements(CACHE_ENTRIES)}
     make_engine = partial(create_engine, execution_options=options)
     with (
         mock.patch.object(db, "create_engine", make_engine),

@@ -1,4 +1,4 @@
-"""A console over a real database and an engine side of our own making: live requests and samples are what the test says."""
+"""The console over a real database, with a fake engine side: the test sets live requests and samples."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, T
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, EngineStatus, MemoryPart
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
-from tests.support.kept_rows import made_in
 from tests.support.ledgers import euro_invoices, euro_prices, utc_admission, utc_corrections, utc_ledger, utc_sums
-from tests.support.standing import Standing
+from tests.support.reused_app import ReusedApp
+from tests.support.row_templates import make_from_template
 
 GIB = 1024**3
 BASE_URL = "http://gatehouse.test"
@@ -64,7 +64,7 @@ VIEWER_PASSWORD = "vera's long password"
 _CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
 
 
-def engine_info(*, device: str = "cpu", device_name: str = "A processor") -> EngineInfo:
+def make_engine_info(*, device: str = "cpu", device_name: str = "A processor") -> EngineInfo:
     """Facts of a small model."""
     return EngineInfo(
         model="demo",
@@ -93,7 +93,7 @@ def engine_info(*, device: str = "cpu", device_name: str = "A processor") -> Eng
 
 
 def tenant(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0, service_s: float = 0.0) -> TenantReading:
-    """What a tenant holds of the engine."""
+    """What a tenant uses of the engine."""
     return TenantReading(
         tenant_id=f"tn_{name}",
         name=name,
@@ -125,7 +125,7 @@ def engine_status(*, prompt_tokens: int = 0, **changes: Any) -> EngineStatus:
 
 @dataclass
 class EngineSide:
-    """What the console reads of engines and machine; a test changes it and samples again."""
+    """What the console reads about engines and machine; a test changes it and samples again."""
 
     clock: Clock
     requests: dict[str, LiveRequest] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class EngineSide:
     gpu_error: str | None = NO_GPU
     state: str = "ready"
     error: str | None = None
-    info: EngineInfo | None = field(default_factory=engine_info)
+    info: EngineInfo | None = field(default_factory=make_engine_info)
     status: EngineStatus | None = field(default_factory=engine_status)
     tokens_per_second: float = 0.0
     tenants: list[TenantReading] = field(default_factory=list)
@@ -153,14 +153,14 @@ class EngineSide:
         return request
 
     def abort(self, request_id: str, *, access: Access) -> None:
-        """Stand in for `Generations.abort`: the request is gone at once."""
+        """Stand in for `Generations.abort`: the request is removed at once."""
         if self.find(request_id, access=access, action=Action.ABORT) is None:
             raise NotFound(f"no live request {request_id}")
         del self.requests[request_id]
         self.aborted.append(request_id)
 
     def engines(self) -> list[EngineReading]:
-        """Return the one engine as the sampler sees it."""
+        """Return the reading of the only engine."""
         reading = EngineReading(
             model="demo",
             state=self.state,
@@ -179,7 +179,7 @@ class EngineSide:
         return [reading]
 
     def sampler(self, interval_s: float) -> SystemSampler:
-        """Return a real sampler that reads this."""
+        """Return a real sampler over these readings."""
         started_at = self.clock.now()
 
         async def database() -> DatabaseReading:
@@ -205,7 +205,7 @@ class EngineSide:
         )
 
     def add(self, person: Person, request_id: str, *, state: str = "decode", **changes: Any) -> LiveRequest:
-        """Return a new live request of `person`."""
+        """Add a live request of `person` and return it."""
         request = LiveRequest(
             id=request_id,
             tenant_id=person.tenant.id,
@@ -227,7 +227,7 @@ class EngineSide:
 
 @dataclass(kw_only=True)
 class Box:
-    """A console that answers, the people who use it, and what stands behind it."""
+    """A running console, its users, and the services behind it."""
 
     app: Litestar
     services: Services
@@ -248,7 +248,7 @@ class Box:
 
 
 class Browser:
-    """An HTTP client that behaves as a browser does where the console cares: cookies, and where a request came from."""
+    """An HTTP client with those behaviours of a browser that the console checks: cookies and the origin of a request."""
 
     def __init__(self, app: Litestar, base_url: str) -> None:
         transport = httpx.ASGITransport(app=cast("Any", app), client=("192.0.2.7", 1))
@@ -256,7 +256,7 @@ class Browser:
         self.csrf_token = ""
 
     async def sign_in(self, email: str, password: str) -> Browser:
-        """Sign in and remember the token that forms carry."""
+        """Sign in and store the CSRF token for forms."""
         answer = await self.post("/login", email=email, password=password)
         assert answer.status_code == 303, answer.text
         self.csrf_token = _CSRF.findall((await self.get("/tenants")).text)[0]
@@ -271,21 +271,21 @@ class Browser:
         return await self.http.get(path, headers={"HX-Request": "true"})
 
     async def post(self, path: str, /, **fields: str) -> httpx.Response:
-        """Return the answer to a form of this site, sent with the session's token."""
+        """Submit a same-origin form with the session's CSRF token; return the answer."""
         return await self.post_with({}, path, **fields)
 
     async def post_htmx(self, path: str, /, **fields: str) -> httpx.Response:
-        """Return the answer to a form that htmx sends."""
+        """Submit a form as htmx does; return the answer."""
         return await self.post_with({"HX-Request": "true"}, path, **fields)
 
     async def post_with(self, headers: dict[str, str], path: str, /, **fields: str) -> httpx.Response:
-        """Return the answer to a form that is sent with these headers too."""
+        """Submit a form with additional headers; return the answer."""
         sent = {"Sec-Fetch-Site": "same-origin", **headers}
         return await self.http.post(path, data={"csrf_token": self.csrf_token, **fields}, headers=sent)
 
 
-_IDLE: defaultdict[str, list[Standing]] = defaultdict(list)
-"""Applications that serve nobody, by the time zone that their pages tell days in."""
+_IDLE: defaultdict[str, list[ReusedApp]] = defaultdict(list)
+"""Idle applications, by the time zone of the days on their pages."""
 
 
 def _create(services: Services) -> Litestar:
@@ -306,13 +306,13 @@ async def open_box(
     path = folder / "gatehouse.db"
     shutil.copyfile(template, path)
     database = Database.open(f"sqlite:///{path}")
-    people = await made_in(database, clock, _make_people)
+    people = await make_from_template(database, clock, _make_people)
     engine_side = EngineSide(clock)
     services = _services(database, clock, engine_side, people, folder, interval_s, BillingCalendar(time_zone))
     await services.ledger.start()
     await services.sampler.start()
     idle = _IDLE[time_zone]
-    standing = idle.pop() if idle else Standing(services, _create)
+    standing = idle.pop() if idle else ReusedApp(services, _create)
     standing.serve(services)
     try:
         yield Box(app=standing.app, services=services, engine_side=engine_side, cast=people)
@@ -387,6 +387,6 @@ def _services(
         "generations": cast("Any", engine_side),
         "sampler": engine_side.sampler(interval_s),
     }
-    # What the console does not use stays empty, so that the serving side may grow without this file.
+    # Services that the console does not use are None, so that new ones need no change here.
     unused: dict[str, Any] = {field.name: None for field in dataclasses.fields(Services) if field.name not in parts}
     return Services(**parts, **unused)

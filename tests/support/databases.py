@@ -1,4 +1,4 @@
-"""Databases for tests: a SQLite file or a throw-away PostgreSQL server, lent and emptied again."""
+"""Databases for tests: a SQLite file, or databases of a throw-away PostgreSQL server that are emptied and reused."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from appliance.base.tables import metadata
 
 BINARIES = Path("/usr/lib/postgresql")
 _SERVER_OPTIONS = {
-    "listen_addresses": "",  # a socket in our own folder: no port to collide with
+    "listen_addresses": "",  # a socket in our own folder: no port can collide
     "fsync": "off",
     "synchronous_commit": "off",
     "full_page_writes": "off",
     "shared_buffers": "64MB",
-    "max_connections": "400",  # of tasks that were cancelled on the way a busy server ends its halves late
+    "max_connections": "400",  # a busy server closes its side of cancelled tasks' connections late
 }
 
 
 def postgresql_binaries() -> Path | None:
-    """Return the folder of the newest PostgreSQL of this machine, or None."""
+    """Return the binaries folder of this machine's newest PostgreSQL, or None."""
     found = [path.parent for path in BINARIES.glob("*/bin/initdb")] if BINARIES.is_dir() else []
     if found:
         return max(found, key=lambda path: int(path.parent.name))
@@ -37,8 +37,8 @@ def postgresql_binaries() -> Path | None:
     return Path(on_path).resolve().parent if on_path else None
 
 
-def required(part: str) -> bool:
-    """Return whether GATEHOUSE_REQUIRE names `part`: then its absence is a failure and no reason to skip."""
+def is_required(part: str) -> bool:
+    """Return whether GATEHOUSE_REQUIRE names `part`: its absence is then a failure instead of a reason to skip."""
     return part in os.environ.get("GATEHOUSE_REQUIRE", "").split(",")
 
 
@@ -59,17 +59,17 @@ class Cluster:
         self._execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}'")
         return self.url(name)
 
-    def lend(self) -> str:
-        """Return the URL of an empty database with all migrations applied, to be given back: making one takes longer."""
+    def acquire(self) -> str:
+        """Return the URL of an empty, fully migrated database. Call `release` afterwards, for reuse."""
         if self._free:
             return self._free.pop()
         url = self.create()
         migrations.upgrade(url)
         return url
 
-    def give_back(self, url: str) -> None:
-        """Take back what `lend` gave, emptied, whoever is still connected."""
-        # As a replica applies rows: without the triggers that keep the audit log as it was written.
+    def release(self, url: str) -> None:
+        """Empty a database from `acquire` for reuse; end all other connections to it."""
+        # Replica mode disables the triggers that make the audit log immutable.
         statements = ["SET LOCAL session_replication_role = replica"]
         statements += [f"DELETE FROM {table.name}" for table in reversed(metadata.sorted_tables)]
         others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
@@ -79,7 +79,7 @@ class Cluster:
         self._free.append(url)
 
     def drop(self, url: str) -> None:
-        """Remove a database that `create` made, whoever is connected."""
+        """Drop a database from `create`, even if it is still in use."""
         name = url.removeprefix("postgresql://postgres@/").partition("?")[0]
         self._execute(f"DROP DATABASE {name} WITH (FORCE)")
 

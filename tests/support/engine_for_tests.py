@@ -1,4 +1,4 @@
-"""The engine for tests in a process of its own, over a socket that it is given."""
+"""Runs the engine for tests in a process of its own, on an inherited socket."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from engine.main import main
 
 
 def run(connection: socket.socket, options: str) -> int:
-    """Serve as `engine.main` does with these options, JSON, and return its status."""
+    """Run `engine.main` with these options (JSON) and return its exit status."""
     return main(["--fd", str(connection.detach()), "--options", options])

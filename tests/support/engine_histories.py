@@ -1,6 +1,6 @@
-"""Histories of an engine: requests of every kind, when they come and when they are aborted, and what became of them.
+"""Histories of an engine: requests of every kind with their arrivals and aborts, and their results.
 
-`alone` is what the plain runner on the CPU says of a request with nobody beside it: what every other runner must say.
+`run_alone` returns the plain CPU runner's result for a request by itself, which every other runner must equal.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.grammar.spec import GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine
 from engine.protocol import FinishReason, TokenEvent, TokenLogprob
-from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, wanted
+from tests.support.engines import evict_all, generation_request, preempt_all, run_to_end, small_engine
 from tests.support.tiny_models import EOS, VOCAB_SIZE
 
 MAX_LEN = 64
 
-# What a request may ask for. Prompts with scores are computed in the plain way.
-WISHES: dict[str, dict[str, Any]] = {
+# Sampling options of requests. Prompts with log-probabilities are computed by the plain runner.
+SAMPLING_OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
     "filtered": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
@@ -55,7 +55,7 @@ LETTERS = Vocabulary((b"",) * 3 + tuple(bytes([byte]) for byte in range(3, VOCAB
 
 
 class LetterGrammars:
-    """Compiles at once, for tokens of one letter."""
+    """Compiles grammars synchronously, for single-letter tokens."""
 
     def __init__(self) -> None:
         self._trie = token_trie(LETTERS)
@@ -66,7 +66,7 @@ class LetterGrammars:
         return done
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """There is nothing to close."""
 
 
 GRAMMARS = LetterGrammars()
@@ -80,28 +80,28 @@ def with_grammars(engine: Engine) -> Engine:
 
 
 class PlannedRequest(NamedTuple):
-    """One request, when it comes, and after how many steps it is aborted, if it is."""
+    """A request, the step at which it arrives, and the number of steps after which it is aborted, if any."""
 
     prompt: tuple[int, ...]
-    wish: str
+    sampling: str
     max_tokens: int
     seed: int
     arrives: int
     aborted_after: int | None
 
     def submit(self, engine: Engine, name: str) -> list[TokenEvent]:
-        chosen = {"seed": self.seed, "max_tokens": self.max_tokens, **WISHES[self.wish]}
-        chosen["max_tokens"] = max(self.max_tokens, chosen.get("min_tokens", 1))
-        return engine.submit(wanted(name, self.prompt, **chosen))
+        options = {"seed": self.seed, "max_tokens": self.max_tokens, **SAMPLING_OPTIONS[self.sampling]}
+        options["max_tokens"] = max(self.max_tokens, options.get("min_tokens", 1))
+        return engine.submit(generation_request(name, self.prompt, **options))
 
 
 prompts = st.integers(1, 37).flatmap(
     lambda length: st.sampled_from((3, 50, 90)).map(lambda first: tuple((first + 7 * i) % VOCAB_SIZE for i in range(length)))
 )
-asked = st.builds(
+planned_requests = st.builds(
     PlannedRequest,
     prompt=prompts,
-    wish=st.sampled_from(sorted(WISHES)) | st.sampled_from(("greedy", "sampled", "stops")),
+    sampling=st.sampled_from(sorted(SAMPLING_OPTIONS)) | st.sampled_from(("greedy", "sampled", "stops")),
     max_tokens=st.integers(1, 24),
     seed=st.integers(0, 3),
     arrives=st.integers(0, 12),
@@ -109,23 +109,23 @@ asked = st.builds(
 )
 
 
-repeating = st.builds(
+repetitive_requests = st.builds(
     PlannedRequest,
     prompt=st.builds(
         lambda first, period, times: tuple(range(first, first + period)) * times,
         *(st.sampled_from(values) for values in ((3, 50), (1, 2, 5), (2, 7))),
     ),
-    wish=st.sampled_from(sorted(WISHES)) | st.sampled_from(("greedy", "sampled", "stops")),
+    sampling=st.sampled_from(sorted(SAMPLING_OPTIONS)) | st.sampled_from(("greedy", "sampled", "stops")),
     max_tokens=st.integers(1, 28),
     seed=st.integers(0, 3),
     arrives=st.integers(0, 12),
     aborted_after=st.none() | st.none() | st.integers(0, 12),
 )
-"""Prompts that say the same again and again, as do the answers of small models."""
+"""Prompts that repeat themselves, as do the outputs of small models."""
 
 
-class Room(NamedTuple):
-    """What an engine has for its requests: where it is little they wait, come in chunks, are preempted and swapped."""
+class EngineLimits(NamedTuple):
+    """Resources of an engine: if scarce, requests wait, are chunked, preempted and swapped."""
 
     budget: int
     block_size: int
@@ -147,8 +147,8 @@ class Room(NamedTuple):
         }
 
 
-rooms = st.builds(
-    Room,
+engine_limits = st.builds(
+    EngineLimits,
     budget=st.sampled_from((7, 16, 512)),
     block_size=st.sampled_from((4, 16, 1)),
     seats=st.sampled_from((2, 5, 16)),
@@ -159,35 +159,35 @@ rooms = st.builds(
 
 
 @cache
-def alone(folder: Path, family: str, prompt: tuple[int, ...], wish: str, max_tokens: int, seed: int) -> dict[int, Any]:
-    """Tokens and end of each answer from the plain runner, with nobody beside it."""
+def run_alone(folder: Path, family: str, prompt: tuple[int, ...], sampling: str, max_tokens: int, seed: int) -> dict[int, Any]:
+    """Results of each answer from the plain runner, as the only request."""
     engine = with_grammars(small_engine(folder / family, max_model_len=MAX_LEN))
-    once = PlannedRequest(prompt, wish, max_tokens, seed, 0, None)
-    return answers(once.submit(engine, "a") + run_to_end(engine, [])["a"])
+    request = PlannedRequest(prompt, sampling, max_tokens, seed, 0, None)
+    return answers_by_index(request.submit(engine, "a") + run_to_end(engine, [])["a"])
 
 
-def answers(events: list[TokenEvent]) -> dict[int, Any]:
-    """By index: tokens, their scores and those of the prompt, reason of the end, and the counts of the last event."""
-    found: dict[int, Any] = {}
+def answers_by_index(events: list[TokenEvent]) -> dict[int, Any]:
+    """By index: tokens, log-probabilities of output and prompt, finish reason, and the counts of the last event."""
+    results: dict[int, Any] = {}
     for event in events:
-        tokens, (own, prompt), *_ = found.get(event.index, ([], ([], [])))
+        tokens, (own, prompt), *_ = results.get(event.index, ([], ([], [])))
         scored = own + (event.logprobs or []), prompt + (event.prompt_logprobs or [])
         counts = event.num_output_tokens, event.num_prompt_tokens_computed
-        found[event.index] = tokens + event.token_ids, scored, event.finish_reason, counts
-    return found
+        results[event.index] = tokens + event.token_ids, scored, event.finish_reason, counts
+    return results
 
 
-def assert_same_scores(found: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
-    """Beside others the logits of a request may differ in the last bits."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+def assert_same_scores(results: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
+    """Compare log-probabilities; in a batch, a request's logits may differ in the last bits."""
+    assert len(results) == len(expected)
+    for one, other in zip(results, expected, strict=True):
         assert (one.rank, one.top_token_ids) == (other.rank, other.top_token_ids)
         numbers = [other.logprob, *other.top_logprobs]
         assert [one.logprob, *one.top_logprobs] == pytest.approx(numbers, rel=1e-4, abs=1e-5)
 
 
-def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | None) -> list[dict[int, Any]]:
-    """What became of the requests, as the gateway hears it."""
+def run_history(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | None) -> list[dict[int, Any]]:
+    """Run the requests; return their results as the gateway reconstructs them."""
     events: dict[str, list[TokenEvent]] = {str(index): [] for index in range(len(requests))}
     step = 0
     while engine.has_requests or step <= max(each.arrives for each in requests):
@@ -199,27 +199,29 @@ def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | Non
         if step == preempt_at:
             preempt_all(engine)
             evict_all(engine)
-        happened = engine.step_in_columns()
-        for event in happened.others:
+        outputs = engine.step_in_columns()
+        for event in outputs.others:
             events[event.request_id].append(event)
-        for (request_id, index, token_id), told in zip(
-            happened.decoded, happened.as_events()[len(happened.others) :], strict=True
+        for (request_id, index, token_id), expected in zip(
+            outputs.decoded, outputs.as_events()[len(outputs.others) :], strict=True
         ):
             last = next(event for event in reversed(events[request_id]) if event.index == index)
-            heard = one_more(last, token_id)
-            events[request_id].append(heard)
-            assert heard == replace(told, num_preemptions=heard.num_preemptions), "the gateway would hear something else"
+            gateway_event = one_more(last, token_id)
+            events[request_id].append(gateway_event)
+            assert gateway_event == replace(expected, num_preemptions=gateway_event.num_preemptions), (
+                "the gateway would hear something else"
+            )
         engine.check_invariants()
         step += 1
     assert engine.status().kv_blocks_used == 0, "blocks were lost"
-    return [answers(events[str(index)]) for index in range(len(requests))]
+    return [answers_by_index(events[str(index)]) for index in range(len(requests))]
 
 
 def assert_as_alone(folder: Path, family: str, requests: Sequence[PlannedRequest], found_of: Sequence[dict[int, Any]]) -> None:
-    """What became of each request is what becomes of it alone; an aborted one had begun so."""
-    for found, each in zip(found_of, requests, strict=True):
-        expected = alone(folder, family, *each[:4])
-        for index, (tokens, scored, reason, counts) in found.items():
+    """Assert that each request has the result that it has alone; of an aborted one, the beginning of it."""
+    for results, each in zip(found_of, requests, strict=True):
+        expected = run_alone(folder, family, *each[:4])
+        for index, (tokens, scored, reason, counts) in results.items():
             for some, all_of_them in zip(scored, expected[index][1], strict=True):
                 assert_same_scores(some, all_of_them[: len(some)])
             if reason is FinishReason.ABORTED:
@@ -229,4 +231,4 @@ def assert_as_alone(folder: Path, family: str, requests: Sequence[PlannedRequest
                 assert tokens == expected[index][0]
                 assert [len(each) for each in scored] == [len(each) for each in expected[index][1]]
                 assert (reason, counts) == expected[index][2:]
-        assert found.keys() == expected.keys()
+        assert results.keys() == expected.keys()

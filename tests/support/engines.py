@@ -1,4 +1,4 @@
-"""Engines for tests: over a model directory, and ways to run requests through one to their end."""
+"""Engines over a model directory for tests, and helpers that run requests through them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ FREE_ROWS = SpeculationCosts(rows=(1, 64), times=(1.0, 1.0))
 
 
 def unused_grammars() -> GrammarQueue:
-    """For an engine that nobody asks for structured output."""
+    """A grammar queue for an engine without structured output."""
     return GrammarQueue(mock.Mock(), GrammarMasks(1))
 
 
 def small_engine(model: Path, **changes: Any) -> Engine:
-    """An engine on the CPU with the plain runner, one thread and a cache of a megabyte. Nothing is timed, which interpreted
-    kernels take as long for as for a short answer; guesses go as deep as they may."""
-    chosen = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
-    chosen.setdefault("enforce_eager", chosen["device"] == "cpu")
-    if chosen["device"] == "cuda":  # whose largest step is computed at the start, here on a CPU
-        chosen.setdefault("max_num_batched_tokens", BATCHED_TOKENS)
-    options = EngineOptions(model=model, **chosen)
+    """A CPU engine with the plain runner, one thread and one megabyte of KV cache. Calibration is replaced by constants,
+    because with interpreted kernels it takes as long as a short answer; drafts have the maximum depth."""
+    options_set = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
+    options_set.setdefault("enforce_eager", options_set["device"] == "cpu")
+    if options_set["device"] == "cuda":  # its largest step runs at the start, here on a CPU
+        options_set.setdefault("max_num_batched_tokens", BATCHED_TOKENS)
+    options = EngineOptions(model=model, **options_set)
     with mock.patch("engine.runner.calibration._fastest_s", return_value=PASS_S):
         engine = build_engine(options)
     if options.speculative_config is not None:
@@ -52,45 +52,47 @@ def small_engine(model: Path, **changes: Any) -> Engine:
 
 
 def overlapped_engine(model: Path, **changes: Any) -> Engine:
-    """As `small_engine`, with steps that are launched ahead over slots: all of what a GPU does but the graphs."""
+    """`small_engine` with steps launched ahead over slots: as on a GPU, except for graphs."""
     plain = small_engine(model, **changes)
     runner, scheduler = plain.runner, plain._scheduler
     assert isinstance(runner, ModelRunner)
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
     runner._accepts_by_equality = True
-    ahead = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
-    warm_up(ahead.steps)
-    return Engine(scheduler, ahead, plain.info, plain._grammars, step_budget=plain._step_budget)
+    slot_runner = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
+    warm_up(slot_runner.steps)
+    return Engine(scheduler, slot_runner, plain.info, plain._grammars, step_budget=plain._step_budget)
 
 
 def recorded_engine(model: Path, **changes: Any) -> Engine:
-    """As `small_engine`, with the runner that serves on a CPU: over slots, decode steps as one call where that can be."""
+    """`small_engine` with the runner that serves on CPUs: over slots, with decode steps as one call where possible."""
     engine = small_engine(model, enforce_eager=False, **changes)
     assert isinstance(engine.runner, SlotRunner)
     return engine
 
 
 def preempt_all(engine: Engine) -> None:
-    """Take the blocks of everything that runs."""
+    """Preempt all running requests."""
     for request in list(engine._scheduler.running):
         engine._scheduler.preempt(request)
 
 
 def evict_all(engine: Engine) -> None:
-    """Drop the content of every block that nobody holds, to the host tier where there is one."""
+    """Evict the content of every free block, to the host tier if there is one."""
     pool = engine._scheduler.pool
     pool.release(pool.allocate(pool.num_available))
     engine.runner.move(engine._scheduler.kv.pop_moves())
 
 
-def wanted(request_id: str, prompt: Sequence[int], *, tenant_id: str = "alice", **sampling: Any) -> GenerationRequest:
-    """A request; greedy and without end-of-sequence unless `sampling` says otherwise."""
+def generation_request(
+    request_id: str, prompt: Sequence[int], *, tenant_id: str = "alice", **sampling: Any
+) -> GenerationRequest:
+    """A request, by default greedy and ignoring end-of-sequence."""
     params = SamplingParams(**{"temperature": 0.0, "seed": 1, "ignore_eos": True, **sampling})
     return GenerationRequest(request_id=request_id, tenant_id=tenant_id, prompt_token_ids=list(prompt), sampling=params)
 
 
 def run_to_end(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[str, list[TokenEvent]]:
-    """Submit all, step until idle; the events of each request. Invariants are checked after every step."""
+    """Submit all requests and step until idle, checking invariants after every step. → events by request"""
     events: dict[str, list[TokenEvent]] = {}
     for request in requests:
         events[request.request_id] = engine.submit(request)

@@ -1,4 +1,4 @@
-"""Values that tests vary in one field: ledger entries, settlements, prices, principals that need no database."""
+"""Default values for tests to vary: ledger entries, settlements, prices and principals, without a database."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.clock import START
 
 
 def pending(person: Person, *, admitted_at: datetime = START, **changes: Any) -> PendingEntry:
-    """Return an entry of `person`."""
+    """Return a pending entry of `person`."""
     entry = PendingEntry(
         request_id=new_id("req"),
         tenant_id=person.tenant.id,
@@ -33,18 +33,18 @@ def pending(person: Person, *, admitted_at: datetime = START, **changes: Any) ->
 
 
 def posted(request_id: str, *, prompt: int = 10, cached: int = 0, completion: int = 5, reason: str = "stop") -> Settlement:
-    """Return the settlement of a request that was served."""
+    """Return the settlement of a served request."""
     usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion)
     return Settlement(request_id=request_id, status="posted", finish_reason=reason, usage=usage)
 
 
 def voided(request_id: str) -> Settlement:
-    """Return the settlement of a request for which nothing is owed."""
+    """Return the settlement of a voided request."""
     return Settlement(request_id=request_id, status="voided", finish_reason="refused")
 
 
 def adjustment(person: Person, *, posting: int, cost_picos: int, at: datetime = START) -> UsageEvent:
-    """Return a correction of an event of `person` that no table knows."""
+    """Return a correction of an event of `person` that is in no table."""
     return UsageEvent(
         id=posting,
         request_id=new_id("req"),
@@ -73,7 +73,7 @@ def adjustment(person: Person, *, posting: int, cost_picos: int, at: datetime = 
 
 
 def price(prompt: int = 1_000_000, cached: int = 100_000, completion: int = 3_000_000, *, at: datetime = START) -> Price:
-    """Return a price that no table knows, in micro-units per million tokens."""
+    """Return a price that is in no table, in micro-units per million tokens."""
     return Price(
         id=new_id("price"),
         model="demo",
@@ -88,7 +88,7 @@ def price(prompt: int = 1_000_000, cached: int = 100_000, completion: int = 3_00
 
 
 def principal(tenant: Limits | None = None, key: Limits | None = None) -> Principal:
-    """Return a principal that no table knows, with these limits."""
+    """Return a principal with these limits that is in no table."""
     owner = Tenant(
         id=new_id("tn"),
         name="bob",

@@ -1,8 +1,8 @@
-"""A small peer that speaks the engine's protocol without a model: for tests of the gateway.
+"""A fake engine that speaks the engine's protocol without a model, for tests of the gateway.
 
-Token n of an answer is the n-th token of the prompt, over and over; answer i of several begins with the i-th. Run as a module
-it is a process like `engine.main`; prompts that begin with the ids below make it misbehave, and a schema that says
-"impossible" is to blame for an error.
+Answers repeat the prompt: token n is the n-th token of the prompt, modulo its length; answer i of several starts with the i-th.
+Run as a module, it is a process like `engine.main`. Prompts that begin with the ids below make it misbehave, and a schema that
+contains "impossible" is reported as the cause of an error.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from engine.transport import LENGTH, decode_gateway_frame, encode_frame
 DIE = 301  # the process ends as soon as such a prompt arrives
 FAIL = 302  # the request ends with an error
 STALL = 303  # the request is accepted and nothing happens until it is aborted
-LATE = 304  # the request ends as if it had waited in the queue for too long
-BLAME = 305  # the request ends with an error for which its schema is to blame
-HALF = 306  # the first answer ends with an error, the others go on
-BUSY = 307  # the engine cannot take the request on now
+LATE = 304  # the request ends as if its queue deadline had passed
+BLAME = 305  # the request ends with an error caused by its schema
+HALF = 306  # the first answer ends with an error, the others continue
+BUSY = 307  # the engine is overloaded and rejects the request
 ENDLESS_SEED = 308  # an answer with this seed never gets its last token: it ends when it is aborted
 STATUS_INTERVAL_S = 0.05
 MAX_MODEL_LEN = 1024
@@ -50,10 +50,10 @@ class _Live:
 
 
 class FakeEngine:
-    """One connection. `step_s` is how long a step takes; every live request gets one token per step.
+    """One connection. A step takes `step_s`; every live request gets one token per step.
 
-    `counted` is how many tokens each request got, and `computed` how much of its prompt was computed, by the engine's own
-    count. With `steps_allowed` set it makes no more steps than that.
+    `counted` and `computed` are the engine's own counts of each request's output tokens and computed prompt tokens. If
+    `steps_allowed` is set, it makes no more steps than that.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float = 0.0) -> None:
@@ -65,14 +65,14 @@ class FakeEngine:
         self._steps = 0
         self._woken = asyncio.Event()
         self._allowed = asyncio.Event()
-        self._told: dict[tuple[str, int], int] = {}
+        self._num_sent_tokens: dict[tuple[str, int], int] = {}
         self.counted: Counter[str] = Counter()
         self.computed: Counter[str] = Counter()
         self.steps_allowed: int | None = None
         self.frames: list[GatewayFrame] = []
 
     async def run(self) -> None:
-        """Serve until the gateway hangs up."""
+        """Serve until the gateway closes the connection."""
         self.send(EngineFrame(load_fraction=0.5))
         self.send(EngineFrame(ready=engine_info()))
         stepping = asyncio.create_task(self._step_forever())
@@ -85,30 +85,30 @@ class FakeEngine:
             stepping.cancel()
             self._writer.close()
 
-    def allow(self, steps: int) -> None:
-        """Let the engine make so many steps more, and then none until it is allowed again."""
+    def allow_steps(self, steps: int) -> None:
+        """Allow `steps` more steps, and then none until the next call."""
         self.steps_allowed = self._steps + steps
         self._allowed.set()
 
     def send(self, frame: EngineFrame) -> None:
-        """Send one frame, in which answers that merely go on have no events, as the engine does."""
-        for told in frame.events:
-            self.computed[told.request_id] = max(self.computed[told.request_id], told.num_prompt_tokens_computed)
+        """Send one frame; as in the engine, answers that only continue are sent without events."""
+        for event in frame.events:
+            self.computed[event.request_id] = max(self.computed[event.request_id], event.num_prompt_tokens_computed)
         others: list[TokenEvent] = []
         decoded: list[DecodedToken] = []
-        for told in frame.events:
-            if self._goes_on(told):
-                decoded.append((told.request_id, told.index, told.token_ids[0]))
+        for event in frame.events:
+            if self._continues(event):
+                decoded.append((event.request_id, event.index, event.token_ids[0]))
             else:
-                others.append(told)
+                others.append(event)
         self._writer.write(encode_frame(replace(frame, events=others, decoded=decoded)))
 
-    def _goes_on(self, told: TokenEvent) -> bool:
-        answer = told.request_id, told.index
-        before, self._told[answer] = self._told.get(answer), told.num_output_tokens
-        if before is None or told.finish_reason is not None or told.logprobs is not None:
+    def _continues(self, event: TokenEvent) -> bool:
+        answer = event.request_id, event.index
+        before, self._num_sent_tokens[answer] = self._num_sent_tokens.get(answer), event.num_output_tokens
+        if before is None or event.finish_reason is not None or event.logprobs is not None:
             return False
-        return len(told.token_ids) == 1 and told.num_output_tokens == before + 1
+        return len(event.token_ids) == 1 and event.num_output_tokens == before + 1
 
     def _receive(self, frame: GatewayFrame) -> None:
         self.frames.append(frame)
@@ -117,8 +117,8 @@ class FakeEngine:
                 os._exit(9)
             for index in range(request.sampling.n):
                 self._live[request.request_id, index] = _Live(request, index)
-        asked = {key for key in self._live if key[0] in frame.abort} | (set(frame.abort_answers) & self._live.keys())
-        ended = [self._abort(key) for key in sorted(asked)]
+        aborted = {key for key in self._live if key[0] in frame.abort} | (set(frame.abort_answers) & self._live.keys())
+        ended = [self._abort(key) for key in sorted(aborted)]
         if ended:
             self.send(EngineFrame(events=ended))
         if frame.shutdown:
@@ -127,7 +127,7 @@ class FakeEngine:
 
     def _abort(self, key: tuple[str, int]) -> TokenEvent:
         live = self._live.pop(key)
-        return event(live.request, [], live.num_output_tokens, index=live.index, finish_reason=FinishReason.ABORTED)
+        return make_event(live.request, [], live.num_output_tokens, index=live.index, finish_reason=FinishReason.ABORTED)
 
     async def _step_forever(self) -> None:
         while True:
@@ -151,13 +151,13 @@ class FakeEngine:
 
     def _advance(self, live: _Live) -> TokenEvent | None:
         prompt = live.request.prompt_token_ids
-        asked = BLAME if "impossible" in str(live.request.sampling.guided_json) else prompt[0]
+        prompt_id = BLAME if "impossible" in str(live.request.sampling.guided_json) else prompt[0]
         sampling = live.request.sampling
-        if asked == STALL or (sampling.seed == ENDLESS_SEED and live.num_output_tokens + 1 >= (sampling.max_tokens or 1)):
+        if prompt_id == STALL or (sampling.seed == ENDLESS_SEED and live.num_output_tokens + 1 >= (sampling.max_tokens or 1)):
             return None
-        if asked in _REFUSALS and (asked != HALF or live.index == 0):
+        if prompt_id in _REFUSALS and (prompt_id != HALF or live.index == 0):
             del self._live[live.request.request_id, live.index]
-            return event(live.request, [], 0, computed=0, index=live.index, **_REFUSALS[asked])  # type: ignore[arg-type]
+            return make_event(live.request, [], 0, computed=0, index=live.index, **_REFUSALS[prompt_id])  # type: ignore[arg-type]
         token_id = prompt[(live.index + live.num_output_tokens) % len(prompt)]
         live.num_output_tokens += 1
         self._generated += 1
@@ -166,7 +166,7 @@ class FakeEngine:
         if live.num_output_tokens >= (live.request.sampling.max_tokens or 1):
             finish_reason = FinishReason.LENGTH
             del self._live[live.request.request_id, live.index]
-        return event(live.request, [token_id], live.num_output_tokens, index=live.index, finish_reason=finish_reason)
+        return make_event(live.request, [token_id], live.num_output_tokens, index=live.index, finish_reason=finish_reason)
 
     def _status(self) -> EngineStatus:
         return engine_status(
@@ -189,7 +189,7 @@ class FakeEngine:
 
 
 def progress(live: _Live) -> RequestProgress:
-    """Return what the engine says of a live request."""
+    """Return the progress of a live request."""
     return RequestProgress(
         request_id=live.request.request_id,
         state="decode" if live.num_output_tokens else "queued",
@@ -211,7 +211,7 @@ _REFUSALS: dict[int, dict[str, object]] = {
 }
 
 
-def event(
+def make_event(
     request: GenerationRequest,
     token_ids: list[int],
     num_output_tokens: int,
@@ -222,7 +222,7 @@ def event(
     error: str | None = None,
     error_param: str | None = None,
 ) -> TokenEvent:
-    """Return an event of `request` whose prompt has been computed, unless `computed` says otherwise."""
+    """Return an event of `request`; its prompt counts as computed unless `computed` is given."""
     logprobs = None
     if request.sampling.logprobs is not None:
         top = list(range(4, 4 + request.sampling.logprobs))
@@ -244,7 +244,7 @@ def event(
 
 
 def engine_info() -> EngineInfo:
-    """Return the facts of a model that does not exist."""
+    """Return the facts of a fictitious model."""
     return EngineInfo(
         model="fake",
         architecture="FakeForCausalLM",
@@ -273,7 +273,7 @@ def engine_status(
     requests: list[RequestProgress] | None = None,
     tenants: list[TenantProgress] | None = None,
 ) -> EngineStatus:
-    """Return gauges of an engine."""
+    """Return an engine's gauges."""
     return EngineStatus(
         num_running=len(requests or []),
         num_waiting=0,
@@ -300,7 +300,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 async def connected_pair() -> tuple[socket.socket, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Return what an engine client takes and what an engine of the tests takes, connected."""
+    """Return connected ends: a socket for an engine client, and streams for a fake engine."""
     ours, theirs = socket.socketpair()
     return ours, await asyncio.open_unix_connection(sock=theirs)
 

@@ -26,7 +26,7 @@ def check_row(
     *,
     has_bias: bool,
 ) -> None:
-    """sizes: width of the stream, columns of `first_weight`, outputs of `second_weight` (half its rows if it is gated)."""
+    """sizes: width of the residual stream, columns of `first_weight`, outputs of `second_weight` (half its rows if gated)."""
     width, columns, inner = sizes
     x = padded_rows(normal(1, columns, dtype=dtype, device=CPU) + 0.5, columns + 16)
     values = partial(normal, dtype=dtype, device=CPU)

@@ -1,4 +1,4 @@
-"""A gateway's serving layer over a stand-in engine in the same process: for tests of generations without HTTP."""
+"""The gateway's serving layer over a fake engine in the same process, for tests of generations without HTTP."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODEL = "tiny"
 
 
 class InProcessEngine:
-    """What a generation needs of a supervisor, over a stand-in engine in this process."""
+    """The supervisor interface that a generation uses, over a fake engine in this process."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -54,12 +54,12 @@ class InProcessEngine:
         return self._client.info
 
     def check_ready(self) -> None:
-        """Raise when the test has said that there is no engine."""
+        """Raise `EngineUnavailable` if the test has set `unavailable`."""
         if self.unavailable is not None:
             raise EngineUnavailable(self.unavailable)
 
     def submit(self, request: GenerationRequest) -> EventStream:
-        """Hand `request` to the engine."""
+        """Send `request` to the engine."""
         return self._client.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -86,7 +86,7 @@ class Serving:
     metrics: Metrics
 
     async def start(self, person: Person, prompt: list[int] | str, **sampling: Any) -> Generation:
-        """Start a generation for `person`; a prompt given as text is what the stand-in engine will say."""
+        """Start a generation for `person`; the fake engine repeats a prompt given as text."""
         ids = self.ids(prompt) if isinstance(prompt, str) else prompt
         field_names, batch = sampling.pop("field_names", {}), sampling.pop("batch", False)
         options = {"max_tokens": len(ids), "seed": 1, **sampling}
@@ -140,7 +140,7 @@ LIMITS = RequestLimits(
 async def serving(
     database: Database, clock: Clock, folder: Path, epoch_id: str, *, step_s: float = 0.0, **options: Any
 ) -> AsyncIterator[Serving]:
-    """Yield a serving layer; nothing may be left unsettled at its end."""
+    """Yield a serving layer; at the end, everything must have settled."""
     ours, theirs = await connected_pair()
     metrics, ledger = Metrics(), utc_ledger(database, clock, epoch_id)
     admission = utc_admission(clock, utc_sums(database))
@@ -161,7 +161,7 @@ async def serving(
     model = ServedModel(
         name=MODEL,
         path=folder,
-        client=engine_client,  # type: ignore[arg-type]  # all that a generation asks of a supervisor
+        client=engine_client,  # type: ignore[arg-type]  # all that a generation uses of a supervisor
         prompting=Prompting.load(make_hollow_model(folder)),
         context_len=1024,
         sampling_defaults={},

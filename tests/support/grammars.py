@@ -1,4 +1,4 @@
-"""Constraints over a vocabulary of single bytes, so that a test can ask whether a text satisfies one."""
+"""Grammars over a vocabulary of single bytes, to test whether a text satisfies one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES = Vocabulary((b"", *(bytes([byte]) for byte in range(256))), (EOS,))
 
 
 def empty_mask(vocabulary: Vocabulary = BYTES) -> ctypes.Array[ctypes.c_int32]:
-    """A mask to be filled: 32 bits for each 32 tokens."""
+    """A mask buffer to fill: one bit per token, in 32-bit words."""
     return (ctypes.c_int32 * -(-vocabulary.size // 32))()
 
 

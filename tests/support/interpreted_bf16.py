@@ -1,6 +1,6 @@
-"""Triton's interpreter holds bfloat16 as bare 16-bit integers and computes with them as such: here it computes with floats.
+"""Corrects bfloat16 arithmetic in Triton's interpreter, which stores bfloat16 as 16-bit integers and computes with those.
 
-So in 3.6.0 and 3.9.0. For kernels whose bfloat16 arithmetic is the point, as the exact integers that codes of 4 bits become.
+Seen in 3.6.0 and 3.9.0. For kernels that rely on bfloat16 arithmetic, such as the exact integers decoded from 4-bit codes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def correct_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums, differences and dots of bfloat16 in the interpreter are a card's, for the length of a test."""
+    """For the length of a test, give sums, differences and dots of bfloat16 in the interpreter the results of a GPU."""
     import triton.language as tl
     from triton.runtime import interpreter
 

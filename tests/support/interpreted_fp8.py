@@ -1,6 +1,6 @@
-"""Triton's interpreter rounds to e4m3 without the carry into the exponent (7.9 becomes 4): here it rounds as cards do.
+"""Corrects rounding to e4m3 in Triton's interpreter, which omits the carry into the exponent (7.9 becomes 4).
 
-So in 3.6.0 and 3.9.0; without this every 13th value of a comparison would be half of what it should be.
+Seen in 3.6.0 and 3.9.0; without this, every 13th value of a comparison would be half of the right one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 
 def correct_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions from float32 to e4m3 in the interpreter are torch's, for the length of a test. Compiled kernels are not
-    touched. Values beyond 448 are NaN in torch: kernels bound them first."""
+    """For the length of a test, use torch's conversion from float32 to e4m3 in the interpreter. Compiled kernels are not
+    affected. Values beyond 448 are NaN in torch: kernels clamp them first."""
     from triton.runtime import interpreter
 
     convert: Callable[[Any, Any, Any, Any], Any] = interpreter._convert_float

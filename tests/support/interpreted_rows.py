@@ -1,6 +1,7 @@
-"""The library under Triton's interpreter gives a row of a matrix other bits at another place; no matrix instruction does.
+"""Makes dots in Triton's interpreter independent of a row's position, as matrix instructions are.
 
-Here the products of the interpreter are summed column by column, alike for every row: what differs now, differs by the kernel.
+The library under the interpreter gives a row different bits at different positions. Here products are summed column by column,
+in the same way for every row, so that any remaining difference comes from the kernel.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 
-def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dots of the interpreter do not depend on a row's place, for the length of a test."""
+def make_dot_row_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the length of a test, make dots of the interpreter independent of a row's position."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,4 +1,4 @@
-"""Inputs that make a careless kernel fail: poison outside what may be read, sentinels around what may be written."""
+"""Inputs that expose out-of-bounds accesses of a kernel: poison outside valid inputs, sentinels around outputs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kernels.attention_rows import AttentionShape
 from kernels.reference.rotated_decode import rotated_decode
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same
 
-# Lengths on both sides of a block's and a tile's edge.
+# Lengths on both sides of block and tile boundaries.
 AWKWARD_LENGTHS = (1, 15, 16, 17, 31, 67)
 HEAD_DIMS = (64, 96, 128, 256)
 GROUPS = (1, 2, 4, 8)
 FLOATS = (torch.float32, torch.float16)  # bfloat16 arithmetic is wrong in the interpreter: load → float32 → store is right
 GUARD = 64  # elements on each side
-SENTINEL = 97  # a value that every dtype holds exactly: bytes of 0x61
+SENTINEL = 97  # every dtype represents this value exactly: bytes of 0x61
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """NaN everywhere; for integers their smallest value, an index that no table has."""
+    """A tensor of NaN; of integers, their smallest value, which no table has as an index."""
     if dtype.is_floating_point:
         return torch.full(shape, math.nan, dtype=torch.float32, device=device).to(dtype)
     return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
@@ -45,9 +45,9 @@ def padded_rows(rows: torch.Tensor, width: int) -> torch.Tensor:
 
 @dataclass
 class Guarded:
-    """An output with sentinels before and after it. Give `tensor` to the kernel, then call `check()`.
+    """An output with sentinels before and after it. Pass `tensor` to the kernel, then call `check()`.
 
-    The output itself begins as poison, so that an element that was left out shows in the comparison.
+    The output itself starts as poison, so that the comparison detects elements that were not written.
     """
 
     shape: tuple[int, ...]
@@ -64,15 +64,15 @@ class Guarded:
         self.tensor.copy_(poisoned(*self.shape, dtype=self.dtype, device=self.device))
 
     def check(self) -> torch.Tensor:
-        """Raise when anything outside was written; returns the output."""
+        """Raise if anything outside was written; return the output."""
         edge = GUARD * self.dtype.itemsize
         outside = torch.cat([self._memory[:edge], self._memory[-edge:]])
         assert bool((outside == SENTINEL).all()), "the kernel wrote outside its output"
         return self.tensor
 
 
-def scattered_tables(lengths: list[int], block_size: int, *, seed: int = 5) -> tuple[list[list[int]], int]:
-    """Disjoint block tables in no order, and the size of their pool; every second table is longer than its request needs."""
+def scatter_block_tables(lengths: list[int], block_size: int, *, seed: int = 5) -> tuple[list[list[int]], int]:
+    """Disjoint block tables in random order, and the size of their pool; every second table is longer than necessary."""
     counts = [-(-length // block_size) + index % 2 for index, length in enumerate(lengths)]
     ids = list(range(sum(counts) + 3))
     random.Random(seed).shuffle(ids)
@@ -80,13 +80,13 @@ def scattered_tables(lengths: list[int], block_size: int, *, seed: int = 5) -> t
 
 
 def table_tensor(tables: list[list[int]], device: torch.device, *, extra_columns: int = 1) -> torch.Tensor:
-    """[B, M] int32; columns beyond a request's own hold an id that no pool has."""
+    """[B, M] int32; columns beyond a request's own blocks hold an id outside any pool."""
     width = max((len(table) for table in tables), default=0) + extra_columns
     rows = [table + [2**30] * (width - len(table)) for table in tables]
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-def filled_cache(
+def fill_cache(
     tables: list[list[int]],
     lengths: list[int],
     shape: tuple[int, int, int, int],
@@ -106,8 +106,8 @@ def filled_cache(
     return cache.to(dtype)
 
 
-class RotatedBatch:
-    """The newest tokens of requests of given lengths as a projection, and a cache that is NaN at their places and elsewhere."""
+class RotatedDecodeBatch:
+    """The projected newest tokens of requests of given lengths, and a cache with NaN in their slots and in all unused ones."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class RotatedBatch:
     ) -> None:
         size, turned = shape.head_dim, rotary_dim or shape.head_dim
         self.shape = shape
-        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
         held = [max(length - 1, 0) for length in lengths]
         cached = (num_blocks, shape.block_size, shape.num_kv_heads, size)
-        self.cache = filled_cache(tables, held, cached, dtype=kv_dtype or dtype, device=device)
+        self.cache = fill_cache(tables, held, cached, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         places = [divmod(length, shape.block_size) for length in held]
@@ -146,12 +146,12 @@ class RotatedBatch:
             self.options["kv_scales"] = torch.tensor([0.5, 2.0], device=device)
 
     def given(self, cache: torch.Tensor, rows: slice = slice(None)) -> tuple[Any, ...]:
-        """What `rotated_decode` takes before its options, for some of the rows."""
+        """The positional arguments of `rotated_decode`, for some of the rows."""
         angles = self.cos[rows], self.sin[rows]
         return self.qkv[rows], *angles, cache, self.slots[rows], self.tables[rows], self.lens[rows], self.shape
 
     def compare(self, decode: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Raises unless outputs and the cache are those of the reference and nothing else is written. → outputs"""
+        """Raise unless outputs and cache equal the reference's and nothing else was written. → outputs"""
         cache, qkv = self.cache.clone(), self.qkv.clone()
         expected = rotated_decode(*self.given(cache), **self.options)
         found = decode(*self.given(self.cache), **self.options)

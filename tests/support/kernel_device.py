@@ -1,7 +1,7 @@
-"""Where kernel tests run: on the GPU when there is one, else in Triton's interpreter on the CPU. Import it before triton.
+"""Chooses where kernel tests run: on the GPU if there is one, else in Triton's interpreter on the CPU. Import before triton.
 
-Triton decides at the import of itself and of each kernel module whether functions are compiled or interpreted, so the
-variable must stand before either; a process that was too late would compile for a GPU that is not there.
+Triton decides when it and each kernel module are imported whether functions are compiled or interpreted, so the variable must
+be set before; otherwise the process would compile for a missing GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VARIABLE = "TRITON_INTERPRET"
 
 
 def interpret_without_gpu() -> torch.device:
-    """Choose the device of this process' kernel tests and, without a GPU, the interpreter. Returns the device."""
+    """Return the device of this process's kernel tests; without a GPU, select the interpreter."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if os.environ.get(VARIABLE) != "1":

@@ -1,4 +1,4 @@
-"""The tables of operations that tests put in the place of others."""
+"""Replaces the operation table of a device type in tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from unittest import mock
 from kernels import ops
 
 
-def replaced(device_type: str, by: str) -> AbstractContextManager[Any]:
-    """What is made meanwhile for one type of device takes the table of another one, "cpu" or "cuda"."""
+def replace_table(device_type: str, by: str) -> AbstractContextManager[Any]:
+    """Inside the block, models built for `device_type` use the operation table of `by`, "cpu" or "cuda"."""
     return mock.patch.dict(ops._TABLES, {device_type: ops._TABLES[by]})

@@ -1,7 +1,7 @@
-"""How far a kernel may be from its float32 reference: one table, each row with its reason. Comparison raises, never returns.
+"""How far a kernel may differ from its float32 reference: one table, with a reason for each row. Comparisons raise.
 
-`rtol` is relative to the reference's element, `atol` to the size of what was summed: pass `scale` when terms are not of
-order one. The unit of a dtype, its relative rounding error, is 2^-24 for float32, 2^-11 for float16, 2^-8 for bfloat16.
+`rtol` is relative to the reference's element, `atol` to the magnitude of the summed terms: pass `scale` if it is not of order
+one. The unit of a dtype, its relative rounding error, is 2^-24 for float32, 2^-11 for float16, 2^-8 for bfloat16.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _POINTWISE = {
     torch.float16: Tolerance(2**-10, 1e-6),
     torch.bfloat16: Tolerance(2**-7, 1e-6),
 }
-# A sum of a row stands in every element: its own rounding, of up to thousands of float32 terms, comes on top.
+# Every element contains a sum over the row, which adds the rounding of up to thousands of float32 terms.
 _NORMED = {
     torch.float32: Tolerance(2e-5, 2e-6),
     torch.float16: Tolerance(2**-9, 2**-20),
     torch.bfloat16: Tolerance(2**-6, 2**-20),
 }
-# Softmax weights are rounded to the storage dtype before they meet the values (tensor cores take them so), which gives an
-# absolute error of a unit times the values' size; float32 sums in another order and rescales at every tile.
+# Softmax weights are rounded to the storage dtype before they multiply the values (as tensor cores require), an absolute error
+# of one unit times the values' magnitude; in float32, the order of summation differs and every tile rescales.
 _ATTENTION = {
     torch.float32: Tolerance(2e-5, 5e-6),
     torch.float16: Tolerance(2**-9, 2**-10),
     torch.bfloat16: Tolerance(2**-6, 2**-7),
 }
-# Products of storage dtypes are exact in float32; what differs is the order of up to a few thousand sums, then one rounding.
+# Products of storage dtypes are exact in float32; the order of up to a few thousand additions differs, then one rounding.
 _MATMUL = {
     torch.float32: Tolerance(2e-5, 2e-5),
     torch.float16: Tolerance(2**-9, 2**-10),
@@ -50,7 +50,7 @@ _MATMUL = {
 }
 # exp2 of a scaled difference, over a sum of a whole vocabulary.
 _PROBABILITY = {torch.float32: Tolerance(1e-4, 1e-7)}
-# Values that were quantised to e4m3 (three bits of mantissa): a value on the edge between two may fall to either.
+# Values quantised to e4m3 (three mantissa bits): a value halfway between two may round to either.
 _FP8 = {
     torch.float32: Tolerance(2**-3, 2**-9),
     torch.float16: Tolerance(2**-3, 2**-9),
@@ -69,13 +69,13 @@ TABLE: dict[Kind, dict[torch.dtype, Tolerance]] = {
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, kind: Kind, *, scale: float = 1.0) -> None:
-    """Raise unless `actual` is as near to `expected` as its kind and its own dtype allow. NaN equals nothing."""
+    """Raise unless `actual` is within the tolerance of its kind and dtype of `expected`. NaN equals nothing."""
     limit = TABLE[kind][actual.dtype]
     torch.testing.assert_close(actual.float(), expected.float(), rtol=limit.rtol, atol=limit.atol * scale, check_device=False)
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise unless both hold the same bits, NaN and the sign of zero included: copies, integers, the batch-invariant mode."""
+    """Raise unless both have the same bits, including NaN and the sign of zero: copies, integers, the batch-invariant mode."""
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     differing = _bytes(actual) != _bytes(expected)

@@ -1,4 +1,4 @@
-"""Ledgers for tests: parts that bill in UTC and EUR, running ledgers, databases that fail on demand, what a table holds."""
+"""Ledgers for tests: components in UTC and EUR, running ledgers, databases that fail on demand, and reading events."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def utc_admission(clock: Clock, sums: SumsReader, **options: Any) -> Admission:
 
 
 def utc_corrections(database: Database, clock: Clock, **options: Any) -> Corrections:
-    """Return corrections that count in UTC, unless `options` say otherwise."""
+    """Return corrections in UTC, unless `options` say otherwise."""
     return Corrections(database, clock, **{"calendar": UTC} | options)
 
 
 async def utc_recover(database: Database, clock: Clock, current_epoch: str) -> int:
-    """Recover what dead epochs left, in UTC, and return how much it was."""
+    """Recover the pending requests of dead epochs, in UTC, and return their number."""
     return await recover(database, clock, current_epoch, calendar=UTC)
 
 
-def running_of(admission: Admission, owner_id: str) -> int:
-    """Return how many requests of a tenant or a key hold a reservation."""
+def num_running(admission: Admission, owner_id: str) -> int:
+    """Return the number of requests of a tenant or key that hold a reservation."""
     return sum(admission.taken(Owner(scope, owner_id)).get("concurrency", 0) for scope in ("tenant", "key"))
 
 
@@ -83,7 +83,7 @@ def euro_budget_alerts(database: Database, clock: Clock, calendar: BillingCalend
 async def running_ledger(
     database: Database, clock: Clock, epoch_id: str, *, checkpoint_interval_s: float = 0.0, settle_pause_s: float = 0.0
 ) -> AsyncIterator[Ledger]:
-    """Yield a started ledger that writes checkpoints with every round, and settlements at once, and stop it."""
+    """Yield a running ledger that by default writes checkpoints in every round and settlements at once."""
     ledger = utc_ledger(database, clock, epoch_id, checkpoint_interval_s=checkpoint_interval_s, settle_pause_s=settle_pause_s)
     await ledger.start()
     try:
@@ -92,8 +92,8 @@ async def running_ledger(
         await ledger.stop()
 
 
-async def die(ledger: Ledger) -> None:
-    """End the ledger as a killed process would, in the middle of whatever it does."""
+async def kill_ledger(ledger: Ledger) -> None:
+    """End the ledger abruptly, as when the process is killed."""
     assert ledger._task is not None
     ledger._task.cancel()
     await asyncio.wait({ledger._task})
@@ -107,7 +107,7 @@ async def all_events(database: Database) -> list[UsageEvent]:
 
 
 async def settle(ledger: Ledger, settlement: Settlement) -> UsageEvent:
-    """Settle, and return the event as it stands in the tables then."""
+    """Settle, and return the event as stored."""
     await ledger.settle(settlement)
     of_request = (usage_events.c.request_id == settlement.request_id, usage_events.c.kind == "usage")
     async with ledger._db.reading() as connection:
@@ -115,8 +115,8 @@ async def settle(ledger: Ledger, settlement: Settlement) -> UsageEvent:
     return event_from_row(row)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Return when `condition` holds; fail when it does not within DEADLINE_S."""
+async def poll_until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds; fail after DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - whatever the condition reads, it has no event
             await asyncio.sleep(0.001)
@@ -133,7 +133,7 @@ class FailingDatabase(Database):
 
     @classmethod
     def around(cls, database: Database) -> FailingDatabase:
-        """Return `database` with a fault injector in its way."""
+        """Wrap `database` with fault injection."""
         made = cls.__new__(cls)
         made.__dict__.update(database.__dict__)
         return made

@@ -1,4 +1,4 @@
-"""An OpenID Connect provider with real keys that plays fair, until a test tells it how to cheat."""
+"""A fake OpenID Connect provider with real keys; a test can make it misbehave."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Cheat = Literal["unsigned", "shared_secret", "foreign_key"]
 
 @lru_cache
 def rsa_key(name: str) -> RSAKey:
-    """A key of 2048 bits; the same one for the same name, because making one takes a while."""
+    """A 2048-bit key, cached by name because generating one is slow."""
     return RSAKey.generate_key(2048, {"kid": name, "use": "sig"})
 
 
 def ec_key(name: str) -> ECKey:
-    """A key of the curve P-256."""
+    """A P-256 key."""
     return ECKey.generate_key("P-256", {"kid": name, "use": "sig"})
 
 
 class FakeProvider:
-    """Serves its description, keys, sign-in page, tokens and user info. Whoever comes is `person`.
+    """Serves discovery document, keys, authorization, tokens and user info. Every sign-in is `person`'s.
 
-    `claims` replaces claims of the ID token, None takes one away; `tokens` does so with the answer to a code. `cheat` signs
-    wrongly. `down` is the status of every answer, 0 no answer; whatever the status, there is no JSON with 200.
+    `claims` replaces claims of the ID token, None removes one; `tokens` does the same with the token response. `cheat` signs
+    wrongly. `down` is the status of every response, 0 for a failed connection; 200 responds with HTML instead of JSON.
     """
 
     def __init__(self, clock: Clock, *, issuer: str = ISSUER, external_url: str = "http://gatehouse.test") -> None:
@@ -54,27 +54,27 @@ class FakeProvider:
         self.metadata: dict[str, Any] = {}
         self.cheat: Cheat | None = None
         self.down: int | None = None
-        self.names_its_key = True
+        self.includes_key_id = True
         self.email_in_token = True
         self.user_info: dict[str, Any] = {}
         self.broken_keys: list[Any] = []
         self.requests: list[str] = []
-        self._signing: RSAKey | ECKey = rsa_key("first")
-        self._shown: list[RSAKey | ECKey] = [self._signing]
+        self._signing_key: RSAKey | ECKey = rsa_key("first")
+        self._published_keys: list[RSAKey | ECKey] = [self._signing_key]
         self._codes: dict[str, Mapping[str, str]] = {}
 
     def client(self, *, secret: str | None = CLIENT_SECRET, name: str | None = None) -> OidcProvider:
-        """The appliance's side of this provider."""
+        """The appliance's client of this provider."""
         client = Client(issuer=self.issuer, client_id=CLIENT_ID, secret=secret, external_url=self.external_url, name=name)
         return OidcProvider(client, self.clock, transport=httpx.MockTransport(self.handle))
 
     def rotate(self, key: RSAKey | ECKey, *, keep_old: bool = False) -> None:
         """Sign with a new key from now on."""
-        self._signing = key
-        self._shown = [*self._shown, key] if keep_old else [key]
+        self._signing_key = key
+        self._published_keys = [*self._published_keys, key] if keep_old else [key]
 
     def sign_in(self, address: str) -> str:
-        """Return where the provider sends a browser that came to `address` and has signed in."""
+        """Return the address to which the provider redirects a browser that signs in at `address`."""
         answer = self.handle(httpx.Request("GET", address))
         assert answer.status_code == 302, answer.text
         return answer.headers["location"]
@@ -92,7 +92,7 @@ class FakeProvider:
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         pages = {
-            "/.well-known/openid-configuration": self._describe,
+            "/.well-known/openid-configuration": self._discovery,
             "/keys": self._keys,
             "/authorize": self._authorize,
             "/token": self._token,
@@ -100,7 +100,7 @@ class FakeProvider:
         }
         return pages[request.url.path](request)
 
-    def _describe(self, _request: httpx.Request) -> httpx.Response:
+    def _discovery(self, _request: httpx.Request) -> httpx.Response:
         described = {
             "issuer": self.issuer,
             "authorization_endpoint": f"{self.issuer}/authorize",
@@ -113,37 +113,41 @@ class FakeProvider:
         return httpx.Response(200, json={**described, **self.metadata})
 
     def _keys(self, _request: httpx.Request) -> httpx.Response:
-        strange = {"kty": "oct", "kid": "first", "k": "c2VjcmV0"}  # a shared key that nobody should believe
-        keys = [strange, *self.broken_keys, *(key.as_dict(private=False) for key in self._shown)]
+        symmetric_key = {"kty": "oct", "kid": "first", "k": "c2VjcmV0"}  # a symmetric key that no client may trust
+        keys = [symmetric_key, *self.broken_keys, *(key.as_dict(private=False) for key in self._published_keys)]
         return httpx.Response(200, json={"keys": keys})
 
     def _authorize(self, request: httpx.Request) -> httpx.Response:
-        asked = dict(parse_qsl(request.url.query.decode()))
-        assert asked["response_type"] == "code"
-        assert asked["client_id"] == CLIENT_ID
-        assert asked["code_challenge_method"] == "S256"
-        assert "openid" in asked["scope"].split()
-        assert asked["redirect_uri"] == f"{self.external_url}/login/oidc/callback"
+        authorization = dict(parse_qsl(request.url.query.decode()))
+        assert authorization["response_type"] == "code"
+        assert authorization["client_id"] == CLIENT_ID
+        assert authorization["code_challenge_method"] == "S256"
+        assert "openid" in authorization["scope"].split()
+        assert authorization["redirect_uri"] == f"{self.external_url}/login/oidc/callback"
         code = secrets.token_urlsafe(16)
-        self._codes[code] = asked
-        back = urlencode({"code": code, "state": asked["state"], "iss": self.issuer})
-        return httpx.Response(302, headers={"location": f"{asked['redirect_uri']}?{back}"})
+        self._codes[code] = authorization
+        back = urlencode({"code": code, "state": authorization["state"], "iss": self.issuer})
+        return httpx.Response(302, headers={"location": f"{authorization['redirect_uri']}?{back}"})
 
     def _token(self, request: httpx.Request) -> httpx.Response:
         form = {name: values[0] for name, values in parse_qs(request.content.decode(), keep_blank_values=True).items()}
         assert form["grant_type"] == "authorization_code"
-        asked = self._codes.pop(form.get("code", ""), None)  # a code is good once
+        authorization = self._codes.pop(form.get("code", ""), None)  # a code is valid once
         challenge = (
             base64.urlsafe_b64encode(hashlib.sha256(form.get("code_verifier", "").encode()).digest()).rstrip(b"=").decode()
         )
-        good = asked is not None and challenge == asked["code_challenge"] and form["redirect_uri"] == asked["redirect_uri"]
-        if not good or not self._knows(request, form):
+        good = (
+            authorization is not None
+            and challenge == authorization["code_challenge"]
+            and form["redirect_uri"] == authorization["redirect_uri"]
+        )
+        if not good or not self._authenticates_client(request, form):
             return httpx.Response(400, json={"error": "invalid_grant"})
-        assert asked is not None
-        tokens = {"id_token": self.id_token(asked["nonce"]), "access_token": "an access token", **self.tokens}
+        assert authorization is not None
+        tokens = {"id_token": self.id_token(authorization["nonce"]), "access_token": "an access token", **self.tokens}
         return httpx.Response(200, json={name: token for name, token in tokens.items() if token is not None})
 
-    def _knows(self, request: httpx.Request, form: Mapping[str, str]) -> bool:
+    def _authenticates_client(self, request: httpx.Request, form: Mapping[str, str]) -> bool:
         scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
         methods = self.metadata.get("token_endpoint_auth_methods_supported", ["client_secret_basic", "none"])
         if scheme == "Basic" and "client_secret_basic" in methods:
@@ -158,31 +162,31 @@ class FakeProvider:
         return httpx.Response(200, json={**self.person, **self.user_info})
 
     def id_token(self, nonce: str) -> str:
-        """Return a token about `person` for the sign-in of `nonce`, with whatever is wrong about it."""
+        """Return an ID token for `person` and `nonce`, with the configured faults."""
         now = int(self.clock.now().timestamp())
         person = self.person if self.email_in_token else {"sub": self.person["sub"]}
         claims = {"iss": self.issuer, "aud": CLIENT_ID, "iat": now, "exp": now + TOKEN_LIFE_S, "nonce": nonce, **person}
         claims = {name: value for name, value in {**claims, **self.claims}.items() if value is not None}
         if self.cheat == "unsigned":
-            return f"{_part({'alg': 'none'})}.{_part(claims)}."
-        if self.cheat == "shared_secret":  # signed with what everybody knows, as if it were a secret
-            head = f"{_part({'alg': 'HS256', 'kid': self._signing.kid})}.{_part(claims)}"
-            secret = self._signing.as_pem(private=False)
-            return f"{head}.{_encoded(hmac.new(secret, head.encode(), hashlib.sha256).digest())}"
-        key = rsa_key("foreign") if self.cheat == "foreign_key" else self._signing
+            return f"{_encode_json({'alg': 'none'})}.{_encode_json(claims)}."
+        if self.cheat == "shared_secret":  # signed with the public key as if it were a shared secret
+            head = f"{_encode_json({'alg': 'HS256', 'kid': self._signing_key.kid})}.{_encode_json(claims)}"
+            secret = self._signing_key.as_pem(private=False)
+            return f"{head}.{_base64url(hmac.new(secret, head.encode(), hashlib.sha256).digest())}"
+        key = rsa_key("foreign") if self.cheat == "foreign_key" else self._signing_key
         algorithm = "RS256" if isinstance(key, RSAKey) else "ES256"
-        named = {"kid": self._signing.kid} if self.names_its_key else {}
+        named = {"kid": self._signing_key.kid} if self.includes_key_id else {}
         return jwt.encode({"alg": algorithm, **named}, claims, key, algorithms=[algorithm])
 
 
 def host_of(address: str) -> str:
-    """Return the host that `address` leads to."""
+    """Return the host of `address`."""
     return urlsplit(address).netloc
 
 
-def _part(value: Mapping[str, Any]) -> str:
-    return _encoded(json.dumps(value).encode())
+def _encode_json(value: Mapping[str, Any]) -> str:
+    return _base64url(json.dumps(value).encode())
 
 
-def _encoded(raw: bytes) -> str:
+def _base64url(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()

@@ -1,4 +1,4 @@
-"""Holds answers of the engine against transformers: every token is its greedy choice, and every logprob its own."""
+"""Compares the engine with transformers: every token is its greedy choice, and log-probabilities agree."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOGPROB_TOLERANCE = 1e-4  # float32 sums in another order, through a few layers 
 
 
 def reference_logprobs(model: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """For each answer the log-probabilities [len(output), V] that transformers has when it reads prompt and answer.
+    """Per answer, transformers' log-probabilities [len(output), V] for prompt and answer.
 
-    One forward pass over all, padded behind their ends, which no earlier token can see.
+    One forward pass over all of them, right-padded: no earlier token attends to the padding.
     """
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     longest = max(len(text) for text in texts)
@@ -30,9 +30,9 @@ def reference_logprobs(model: Any, prompts: Sequence[Sequence[int]], outputs: Se
 
 
 def assert_greedy(model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[TokenEvent]]) -> None:
-    """Each answer, given as its events with logprobs, is what transformers would have said, token for token.
+    """Assert that each answer (events with logprobs) is transformers' greedy answer, token for token.
 
-    An answer whose every token is the likeliest after those before it is the greedy answer: by induction over its tokens.
+    An answer in which every token is the likeliest after those before it is the greedy one, by induction over its tokens.
     """
     outputs = [[token_id for event in events for token_id in event.token_ids] for events in answers]
     for events, output, expected in zip(answers, outputs, reference_logprobs(model, prompts, outputs), strict=True):

@@ -1,4 +1,4 @@
-"""`config.json` of published models, as far as the engine reads it."""
+"""The parts of published models' `config.json` that the engine reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes quantised checkpoints in the published layouts, one number at a time, next to float32 twins of the same values.
+"""Writes quantised checkpoints in the published layouts, with float32 twins of the same values.
 
-Nothing here is shared with the engine or its kernels: codes are placed into words by hand, in the order that each method's
-own packer uses, so that an error in the reader cannot hide in the writer.
+No code is shared with the engine or its kernels: codes are packed into words here, in the order of each method's own packer,
+so that a reader and a writer cannot share an error.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializ
 """For `make_model`: every matrix has whole words and whole groups in both directions."""
 
 AWQ_PLACES = {0: 0, 2: 1, 4: 2, 6: 3, 1: 4, 3: 5, 5: 6, 7: 7}
-"""Which of eight neighbouring outputs stands at which four bits of the word."""
+"""Output within a group of eight → index of its four bits in the word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one matrix [N, K] is stored: its tensors by the last part of their name, and what they stand for in float32."""
+    """How one matrix [N, K] is stored: its tensors by the last part of their names, and its value in float32."""
 
     settings: dict[str, Any]
     store: Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -37,8 +37,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Written:
-    """A quantised model directory and the twin that holds the same numbers in float32."""
+class WrittenCheckpoint:
+    """A quantised model directory and its twin with the same values in float32."""
 
     directory: Path
     twin: Path
@@ -46,7 +46,7 @@ class Written:
     modules: list[str] = field(default_factory=list)
 
     def reference(self) -> Any:
-        """transformers over the twin; inputs of quantised modules are rounded as the layout says."""
+        """The twin in transformers; inputs of quantised modules are rounded as the layout prescribes."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.twin, dtype=torch.float32).eval()
         rounds = self.layout.rounds_input
         if rounds is not None:
@@ -61,7 +61,7 @@ def _rounding(rounds: Callable[[str, torch.Tensor], torch.Tensor], module: str) 
 
 def write(
     source: Path, target: Path, layout: Layout, *, skipped: Sequence[str] = ("lm_head",), extra: Tensors | None = None
-) -> Written:
+) -> WrittenCheckpoint:
     """Quantise the linear modules of `source` whose name ends with none of `skipped`; embeddings and routers never are."""
     target.mkdir(parents=True)
     quantised, twin = target / "quantised", target / "twin"
@@ -83,16 +83,16 @@ def write(
     save_file(plain, twin / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": layout.settings}))
-    return Written(quantised, twin, layout, modules)
+    return WrittenCheckpoint(quantised, twin, layout, modules)
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x, bounded by the largest number of the format, as the nearest number of the format."""
+    """x clamped to the range of e4m3 and rounded to the nearest."""
     return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
 def fp8(*, per_row: bool, activations: str, compressed: bool) -> Layout:
-    """`activations`: dynamic, static or none; `compressed`: as llm-compressor describes it in config.json."""
+    """`activations`: dynamic, static or none; `compressed`: described in config.json as by llm-compressor."""
 
     def store(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         largest = weight.abs().amax(dim=1, keepdim=True) if per_row else weight.abs().max()
@@ -116,7 +116,7 @@ def fp8(*, per_row: bool, activations: str, compressed: bool) -> Layout:
 
 
 def input_scale(module: str) -> float:
-    """Of static activations: small enough for some inputs to be cut off, and another one for values than for queries."""
+    """Scale of static activations: small enough to clip some inputs, and different for values and queries."""
     return 0.004 if module.endswith("v_proj") else 0.008
 
 
@@ -146,7 +146,7 @@ def compressed_settings(strategy: str, activations: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Codes:
+class Int4Codes:
     """4-bit numbers of a matrix [N, K]: `codes` [N][K], `zeros` and `scales` [N][G], `groups` [K]."""
 
     codes: list[list[int]]
@@ -155,13 +155,13 @@ class Codes:
     groups: list[int]
 
     def meaning(self) -> torch.Tensor:
-        """The matrix that the codes stand for."""
+        """The matrix that the codes represent."""
         steps = torch.tensor(self.codes) - torch.tensor(self.zeros)[:, self.groups]
         return (steps * self.scales[:, self.groups].double()).float()
 
 
-def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_seed: int | None = None) -> Codes:
-    """Round to nearest. Zeros lie between 1 and 15; with `order_seed` columns belong to groups in a shuffled order."""
+def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_seed: int | None = None) -> Int4Codes:
+    """Round to nearest. Zero points are 1 to 15; with `order_seed`, columns are assigned to groups in shuffled order."""
     rows, columns = weight.shape
     size = columns if group_size == -1 else group_size
     groups = [column // size for column in range(columns)]
@@ -175,11 +175,11 @@ def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_s
         scales[:, group] = weight[:, members].abs().amax(1) / 7
     steps = (weight / scales[:, groups]).round().long()
     codes = (steps + torch.tensor(zeros)[:, groups]).clamp(0, 15)
-    return Codes(codes.tolist(), zeros, scales, groups)
+    return Int4Codes(codes.tolist(), zeros, scales, groups)
 
 
 def words(values: Sequence[Sequence[int]], places: dict[int, int] | None = None) -> torch.Tensor:
-    """[R][8·C] numbers of 4 bits → [R, C] int32; number i of eight stands at bits 4·places[i], or at bits 4·i"""
+    """[R][8·C] 4-bit numbers → [R, C] int32; number i of eight is at bit 4·places[i], or at bit 4·i"""
     shifts = torch.tensor([4 * (i if places is None else places[i]) for i in range(8)])
     found = (torch.tensor(values).view(len(values), -1, 8) << shifts).sum(-1)
     return torch.where(found >= 1 << 31, found - (1 << 32), found).int()
@@ -190,7 +190,7 @@ def transposed(values: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def awq(*, group_size: int = GROUP) -> Layout:
-    """AutoAWQ's GEMM layout: words along the outputs, in its order; inputs downwards."""
+    """AutoAWQ's GEMM layout: words along the outputs in AWQ's order; rows are inputs."""
 
     def store(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         four = four_bits(weight, group_size=group_size, symmetric=False)
@@ -208,7 +208,7 @@ def awq(*, group_size: int = GROUP) -> Layout:
 def gptq(
     *, group_size: int = GROUP, symmetric: bool = False, version: str = "gptq", desc_act: bool = False, same_order: bool = True
 ) -> Layout:
-    """AutoGPTQ's layout: words along the inputs, in order; outputs to the right; the first version stores zeros minus one."""
+    """AutoGPTQ's layout: words along the inputs, in order; columns are outputs; version `gptq` stores zero points minus one."""
 
     def store(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         seed = (3 if same_order else len(module)) if desc_act else None

@@ -1,9 +1,9 @@
-"""Triton's interpreter without what it does at every operation and nobody sees. Results are the same bits, but for subnormal
-numbers of bfloat16, which it gets wrong.
+"""Removes redundant work from Triton's interpreter. Results have the same bits, except for subnormal bfloat16 numbers, which
+the interpreter itself gets wrong.
 
-It replaces the whole language, some hundred names, at each launch and each call of a function by a kernel; looks for integers
-that overflow, and drops what it finds; builds a table of all types to look one up; checks and spells a block's shape for each
-result. So in 3.6.0 and 3.9.0, and it takes a good part of a test's time.
+The interpreter patches the whole language, some hundred names, at each launch and each call of a function by a kernel; checks
+for integer overflow and discards the result; builds a table of all types for each lookup; validates and formats a block's shape
+for each result. Seen in 3.6.0 and 3.9.0, where this takes a large part of a test's time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.quick_semantic import decide_once
+from tests.support.quick_semantic import cache_type_decisions
 
 
 def replace_language_once() -> None:
-    """Let what functions of a module need of the interpreter's language stand for the rest of the process once one of them has
-    asked for it, and let its operations be quick. Nothing can be compiled in such a process."""
+    """Patch the language for the functions of a module once, at their first use, for the rest of the process, and speed up its
+    operations. Nothing can be compiled in such a process."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     replace_language: Callable[[Any], Any] = interpreter._patch_lang
     replaced: set[str] = set()
@@ -29,22 +29,22 @@ def replace_language_once() -> None:
         if function.__module__ not in replaced:
             replace_language(function)
             replaced.add(function.__module__)
-        return interpreter._LangPatchScope()  # the end of a launch finds nothing to take back
+        return interpreter._LangPatchScope()  # the end of a launch then has nothing to restore
 
     vars(interpreter)["_patch_lang"] = replace_once
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "what finds an overflow raises in debugging alone"
     builder.options = replace(builder.options, sanitize_overflow=False)
-    vars(interpreter)["_get_np_dtype"] = looked_up_once(interpreter._get_np_dtype)
-    vars(interpreter)["_convert_float"] = with_shifts(interpreter._convert_float)
+    vars(interpreter)["_get_np_dtype"] = cache_by_type_name(interpreter._get_np_dtype)
+    vars(interpreter)["_convert_float"] = convert_by_table_or_shift(interpreter._convert_float)
     core = importlib.import_module("triton.language.core")
-    core.block_type.__init__ = with_known_shapes(core.block_type.__init__, core.dtype)
-    core.tensor.__init__ = with_known_sizes(core.tensor.__init__)
-    decide_once()
+    core.block_type.__init__ = cache_block_shapes(core.block_type.__init__, core.dtype)
+    core.tensor.__init__ = cache_tensor_sizes(core.tensor.__init__)
+    cache_type_decisions()
 
 
-def looked_up_once(look_up: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
-    """As `look_up`, which finds numpy's dtype of a type of Triton's; its answer is kept by the name of the type."""
+def cache_by_type_name(look_up: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
+    """Cache `look_up`, which returns numpy's dtype of a Triton type, by the type's name."""
     found: dict[str, np.dtype[Any]] = {}
 
     def by_name(kind: Any) -> np.dtype[Any]:
@@ -56,9 +56,9 @@ def looked_up_once(look_up: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], n
     return by_name
 
 
-def with_shifts(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """As `convert`, which takes floats apart and puts them together in another format: numbers of 8 bits by a table of all that
-    there are, between bfloat16 and float32 by a shift."""
+def convert_by_table_or_shift(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace `convert`, which converts floats through their fields: from 8 bits by a table of all values, between bfloat16 and
+    float32 by a shift."""
     tables: dict[tuple[str, str], Any] = {}
 
     def converted(values: Any, kind: Any, wanted: Any, rounding: Any) -> Any:
@@ -76,8 +76,8 @@ def with_shifts(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
-def with_known_shapes(make: Callable[..., None], plain: Any) -> Callable[..., None]:
-    """As `make`, which makes the type of a block; what follows from its shape is kept, and equal shapes are one object."""
+def cache_block_shapes(make: Callable[..., None], plain: Any) -> Callable[..., None]:
+    """Cache what `make`, the constructor of block types, derives from a shape; equal shapes become one object."""
     found: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], Any] = {}
     sizes: dict[int, tuple[int, ...]] = {}  # by the identity of each of `shapes`
@@ -98,8 +98,8 @@ def with_known_shapes(make: Callable[..., None], plain: Any) -> Callable[..., No
     return make_known
 
 
-def with_known_sizes(make: Callable[..., None]) -> Callable[..., None]:
-    """As `make`, which makes a tensor of a type; its shape in Triton's own numbers is kept, by the object that the type has."""
+def cache_tensor_sizes(make: Callable[..., None]) -> Callable[..., None]:
+    """Cache the shape in Triton's own numbers that `make`, the constructor of tensors, computes, by the type's shape object."""
     found: dict[int, tuple[Any, Any, Any]] = {}
 
     def make_known(self: Any, handle: Any, type: Any) -> None:
@@ -107,7 +107,7 @@ def with_known_sizes(make: Callable[..., None]) -> Callable[..., None]:
         known = found.get(id(shape))
         if known is None:
             make(self, handle, type)
-            found[id(shape)] = shape, self.shape, self.numel  # which lives as long as its identity is known
+            found[id(shape)] = shape, self.shape, self.numel  # the shape stays alive, so that its id stays valid
         else:
             self.handle, self.type, self.dtype = handle, type, type.scalar
             _, self.shape, self.numel = known

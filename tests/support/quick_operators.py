@@ -1,6 +1,5 @@
-"""Operators between tensors in Triton's interpreter, other types of their numbers and axes that are put in, in one call instead
-of ten. Results are the same bits. So in 3.6.0 and 3.9.0; what is none of the plain cases, bfloat16 among them, goes the
-interpreter's own way.
+"""Faster operators, casts and axis insertion for tensors in Triton's interpreter: one call instead of ten, with the same bits.
+For 3.6.0 and 3.9.0; all but plain cases (bfloat16, for example) use the interpreter's own code.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ DTYPES = {
     )
     for bits in sizes
 }
-"""Of the types that numpy computes with as they are, by Triton's name."""
+"""Types that numpy supports natively, by Triton's name."""
 INTEGERS = frozenset(name for name in DTYPES if "int" in name) | {"int1"}
 
 
-class Quick:
-    """Makes of a method of `tensor`, by its name, one that needs fewer calls. `handle_of`: the interpreter's TensorHandle."""
+class FastOperators:
+    """Makes faster versions of methods of `tensor`. `handle_of`: the interpreter's TensorHandle."""
 
     def __init__(self, core: Any, handle_of: Any) -> None:
         self._tensor, self._plain, self._boolean, self._handle_of = core.tensor, core.dtype, core.int1, handle_of
-        self._types: dict[tuple[str, int], tuple[Any, Any]] = {}  # by identity of a shape, which is kept as long
+        self._types: dict[tuple[str, int], tuple[Any, Any]] = {}  # by the id of a shape, which is kept alive
         self._widened: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def method(self, name: str, called: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
@@ -44,7 +43,7 @@ class Quick:
         return self._with_axes(called) if name == "__getitem__" else called
 
     def cast(self, value: Any, wanted: Any) -> Any:
-        """Numbers in another type; None where it is no plain case."""
+        """`value` in another type; None if that is not a plain case."""
         kind = value.dtype.name
         if kind not in DTYPES or wanted.name not in DTYPES or (kind == "fp16" and wanted.name != "fp32"):
             return None
@@ -59,7 +58,7 @@ class Quick:
         return made
 
     def _of_elements(self, kind: Any, element: Any) -> Any:
-        """The type of the shape of `kind` whose numbers are of the type `element`."""
+        """The type with the shape of `kind` and elements of type `element`."""
         if not kind.is_block():
             return element
         key = (element.name, id(kind.shape))
@@ -71,7 +70,7 @@ class Quick:
     def _operator(self, name: str, called: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
         operation, is_comparison = OPERATIONS[name], name in COMPARISONS
         allowed = INTEGERS if name in BITWISE else DTYPES.keys()
-        numbers = (int, float) if name in SUMS else ()  # 3.6 makes a tensor of a number before it compares
+        numbers = (int, float) if name in SUMS else ()  # 3.6 converts a number to a tensor before comparing
         tensor, plain, boolean = self._tensor, self._plain, self._boolean
 
         def computed(lhs: Any, rhs: Any, **known: Any) -> Any:

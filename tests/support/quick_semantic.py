@@ -1,6 +1,6 @@
-"""What Triton's interpreter decides at every operation anew, decided once: which type two operands are computed in, in which
-shape, what a number beside a block becomes. Results are the same objects or the same bits. So in 3.6.0 and 3.9.0, where it
-takes more of a test's time than numpy's work.
+"""Caches decisions that Triton's interpreter repeats for every operation: the computation type and shape of two operands, and
+the conversion of a scalar operand. Results are the same objects or the same bits. For 3.6.0 and 3.9.0, where these decisions
+take more of a test's time than numpy.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.quick_operators import Quick
+from tests.support.quick_operators import FastOperators
 
 CONSTANTS_MAX = 1024
-"""So many numbers are kept as blocks, of 64 KiB at most as a rule; behind them it begins anew."""
+"""Number of scalars cached as blocks, usually of at most 64 KiB; the cache is cleared when it is full."""
 NUMBERS = (bool, int, float)
 
 
-def decide_once() -> None:
-    """For the rest of the process. Where the language has been replaced already, its functions stay as they are."""
+def cache_type_decisions() -> None:
+    """Install the caches for the rest of the process. Functions of an already patched language stay as they are."""
     core = importlib.import_module("triton.language.core")
     interpreter = importlib.import_module("triton.runtime.interpreter")
     semantic = importlib.import_module("triton.language.semantic").TritonSemantic
     integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
     core.dtype.is_int = lambda kind: kind.name in integers
-    core.dtype.__eq__ = with_the_same(core.dtype.__eq__)
-    vars(core)["_unwrap_if_constexpr"] = with_plain_values(core)
-    semantic.computation_type_impl = looked_up_once(semantic.computation_type_impl, core.dtype)
-    semantic.broadcast_impl_value = with_equal_shapes(semantic.broadcast_impl_value)
-    quick = Quick(core, interpreter.TensorHandle)
-    semantic.cast = to_another_type(semantic.cast, core.dtype, quick)
-    semantic.binary_op_type_checking_impl = with_known_operands(semantic.binary_op_type_checking_impl, core)
-    interpreter.TensorHandle.__post_init__ = with_known_widths(interpreter.TensorHandle.__post_init__, core)
-    vars(interpreter)["_patch_attr"] = in_one_call(core, semantic, quick)
+    core.dtype.__eq__ = compare_identity_first(core.dtype.__eq__)
+    vars(core)["_unwrap_if_constexpr"] = unwrap_plain_values_first(core)
+    semantic.computation_type_impl = cache_computation_types(semantic.computation_type_impl, core.dtype)
+    semantic.broadcast_impl_value = skip_broadcast_of_equal_shapes(semantic.broadcast_impl_value)
+    quick = FastOperators(core, interpreter.TensorHandle)
+    semantic.cast = skip_cast_to_same_type(semantic.cast, core.dtype, quick)
+    semantic.binary_op_type_checking_impl = cache_operand_checks(semantic.binary_op_type_checking_impl, core)
+    interpreter.TensorHandle.__post_init__ = cache_width_checks(interpreter.TensorHandle.__post_init__, core)
+    vars(interpreter)["_patch_attr"] = patch_without_signature_check(core, semantic, quick)
 
 
-def with_the_same(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """As `equal`; a type is itself."""
+def compare_identity_first(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """`equal`, preceded by a comparison of identity."""
     return lambda one, other: one is other or equal(one, other)
 
 
-def with_plain_values(core: Any) -> Callable[[Any], Any]:
-    """As `core._unwrap_if_constexpr`, which looks at what is no constant of Triton's for tuples, lists and constants."""
+def unwrap_plain_values_first(core: Any) -> Callable[[Any], Any]:
+    """`core._unwrap_if_constexpr` with a fast path: it checks every value for tuples, lists and constants."""
     unwrap, constant = core._unwrap_if_constexpr, core.constexpr
     plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
 
@@ -56,8 +56,8 @@ def with_plain_values(core: Any) -> Callable[[Any], Any]:
     return unwrapped
 
 
-def looked_up_once(decide: Callable[..., Any], plain: Any) -> Callable[..., Any]:
-    """As `decide`, the type that operands of two types are computed in. What is refused is refused each time."""
+def cache_computation_types(decide: Callable[..., Any], plain: Any) -> Callable[..., Any]:
+    """Cache `decide`, which returns the computation type of two operand types. Errors are raised again each time."""
     found: dict[tuple[Any, ...], Any] = {}
 
     def decided(self: Any, one: Any, one_is_number: bool, other: Any, other_is_number: bool, div_or_mod: bool) -> Any:
@@ -71,20 +71,20 @@ def looked_up_once(decide: Callable[..., Any], plain: Any) -> Callable[..., Any]
     return decided
 
 
-def are_alike(one: Any, other: Any) -> bool:
-    """Whether two types are both no blocks, or blocks whose shape is one object, as equal shapes are (`quick_interpreter`)."""
+def have_same_shape(one: Any, other: Any) -> bool:
+    """Whether two types are both scalar, or blocks with one shape object (equal shapes are one object: `quick_interpreter`)."""
     if one.is_block():
         return other.is_block() and one.shape is other.shape
     return not other.is_block()
 
 
-def with_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """As `broadcast`; two of one shape stay as they are."""
-    return lambda self, lhs, rhs: (lhs, rhs) if are_alike(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
+def skip_broadcast_of_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """`broadcast`, except for operands of equal shapes, which are returned as they are."""
+    return lambda self, lhs, rhs: (lhs, rhs) if have_same_shape(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
 
 
-def to_another_type(cast: Callable[..., Any], plain: Any, quick: Quick) -> Callable[..., Any]:
-    """As `cast`; what is of the type already stays as it is."""
+def skip_cast_to_same_type(cast: Callable[..., Any], plain: Any, quick: FastOperators) -> Callable[..., Any]:
+    """`cast`, except for values that have the type already, which are returned as they are."""
 
     @wraps(cast)
     def casted(self: Any, value: Any, wanted: Any, fp_downcast_rounding: Any = None) -> Any:
@@ -100,10 +100,10 @@ def to_another_type(cast: Callable[..., Any], plain: Any, quick: Quick) -> Calla
     return casted
 
 
-def in_one_shape(core: Any) -> Callable[[Any, Any], Any]:
-    """Two tensors for an operation that goes over both at once: their types are of the shape that comes of it, their numbers
-    stay as they are, for numpy broadcasts them itself. None where the shapes do not go together."""
-    shapes: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # by identity; those that were asked for live as long
+def make_broadcast_types(core: Any) -> Callable[[Any, Any], Any]:
+    """Return a function that gives two tensors the type of their common shape and leaves the broadcast of their data to numpy;
+    it returns None for incompatible shapes."""
+    shapes: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # by id; the shapes are kept alive
     types: dict[tuple[str, tuple[int, ...]], Any] = {}
     tensor, block, plain = core.tensor, core.block_type, core.dtype
 
@@ -144,12 +144,11 @@ def in_one_shape(core: Any) -> Callable[[Any, Any], Any]:
     return together
 
 
-def with_known_operands(check: Callable[..., Any], core: Any) -> Callable[..., Any]:
-    """As `check`, which makes two operands of one type and one shape. Two that are so already are looked at once for each type;
-    numbers of others are left to numpy to broadcast; what became of a number beside a tensor that stayed as it was is kept,
-    read-only."""
+def cache_operand_checks(check: Callable[..., Any], core: Any) -> Callable[..., Any]:
+    """Cache `check`, which converts two operands to one type and shape. Operands that need no conversion are checked once per
+    type; broadcasting is left to numpy; a scalar converted for a tensor that stayed as it was is cached, read-only."""
     tensor, plain, pointer = core.tensor, core.dtype, core.pointer_type
-    together = in_one_shape(core)
+    together = make_broadcast_types(core)
     stay: dict[tuple[Any, ...], bool] = {}
     constants: dict[tuple[Any, ...], Any] = {}
 
@@ -171,7 +170,7 @@ def with_known_operands(check: Callable[..., Any], core: Any) -> Callable[..., A
                 type(kind) is plain
                 and type(rhs.dtype) is plain
                 and kind.name == rhs.dtype.name
-                and are_alike(lhs.type, rhs.type)
+                and have_same_shape(lhs.type, rhs.type)
             ):
                 kept = (kind.name, *flags)
                 if stay.get(kept):
@@ -192,7 +191,7 @@ def with_known_operands(check: Callable[..., Any], core: Any) -> Callable[..., A
         elif (left is tensor and right in NUMBERS) or (right is tensor and left in NUMBERS):
             is_left = right is tensor
             number, operand = (lhs, rhs) if is_left else (rhs, lhs)
-            if number == number and (number or type(number) is not float):  # no NaN, and no zero that has a sign
+            if number == number and (number or type(number) is not float):  # neither NaN nor a signed zero
                 key = (type(number), number, is_left, operand.type.name, *flags)
                 constant = constants.get(key)
                 if constant is None:
@@ -209,8 +208,8 @@ def with_known_operands(check: Callable[..., Any], core: Any) -> Callable[..., A
     return checked
 
 
-def with_known_widths(check: Callable[[Any], None], core: Any) -> Callable[[Any], None]:
-    """As `check`, which refuses numbers wider than their type; how wide a type may be is kept by its name."""
+def cache_width_checks(check: Callable[[Any], None], core: Any) -> Callable[[Any], None]:
+    """Cache `check`, which rejects data wider than its type: the largest accepted width of each type, by name."""
     widest: dict[str, int] = {}
 
     def checked(self: Any) -> None:
@@ -224,9 +223,9 @@ def with_known_widths(check: Callable[[Any], None], core: Any) -> Callable[[Any]
     return checked
 
 
-def in_one_call(core: Any, semantic: Any, quick: Quick) -> Callable[..., None]:
-    """As the interpreter's `_patch_attr`, which lets a function of the language know that it is interpreted: called at once,
-    without a dictionary and a check for that. `quick` has methods of a tensor that need fewer calls."""
+def patch_without_signature_check(core: Any, semantic: Any, quick: FastOperators) -> Callable[..., None]:
+    """The interpreter's `_patch_attr`, which passes the semantic to functions of the language, without building a dictionary
+    and inspecting the function at every call. `quick` provides faster methods of tensors."""
     checking = core.builtin(lambda: None).__code__
 
     def patch(owner: object, name: str, member: Any, builder: Any, scope: Any) -> None:

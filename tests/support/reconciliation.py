@@ -1,10 +1,10 @@
-"""Random months of a ledger, and a plain twin of its books: dictionaries of what was asked for and what it must cost.
+"""Random months of ledger use, compared with a plain model: expected usage and costs in dictionaries.
 
-A history runs from the end of September into December in Berlin: a day of 25 hours, a leap second of step back, hours of step
-back over midnight, prices that change within months, tenants in two currencies, kills, corrections, and invoices closed while
-requests of their month still run. The twin knows no SQL and takes nothing from the ledger but the ids it gave.
+A history runs from the end of September into December in Berlin: a day of 25 hours, a leap second as a step back of the clock,
+steps back of hours across midnight, prices that change within months, tenants in two currencies, kills, corrections, and
+invoices closed while requests of their month still run. The model uses no SQL, and only ids of the ledger.
 
-The ledger runs as the appliance runs it: on SQLite with a journal, where deaths leave lines without rows, else without one.
+The ledger runs as in the appliance: on SQLite with a journal, in which kills leave lines without rows, else without one.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from appliance.tenancy.pages import PAGE_ROWS_MAX
 from tests.support import factories
 from tests.support.cast import Person, make_person
 from tests.support.clock import FakeClock
-from tests.support.ledgers import FailingDatabase, die, euro_invoices, euro_prices, utc_ledger
+from tests.support.ledgers import FailingDatabase, euro_invoices, euro_prices, kill_ledger, utc_ledger
 
 ZONE = "Europe/Berlin"
 BEGIN = datetime(2026, 9, 29, 10, 0, tzinfo=UTC)
 END = datetime(2026, 12, 2, 10, 0, tzinfo=UTC)
-LEAP = datetime(2026, 10, 31, 23, 0, 0, 400_000, tzinfo=UTC)  # just after midnight of November in Berlin
+LEAP_SECOND = datetime(2026, 10, 31, 23, 0, 0, 400_000, tzinfo=UTC)  # just after midnight of November in Berlin
 MODELS = ("small", "large", "free")
 COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
 _TIERS = ("interactive", "standard", "batch")
 _BATCH = 96
 PATIENCE_S = 3600.0
-"""How slow the machine is, or whether it stands still for a while, is no finding."""
-_LAST = 9
-"""So many are admitted, and so many settled, in the moment before a death: too few to go to the tables together."""
+"""Long, because a slow or suspended machine is no fault of the ledger."""
+_LAST_BATCH = 9
+"""Requests admitted, and requests settled, just before a kill: too few to be written to the tables together."""
 
 
 @dataclass(slots=True)
-class Fact:
-    """What the twin knows of one request or correction."""
+class ExpectedEvent:
+    """The model's record of one request or correction."""
 
     request_id: str
     tenant_id: str
@@ -80,7 +80,7 @@ class Fact:
     event_id: int | None = None
 
     def bill(self, counts: tuple[int, int, int, int]) -> None:
-        """Set the counts, and the cost as the rules of the price book say it, written out."""
+        """Set the counts, and the cost by the rules of the price book, written out."""
         self.counts, self.billed = counts, True
         if self.price is None:
             return
@@ -91,7 +91,7 @@ class Fact:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The figures in the order of COLUMNS."""
+        """Values in the order of COLUMNS."""
         return (int(self.is_request), *self.counts, self.cost_picos)
 
 
@@ -102,9 +102,9 @@ class History:
     database: FailingDatabase
     url: str
     clock: FakeClock
-    numbers: random.Random
-    facts: list[Fact] = field(default_factory=list)
-    open: list[Fact] = field(default_factory=list)
+    rng: random.Random
+    facts: list[ExpectedEvent] = field(default_factory=list)
+    open: list[ExpectedEvent] = field(default_factory=list)
     people: list[tuple[Person, str]] = field(default_factory=list)
     prices: list[Price] = field(default_factory=list)
     closed: int = 0
@@ -119,17 +119,17 @@ class History:
         self.corrections = Corrections(self.database, self.clock, calendar=self.calendar)
         self.reports = UsageReports(self.database, calendar=self.calendar)
 
-    async def live(self, num_requests: int) -> None:
-        """Let `num_requests` happen, and everything around them."""
-        await self._found()
+    async def run(self, num_requests: int) -> None:
+        """Run `num_requests` requests, and all other events between them."""
+        await self._set_up()
         batch = min(_BATCH, max(4, num_requests // 120))
         rounds = -(-num_requests // batch)
         step_s = (END - BEGIN).total_seconds() / rounds
-        marks = {name: set(self.numbers.sample(range(rounds), k=min(rounds, k))) for name, k in _HAPPENINGS.items()}
+        rounds_of = {name: set(self.rng.sample(range(rounds), k=min(rounds, k))) for name, k in _NUM_OF_ACTIONS.items()}
         left = num_requests
         for number in range(rounds):
-            self._move(self.numbers.uniform(0, 2) * step_s)
-            for name, at in marks.items():
+            self._advance_clock(self.rng.uniform(0, 2) * step_s)
+            for name, at in rounds_of.items():
                 if number in at:
                     await getattr(self, f"_{name}")()
             await self._requests(min(batch, left))
@@ -139,7 +139,7 @@ class History:
         await self._kill()
         await self._stop()
 
-    async def _found(self) -> None:
+    async def _set_up(self) -> None:
         for name, currency in (("bob", "EUR"), ("charlie", "EUR"), ("dora", "CHF")):
             self.people.append((await make_person(self.database, self.clock, name), currency))
         for currency in ("EUR", "CHF"):
@@ -148,7 +148,7 @@ class History:
         await self._start()
 
     async def _start(self) -> None:
-        """Start as the appliance does: lines of the journal into the tables, then what is pending there."""
+        """Start as the appliance does: replay the journal into the tables, then recover pending requests."""
         self.journal = journal_beside(self.url)
         if self.journal is not None:
             self.replayed += await replay(self.database, self.journal, self.clock, self.calendar)
@@ -172,28 +172,28 @@ class History:
         if self.journal is not None:
             await self.journal.close()
 
-    def _move(self, seconds: float) -> None:
-        """Move on; over the leap second the clock shows one second twice."""
+    def _advance_clock(self, seconds: float) -> None:
+        """Advance the clock; at the leap second, one second is shown twice."""
         before = self.clock.now()
         self.clock.advance(seconds)
-        if before < LEAP <= self.clock.now():
-            self.clock.jump_wall((LEAP - self.clock.now()).total_seconds())
+        if before < LEAP_SECOND <= self.clock.now():
+            self.clock.jump_wall((LEAP_SECOND - self.clock.now()).total_seconds())
             self.leap = True
 
     async def _step_back(self) -> None:
-        self.clock.jump_wall(-self.numbers.choice([1, 1, 61, 3700, 90_000]))
+        self.clock.jump_wall(-self.rng.choice([1, 1, 61, 3700, 90_000]))
         self.steps_back += 1
 
     async def _price(self) -> None:
-        model, currency = self.numbers.choice(MODELS[:2]), self.numbers.choice(("EUR", "CHF"))
-        ahead = timedelta(seconds=self.numbers.choice([0, 0, 3600, 86400 * 3]) + self.numbers.random())
+        model, currency = self.rng.choice(MODELS[:2]), self.rng.choice(("EUR", "CHF"))
+        ahead = timedelta(seconds=self.rng.choice([0, 0, 3600, 86400 * 3]) + self.rng.random())
         try:
             await self._add_price(model, currency, self.clock.now() + ahead)
-        except InvalidValue:  # the clock was stepped back behind one that is there
+        except InvalidValue:  # the clock was stepped back before an existing price
             return
 
     async def _add_price(self, model: str, currency: str, effective_from: datetime | None) -> None:
-        unit = self.numbers.randrange
+        unit = self.rng.randrange
         self.prices.append(
             await self.book.add(
                 model=model,
@@ -201,59 +201,61 @@ class History:
                 prompt=unit(1, 5_000_000),
                 cached_prompt=unit(0, 500_000),
                 completion=unit(1, 20_000_000),
-                rejected_draft=self.numbers.choice([0, unit(1, 900_000)]),
-                batch_percent=self.numbers.choice([50, 33, 100]),
+                rejected_draft=self.rng.choice([0, unit(1, 900_000)]),
+                batch_percent=self.rng.choice([50, 33, 100]),
                 tier_percents={"batch": unit(101), "interactive": 100},
                 effective_from=effective_from,
             )
         )
 
     async def _requests(self, count: int) -> None:
-        """Admit some at once and settle some, of these or of earlier ones."""
+        """Admit some requests at once and settle some, these or earlier ones."""
         await self._open(count)
-        await self._settle(int(len(self.open) * self.numbers.uniform(0.5, 1.0)))
+        await self._settle(int(len(self.open) * self.rng.uniform(0.5, 1.0)))
 
     async def _open(self, count: int) -> None:
         entries = [self._admit() for _ in range(count)]
         await asyncio.gather(*(self.ledger.open(entry) for entry in entries))
 
     def _admit(self) -> PendingEntry:
-        if self.numbers.random() < 0.2:
-            self._move(self.numbers.random())
-        person, currency = self.numbers.choice(self.people)
-        model, now = self.numbers.choice(MODELS), self.clock.now()
-        price, tier, is_batch = self._in_force(model, currency, now), self.numbers.choice(_TIERS), self.numbers.random() < 0.2
+        if self.rng.random() < 0.2:
+            self._advance_clock(self.rng.random())
+        person, currency = self.rng.choice(self.people)
+        model, now = self.rng.choice(MODELS), self.clock.now()
+        price, tier, is_batch = self._price_in_force(model, currency, now), self.rng.choice(_TIERS), self.rng.random() < 0.2
         points = 10_000 if price is None else price.rate(tier, batch=is_batch).basis_points
         planned = self._counts()
         terms = {"price": price, "price_basis_points": points, "currency": currency, "prompt_tokens": planned[0]}
         entry = factories.pending(person, admitted_at=now, model=model, batch=is_batch, **terms)
-        fact = Fact(entry.request_id, person.tenant.id, person.key.id, model, currency, now, price, points, is_batch, planned)
+        fact = ExpectedEvent(
+            entry.request_id, person.tenant.id, person.key.id, model, currency, now, price, points, is_batch, planned
+        )
         self.facts.append(fact)
         self.open.append(fact)
         return entry
 
-    def _in_force(self, model: str, currency: str, at: datetime) -> Price | None:
-        """The plain twin of the price book: of all prices that have begun, the one that began last."""
+    def _price_in_force(self, model: str, currency: str, at: datetime) -> Price | None:
+        """The model of the price book: the latest price that is in effect."""
         begun = [price for price in self.prices if (price.model, price.currency) == (model, currency)]
         return max((price for price in begun if price.effective_from <= at), key=lambda p: p.effective_from, default=None)
 
     async def _settle(self, count: int) -> None:
-        """Settle some: all at once, whose rows are waited for, or in portions, so that each has its line in the journal."""
-        chosen = self._choose(count)
-        in_portions = self.journal is not None and self.numbers.random() < 0.5
-        size = self.numbers.randrange(1, TOGETHER_FROM) if in_portions else max(count, 1)
+        """Settle some requests: all at once, written directly to rows, or in portions, each of which gets a journal line."""
+        chosen = self._take_running(count)
+        is_split = self.journal is not None and self.rng.random() < 0.5
+        size = self.rng.randrange(1, TOGETHER_FROM) if is_split else max(count, 1)
         for first in range(0, count, size):
             await self.ledger.caught_up()
             await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in chosen[first : first + size]))
         await self._note_events(chosen)
 
-    def _choose(self, count: int) -> list[Fact]:
-        """Take `count` of those that run."""
-        self.numbers.shuffle(self.open)
+    def _take_running(self, count: int) -> list[ExpectedEvent]:
+        """Remove and return `count` running requests."""
+        self.rng.shuffle(self.open)
         return [self.open.pop() for _ in range(count)]
 
-    async def _note_events(self, chosen: list[Fact]) -> None:
-        """Read the ids of the events of these."""
+    async def _note_events(self, chosen: list[ExpectedEvent]) -> None:
+        """Store the event ids of these requests."""
         of_usage = select(usage_events.c.request_id, usage_events.c.id).where(usage_events.c.kind == "usage")
         of_chosen = usage_events.c.request_id.in_([fact.request_id for fact in chosen])
         async with self.database.reading() as connection:
@@ -262,9 +264,9 @@ class History:
         for fact in chosen:
             fact.event_id = event_ids[fact.request_id]
 
-    def _end(self, fact: Fact) -> Settlement:
+    def _end(self, fact: ExpectedEvent) -> Settlement:
         fact.settled = True
-        if self.numbers.random() < 0.05:
+        if self.rng.random() < 0.05:
             return factories.voided(fact.request_id)
         fact.bill(fact.planned)
         prompt, cached, completion, rejected = fact.counts
@@ -272,14 +274,14 @@ class History:
         return Settlement(request_id=fact.request_id, status="posted", finish_reason="stop", usage=usage)
 
     def _counts(self) -> tuple[int, int, int, int]:
-        prompt = self.numbers.choice([0, 1, self.numbers.randrange(20_000)])
-        rejected = self.numbers.choice([0, 0, self.numbers.randrange(500)])
-        return prompt, self.numbers.randrange(prompt + 1), self.numbers.randrange(5000), rejected
+        prompt = self.rng.choice([0, 1, self.rng.randrange(20_000)])
+        rejected = self.rng.choice([0, 0, self.rng.randrange(500)])
+        return prompt, self.rng.randrange(prompt + 1), self.rng.randrange(5000), rejected
 
     async def _kill(self) -> None:
-        """The process dies: some of what ran was checkpointed before, the rest had no token."""
-        # What came last has its lines, where there is a journal, and no rows.
-        for fact in self.numbers.sample(self.open, len(self.open) // 2):
+        """Kill the process: half of the running requests had a checkpoint, the others no token."""
+        # With a journal, the last requests have lines there but no rows.
+        for fact in self.rng.sample(self.open, len(self.open) // 2):
             fact.counts = fact.planned
             prompt, cached, completion, rejected = fact.counts
             self.ledger.checkpoint(
@@ -298,42 +300,44 @@ class History:
         await self._start()
         await self._note_events(promised)
 
-    async def _die_before_the_rows(self, journal: Journal) -> list[Fact]:
-        """Admit and settle some while no round comes to its COMMIT, and die; return those that are promised to be billed."""
+    async def _die_before_the_rows(self, journal: Journal) -> list[ExpectedEvent]:
+        """Admit and settle some requests while no transaction can commit, then kill; return those that must be billed."""
         await self._start_ledger()
         self.database.gate = asyncio.Event()
-        await self._open(_LAST)
-        promised = self._choose(min(_LAST, len(self.open)))
+        await self._open(_LAST_BATCH)
+        promised = self._take_running(min(_LAST_BATCH, len(self.open)))
         await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in promised))
-        await die(self.ledger)
+        await kill_ledger(self.ledger)
         self.database.gate = None
         await journal.close()
         return promised
 
     async def _correct(self) -> None:
-        """Take back or add tokens of something that was billed, once: twice would need a memory of what is left."""
+        """Correct the tokens of a billed request, only once: a second correction would need its remaining tokens."""
         candidates = [fact for fact in self.facts if fact.event_id is not None and fact.billed and fact.is_request]
-        for fact in self.numbers.sample(candidates, min(3, len(candidates))):
+        for fact in self.rng.sample(candidates, min(3, len(candidates))):
             prompt, cached, completion, rejected = fact.counts
-            less = (-self.numbers.randrange(prompt - cached + 1), 0, -self.numbers.randrange(completion + 1), -rejected)
-            if not any(less):
+            change = (-self.rng.randrange(prompt - cached + 1), 0, -self.rng.randrange(completion + 1), -rejected)
+            if not any(change):
                 continue
             assert fact.event_id is not None
-            taken = Correction(note="test", prompt_tokens=less[0], completion_tokens=less[2], rejected_tokens=less[3])
-            made = await self.corrections.add(fact.event_id, taken)
-            correction = Fact(
+            correction_sent = Correction(
+                note="test", prompt_tokens=change[0], completion_tokens=change[2], rejected_tokens=change[3]
+            )
+            recorded = await self.corrections.add(fact.event_id, correction_sent)
+            correction = ExpectedEvent(
                 fact.request_id, fact.tenant_id, fact.key_id, fact.model, fact.currency, fact.admitted_at, fact.price,
-                fact.basis_points, fact.batch, less, is_request=False, settled=True, event_id=made.id,
+                fact.basis_points, fact.batch, change, is_request=False, settled=True, event_id=recorded.id,
             )  # fmt: skip
-            correction.bill(less)
+            correction.bill(change)
             self.facts.append(correction)
             fact.event_id = None
 
     async def close_months(self, chance: float) -> None:
-        """Close what is over, for some tenants at once and for some much later."""
+        """Close months that are over, for some tenants at once and for others much later."""
         for person, _currency in self.people:
             month = self._next_month.get(person.tenant.id, "2026-09")
-            if self.clock.now() < self.calendar.next_month_start(month) or self.numbers.random() > chance:
+            if self.clock.now() < self.calendar.next_month_start(month) or self.rng.random() > chance:
                 continue
             draft = await self.invoices.draft(person.tenant.id, month, access=WHOLE_BOX)
             await self.invoices.close(draft.head.id, access=WHOLE_BOX)
@@ -344,11 +348,11 @@ class History:
     leap: bool = False
 
 
-_HAPPENINGS = {"step_back": 12, "price": 25, "kill": 6, "correct": 12}
+_NUM_OF_ACTIONS = {"step_back": 12, "price": 25, "kill": 6, "correct": 12}
 
 
 async def check(history: History) -> dict[str, int]:
-    """Hold every view of the ledger against the twin; return the totals that all of them came to."""
+    """Compare every view of the ledger with the model; return the common totals."""
     billed = [fact for fact in history.facts if fact.billed]
     assert all(fact.settled for fact in history.facts)
     await _check_events(history, billed)
@@ -358,11 +362,11 @@ async def check(history: History) -> dict[str, int]:
     return dict(zip(COLUMNS, _total(billed), strict=True))
 
 
-def _total(facts: Iterable[Fact]) -> list[int]:
+def _total(facts: Iterable[ExpectedEvent]) -> list[int]:
     return [sum(column) for column in zip(*(fact.row for fact in facts), strict=True)] or [0] * len(COLUMNS)
 
 
-async def _check_events(history: History, billed: list[Fact]) -> None:
+async def _check_events(history: History, billed: list[ExpectedEvent]) -> None:
     async with history.database.reading() as connection:
         rows = (await connection.execute(select(usage_events).order_by(usage_events.c.posting))).mappings().all()
     assert [row["posting"] for row in rows] == list(range(1, len(history.facts) + 1))
@@ -380,12 +384,12 @@ def _figures(row: Any) -> tuple[Any, ...]:
     return (row["request_id"], row["currency"], int(row["kind"] == "usage"), *counts)
 
 
-async def _check_rollups(history: History, billed: list[Fact]) -> None:
+async def _check_rollups(history: History, billed: list[ExpectedEvent]) -> None:
     before = await _rollup_rows(history.database)
     for bucket in ("minute", "hour", "day"):
         sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0] * len(COLUMNS))
         for fact in billed:
-            _add(sums[_start(fact, bucket), fact.tenant_id, fact.key_id, fact.model, fact.currency], fact)
+            _add_row(sums[_start(fact, bucket), fact.tenant_id, fact.key_id, fact.model, fact.currency], fact)
         assert {key[1:]: row for key, row in before.items() if key[0] == bucket} == dict(sums)
     await rollups.rebuild(history.database, history.calendar)
     assert await _rollup_rows(history.database) == before
@@ -403,8 +407,8 @@ async def _rollup_rows(database: Database) -> dict[tuple[Any, ...], list[int]]:
     }
 
 
-def _start(fact: Fact, bucket: str) -> datetime:
-    """The beginning of the bucket, found without the calendar under test."""
+def _start(fact: ExpectedEvent, bucket: str) -> datetime:
+    """The start of the bucket, computed without the calendar under test."""
     if bucket == "minute":
         return fact.admitted_at.replace(second=0, microsecond=0)
     if bucket == "hour":
@@ -416,13 +420,13 @@ def _midnight(day: date) -> datetime:
     return datetime(day.year, day.month, day.day, tzinfo=ZoneInfo(ZONE)).astimezone(UTC)
 
 
-def _add(row: list[int], fact: Fact) -> None:
+def _add_row(row: list[int], fact: ExpectedEvent) -> None:
     for index, count in enumerate(fact.row):
         row[index] += count
 
 
-async def _check_reports(history: History, billed: list[Fact]) -> None:
-    """The usage API's reports: whole, and of periods that begin and end anywhere."""
+async def _check_reports(history: History, billed: list[ExpectedEvent]) -> None:
+    """Check the usage API's reports: of the whole history, and of arbitrary periods."""
     everything = (BEGIN - timedelta(days=2), END + timedelta(days=2))
     for bucket in ("hour", "day"):
         for size in range(len(GROUPS) + 1):
@@ -430,18 +434,16 @@ async def _check_reports(history: History, billed: list[Fact]) -> None:
                 await _check_report(history, billed, *everything, bucket, groups)
     moments = [fact.admitted_at for fact in billed]
     for _ in range(25):
-        start, end = sorted(
-            history.numbers.choice(moments) + timedelta(microseconds=history.numbers.randrange(3)) for _ in "ab"
-        )
+        start, end = sorted(history.rng.choice(moments) + timedelta(microseconds=history.rng.randrange(3)) for _ in "ab")
         if start < end:
-            await _check_report(history, billed, start, end, history.numbers.choice(["hour", "day"]), ("tenant", "model"))
+            await _check_report(history, billed, start, end, history.rng.choice(["hour", "day"]), ("tenant", "model"))
     for _ in range(10):
-        start = history.numbers.choice(moments)
+        start = history.rng.choice(moments)
         await _check_report(history, billed, start, start + timedelta(hours=25, seconds=0.5), "minute", ("key",))
 
 
 async def _check_report(
-    history: History, billed: list[Fact], start: datetime, end: datetime, bucket: str, groups: tuple[str, ...]
+    history: History, billed: list[ExpectedEvent], start: datetime, end: datetime, bucket: str, groups: tuple[str, ...]
 ) -> None:
     rows = await history.reports.usage(start, end, bucket, groups, access=WHOLE_BOX)
     found = {
@@ -453,12 +455,14 @@ async def _check_report(
     for fact in billed:
         if start <= fact.admitted_at < end:
             owner = {"tenant": fact.tenant_id, "key": fact.key_id, "model": fact.model}
-            _add(sums[_start(fact, bucket), *(owner[name] if name in groups else None for name in GROUPS), fact.currency], fact)
+            _add_row(
+                sums[_start(fact, bucket), *(owner[name] if name in groups else None for name in GROUPS), fact.currency], fact
+            )
     assert found == dict(sums)
 
 
-async def _check_invoices(history: History, billed: list[Fact]) -> None:
-    """Every tenant's invoices, the last one a draft, come to the sum of its events before rounding; so does each month."""
+async def _check_invoices(history: History, billed: list[ExpectedEvent]) -> None:
+    """Check that every tenant's invoices, the last a draft, add up to its events before rounding, in total and per month."""
     history.clock.advance(max((END - history.clock.now()).total_seconds(), 0))
     for _ in range(3):
         await history.close_months(1.0)
@@ -472,20 +476,20 @@ async def _check_invoices(history: History, billed: list[Fact]) -> None:
         months: dict[tuple[str, str], int] = defaultdict(int)
         for fact in facts:
             months[f"{fact.admitted_at.astimezone(ZoneInfo(ZONE)):%Y-%m}", fact.model] += fact.cost_picos
-        said: dict[tuple[str, str], int] = defaultdict(int)
+        invoiced: dict[tuple[str, str], int] = defaultdict(int)
         for line in lines:
             assert line.model is not None
-            said[line.month, line.model] += line.exact_picos
-        assert {key: cost for key, cost in said.items() if cost} == {key: cost for key, cost in months.items() if cost}
+            invoiced[line.month, line.model] += line.exact_picos
+        assert {key: cost for key, cost in invoiced.items() if cost} == {key: cost for key, cost in months.items() if cost}
         for invoice in invoices:
             await _check_batch_lines(history, invoice)
 
 
 async def _check_batch_lines(history: History, invoice: Invoice) -> None:
-    """Lines of batch work come to the batch work behind the invoice, the others to the rest; adjustments stand apart."""
-    said: dict[tuple[bool, bool], int] = defaultdict(int)
+    """Check that lines of batch work add up to the invoice's batch events and other lines to the rest; adjustments apart."""
+    invoiced: dict[tuple[bool, bool], int] = defaultdict(int)
     for line in invoice.lines:
-        said[line.kind == ADJUSTMENT, line.batch] += line.exact_picos
+        invoiced[line.kind == ADJUSTMENT, line.batch] += line.exact_picos
     events: dict[tuple[bool, bool], int] = defaultdict(int)
     cursor, has_more = None, True
     while has_more:
@@ -494,11 +498,11 @@ async def _check_batch_lines(history: History, invoice: Invoice) -> None:
             is_late = event.kind != "usage" or f"{event.billing_day:%Y-%m}" != invoice.head.month
             events[is_late, event.batch and not is_late] += event.cost_picos
         cursor, has_more = page.next_cursor, page.has_more
-    assert {key: cost for key, cost in said.items() if cost} == {key: cost for key, cost in events.items() if cost}
+    assert {key: cost for key, cost in invoiced.items() if cost} == {key: cost for key, cost in events.items() if cost}
 
 
 async def reconcile(database: Database, url: str, num_requests: int, seed: int) -> tuple[History, dict[str, int]]:
-    """Live through a random history of `num_requests` in `database`, which is that of `url`, and check it."""
+    """Run a random history of `num_requests` in `database` (at `url`) and check it."""
     history = History(FailingDatabase.around(database), url, FakeClock(BEGIN), random.Random(seed))
-    await history.live(num_requests)
+    await history.run(num_requests)
     return history, await check(history)

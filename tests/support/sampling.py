@@ -1,4 +1,4 @@
-"""Requests whose only interest is their sampling parameters, and what a sampler makes of them."""
+"""Requests that differ in their sampling parameters only, and the sampler applied to them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sampling_request(
 
 
 def output_of(request: Request) -> list[int]:
-    """The tokens behind the prompt."""
+    """The generated tokens."""
     return request.token_ids[request.num_prompt_tokens :]
 
 
@@ -51,7 +51,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], masks: torch.Tenso
 
 
 def distributions(logits: torch.Tensor, requests: Sequence[Request], masks: torch.Tensor | None = None) -> torch.Tensor:
-    """What each row is drawn from: [B, V]"""
+    """The distribution from which each row is sampled: [B, V]"""
     return Sampler(logits.device).distributions(logits.clone(), next_rows(requests), masks)
 
 

@@ -1,4 +1,4 @@
-"""A scheduler without a model, and steps in it: for unit tests."""
+"""A scheduler without a model, and its steps, for unit tests."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def make_request(
     )
 
 
-def finish(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
-    """Apply token 7 for everything that samples."""
+def apply_outputs(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
+    """Apply token 7 as the output of every item that samples."""
     events = scheduler.apply(batch, [StepOutput([7]) if item.samples else StepOutput() for item in batch.items])
     scheduler.check_invariants()
     return events
@@ -83,7 +83,7 @@ def finish(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
 
 def step(scheduler: Scheduler) -> ScheduledBatch:
     batch = scheduler.schedule()
-    finish(scheduler, batch)
+    apply_outputs(scheduler, batch)
     return batch
 
 
@@ -95,5 +95,5 @@ def drain(scheduler: Scheduler, steps_max: int = 1000) -> None:
     raise AssertionError("somebody starves")
 
 
-def plan(batch: ScheduledBatch) -> list[tuple[str, int]]:
+def planned_tokens(batch: ScheduledBatch) -> list[tuple[str, int]]:
     return [(item.request.request_id, item.num_tokens) for item in batch.items]

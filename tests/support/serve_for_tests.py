@@ -1,4 +1,4 @@
-"""Runs the appliance for tests in a process of its own, and tells where it listens; or a command beside it."""
+"""Runs the appliance for tests in a process of its own and reports its address; or runs a command."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from appliance.serving import model_builder
 from appliance.serving.model_folder import ModelFolder
 
 
-def run(tell: Connection, options: dict[str, Any], fake_engine_step_s: float | None, truths: Path | None) -> None:
-    """Serve until told to stop: with a stand-in engine that takes so long per token, if that is given, and writes into the
-    folder `truths` what it counts itself."""
+def run(connection: Connection, options: dict[str, Any], fake_engine_step_s: float | None, truths: Path | None) -> None:
+    """Serve until stopped. With `fake_engine_step_s`, a fake engine takes that long per token, and writes its own counts to the
+    folder `truths` if given."""
 
     def listening(started: Started) -> None:
         first = started.first_start
-        tell.send(
+        connection.send(
             {
                 "url": f"http://{started.host}:{started.port}",
                 "api_key": first.api_key if first else None,
@@ -40,21 +40,21 @@ def run(tell: Connection, options: dict[str, Any], fake_engine_step_s: float | N
 
 
 def _use_fake_engine(step_s: float, truths: Path | None) -> None:
-    witness = [] if truths is None else ["--truths", str(truths)]
+    extra_arguments = [] if truths is None else ["--truths", str(truths)]
     module = "tests.support.fake_engine" if truths is None else "tests.crash.witness_engine"
 
-    def command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
+    def run_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
         assert folder.path.is_dir()
         assert settings.models
-        return [sys.executable, "-m", module, "--fd", str(fd), "--step-s", str(step_s), *witness]
+        return [sys.executable, "-m", module, "--fd", str(fd), "--step-s", str(step_s), *extra_arguments]
 
-    model_builder.engine_command = command
+    model_builder.engine_command = run_command
 
 
-def command(arguments: Sequence[str], environ: Mapping[str, str], said: Path, complained: Path) -> int:
-    """Be `gatehouse` with these arguments and variables, which writes into two files what it says; return its status."""
+def run_command(arguments: Sequence[str], environ: Mapping[str, str], stdout: Path, stderr: Path) -> int:
+    """Run `gatehouse` with these arguments and variables, and its output in two files; return its exit status."""
     os.environ.update(environ)
-    for path, descriptor in ((said, sys.stdout.fileno()), (complained, sys.stderr.fileno())):
+    for path, descriptor in ((stdout, sys.stdout.fileno()), (stderr, sys.stderr.fileno())):
         with path.open("wb") as file:
             os.dup2(file.fileno(), descriptor)
     return cli.main(arguments)

@@ -27,7 +27,7 @@ LLAMA: dict[str, Any] = {
 
 
 def make_tokenizer() -> Tokenizer:
-    """Return a byte-level BPE tokenizer that can spell every text."""
+    """Return a byte-level BPE tokenizer that can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,8 +50,8 @@ def write_text_files(folder: Path, *, template: str | None = TEMPLATE) -> None:
 
 
 def make_served_model(folder: Path, *, context_len: int = CONTEXT_LEN) -> Path:
-    """Write a servable model, a Llama of two layers as transformers would save it, and return its folder. Needs no torch, whose
-    import and that of transformers take longer than all else that the gateway's own tests import."""
+    """Write a servable model, a two-layer Llama as saved by transformers, and return its folder. Does not import torch or
+    transformers, which would take longer than all other imports of the gateway's tests."""
     write_text_files(folder)
     config = {**LLAMA, "vocab_size": VOCAB_SIZE, "max_position_embeddings": context_len}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
@@ -85,7 +85,7 @@ def _llama_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def make_hollow_model(folder: Path, *, context_len: int = CONTEXT_LEN) -> Path:
-    """Write a folder that passes as a model for everything but an engine: for tests whose engine is a stand-in."""
+    """Write a folder that everything but an engine accepts as a model: for tests with a fake engine."""
     write_text_files(folder)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context_len}), "utf-8")
     (folder / "model.safetensors").write_bytes(b"")

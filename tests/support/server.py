@@ -1,4 +1,4 @@
-"""A real appliance in a process of its own: started, spoken to over HTTP, stopped or killed."""
+"""A real appliance in a process of its own: started, used over HTTP, stopped or killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.support import forked
+from tests.support import forked_processes
 
 ADMIN_TOKEN = "gha_token-of-the-tests"
 READY_DEADLINE_S = 300.0
@@ -62,40 +62,40 @@ class Server:
         return httpx.get(f"{self.url}/health/ready", timeout=10)
 
     def wait_until_ready(self) -> None:
-        """Return when a request would be answered; fail with the log when it would not be in time."""
-        wait_until(lambda: self._alive() and self.ready().status_code == 200, READY_DEADLINE_S, self.log)
+        """Wait until requests are answered; fail with the log after READY_DEADLINE_S."""
+        poll_until(lambda: self._alive() and self.ready().status_code == 200, READY_DEADLINE_S, self.log)
 
     def engine_pid(self) -> int:
-        """Return the process id of the engine as soon as the system page, which is a second old at most, has it."""
+        """Return the engine's process id once the system page, which is at most a second old, shows it."""
         found: list[int] = []
 
-        def look() -> bool:
+        def find_engine() -> bool:
             processes = self.admin("GET", "/system")["processes"]
             found[:] = [process["pid"] for process in processes if process["role"] == "engine" and process["pid"] is not None]
             return bool(found)
 
-        wait_until(look, READY_DEADLINE_S, self.log)
+        poll_until(find_engine, READY_DEADLINE_S, self.log)
         return found[0]
 
     def log(self) -> str:
-        """Return the end of what the appliance has logged."""
+        """Return the end of the appliance's log."""
         return self.log_path.read_text("utf-8", "replace")[-6000:]
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal."""
-        forked.send_signal(self.process, number)
+        forked_processes.send_signal(self.process, number)
 
     def ended(self) -> int:
-        """Return the exit status when it has ended."""
-        return forked.ended(self.process, STOP_DEADLINE_S)
+        """Wait for the end and return the exit status."""
+        return forked_processes.wait_for_exit(self.process, STOP_DEADLINE_S)
 
     def stop(self) -> int:
-        """End in order and return the exit status."""
+        """Stop gracefully and return the exit status."""
         self.send_signal(signal.SIGTERM)
         return self.ended()
 
     def kill(self) -> None:
-        """End as a power cut would, if it has not ended yet."""
+        """Kill it, if it is still running."""
         self.process.kill()
         self.ended()
 
@@ -107,7 +107,7 @@ class Server:
 def start_server(
     model: Path, data_dir: Path, *, fake_engine_step_s: float | None = None, truths: Path | None = None, **options: Any
 ) -> Server:
-    """Start an appliance on a free port and return when it listens. A stand-in engine writes its own counts to `truths`."""
+    """Start an appliance on a free port and return once it listens. A fake engine writes its own counts to `truths`."""
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = {
         "data_dir": str(data_dir),
@@ -121,21 +121,21 @@ def start_server(
         **options,
     }
     log_path = data_dir / "server.log"
-    ours, theirs = forked.CONTEXT.Pipe(duplex=False)
+    ours, theirs = forked_processes.CONTEXT.Pipe(duplex=False)
     with ours:
         with theirs:
             program = ("tests.support.serve_for_tests", "run", theirs, settings, fake_engine_step_s, truths)
-            process = forked.begin(*program, log=log_path)
+            process = forked_processes.start(*program, log=log_path)
         try:
-            told = ours.recv()
+            greeting = ours.recv()
         except EOFError:
             raise AssertionError(log_path.read_text("utf-8")) from None
-    return Server(**told, process=process, data_dir=data_dir, log_path=log_path)
+    return Server(**greeting, process=process, data_dir=data_dir, log_path=log_path)
 
 
 @contextmanager
 def running_server(model: Path, data_dir: Path, **options: Any) -> Iterator[Server]:
-    """Yield an appliance that is ready, and leave nothing of it running."""
+    """Yield a ready appliance, and kill it afterwards."""
     server = start_server(model, data_dir, **options)
     try:
         server.wait_until_ready()
@@ -144,8 +144,8 @@ def running_server(model: Path, data_dir: Path, **options: Any) -> Iterator[Serv
         server.kill()
 
 
-def wait_until(condition: Any, deadline_s: float, explain: Any = str) -> None:
-    """Return as soon as `condition()` holds; fail with `explain()` when it does not within `deadline_s`."""
+def poll_until(condition: Any, deadline_s: float, explain: Any = str) -> None:
+    """Return as soon as `condition()` holds; fail with `explain()` after `deadline_s`."""
     end_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end_s, f"not within {deadline_s} s: {explain()}"

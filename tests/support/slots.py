@@ -1,4 +1,4 @@
-"""Slots, mostly of a device that is the host, and a table of them without a sampler."""
+"""Slot state, on the CPU by default, and a slot table without a sampler."""
 
 from __future__ import annotations
 

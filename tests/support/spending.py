@@ -1,4 +1,4 @@
-"""Somebody who spends: a ledger with budget alerts behind it, and a price at which each token of output costs one unit."""
+"""Spending for tests of budget alerts: a ledger with budget alerts, and a price of one unit of money per output token."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.support.cast import Person
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import euro_budget_alerts, euro_prices, utc_ledger
 
-UNIT = 10**6  # micro-units of money in one
+UNIT = 10**6  # micro-units in one unit of money
 PICOS = 10**12
 
 
 class Spender:
-    """A ledger with budget alerts behind it. Completion tokens cost one unit of money each."""
+    """A ledger with budget alerts. Each completion token costs one unit of money."""
 
     def __init__(self, alerts: AlertBox, budgets: BudgetAlerts, ledger: Ledger, price: Price) -> None:
         self.alerts = alerts
@@ -38,30 +38,30 @@ class Spender:
         self._ledger = ledger
 
     async def spend(self, person: Person, units: int, *, at: datetime | None = None, model: str = "demo") -> None:
-        """Settle a request that costs so many units."""
+        """Admit and settle a request that costs `units`."""
         await self.settle(await self.admit(person, at=at, model=model), units)
 
     async def admit(self, person: Person, *, at: datetime | None = None, model: str = "demo") -> str:
-        """Open a request and return its id."""
+        """Admit a request and return its id."""
         entry = pending(person, price=self.price, admitted_at=at or self.alerts.clock.now(), model=model)
         await self._ledger.open(entry)
         return entry.request_id
 
     async def settle(self, request_id: str, units: int) -> None:
-        """Settle a request that cost so many units."""
+        """Settle a request that costs `units`."""
         await self._ledger.settle(posted(request_id, prompt=0, completion=units))
 
     async def refuse(self, person: Person) -> None:
-        """Void a request."""
+        """Admit and void a request."""
         await self._ledger.settle(voided(await self.admit(person)))
 
-    async def told(self) -> list[tuple[str, int]]:
+    async def alerts_sent(self) -> list[tuple[str, int]]:
         """Return period and percentage of every alert, in order."""
-        return [told_by(message) for message in await self.alerts.messages()]
+        return [alert_period_and_percent(message) for message in await self.alerts.messages()]
 
 
 @asynccontextmanager
-async def spending(
+async def running_spender(
     alerts: AlertBox,
     epoch_id: str,
     *,
@@ -69,7 +69,7 @@ async def spending(
     calendar: BillingCalendar | None = None,
     currency: str = "EUR",
 ) -> AsyncIterator[Spender]:
-    """Yield a spender whose ledger runs, on another view of the database if given."""
+    """Yield a spender with a running ledger, through another `database` object if given."""
     database, clock, calendar = database or alerts.db, alerts.clock, calendar or BillingCalendar()
     budgets = euro_budget_alerts(database, clock, calendar)
     ledger = utc_ledger(database, clock, epoch_id, calendar=calendar, on_settled=budgets.settled)
@@ -86,21 +86,21 @@ async def make_price(database: Database, clock: Clock, currency: str = "EUR") ->
     return await prices.add(model="demo", currency=currency, prompt=0, cached_prompt=0, completion=PICOS)
 
 
-def told_by(message: Delivery) -> tuple[str, int]:
+def alert_period_and_percent(message: Delivery) -> tuple[str, int]:
     """Return period and percentage of an alert."""
     data = message.payload["data"]
     return data.get("month") or data["day"], data["percent"]
 
 
-async def budget(database: Database, clock: Clock, person: Person, units: int | None, **changes: Any) -> None:
-    """Give a tenant another monthly budget."""
+async def set_budget(database: Database, clock: Clock, person: Person, units: int | None, **changes: Any) -> None:
+    """Set a tenant's monthly budget."""
     limits = {"monthly_budget": None if units is None else units * UNIT}
     await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_BOX)
 
 
 @contextmanager
-def statements_seen() -> Iterator[Sequence[str]]:
-    """Yield a list that every statement is appended to which any engine sends meanwhile."""
+def record_statements() -> Iterator[Sequence[str]]:
+    """Yield a list to which every SQL statement of any engine is appended."""
     seen: list[str] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool) -> None:

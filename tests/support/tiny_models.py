@@ -1,7 +1,7 @@
 """Random-weight model directories of every supported family, made by transformers, small enough to run in milliseconds.
 
-`FAMILY_SETTINGS` is the one list of what must equal transformers. Windows are shorter than the prompts of the tests, soft-caps
-are as small as the scores they cap, scaled rotations are used beyond their original length, and routers are far from ties.
+`FAMILY_SETTINGS` lists everything that must equal transformers. Windows are shorter than the tests' prompts, soft-caps have the
+size of the scores, scaled rotary embeddings are used beyond their original length, and routers are far from ties.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": EOS,
     "pad_token_id": 0,
-    "initializer_range": 0.25,  # wide enough that greedy choices are no near-ties
+    "initializer_range": 0.25,  # wide enough to avoid near-ties of greedy choices
 }
 
 YARN: dict[str, Any] = {
@@ -168,9 +168,9 @@ def make_encoder(architecture: str, directory: Path, **changes: Any) -> Any:
 
 
 def _randomise(model: Any) -> None:
-    """Biases and norm weights start as zeros and ones: noise makes sure that none of them is forgotten.
+    """Add noise to biases and norm weights, initially zeros and ones, so that ignoring one changes the output.
 
-    Routers get wide weights, so that which experts are chosen never hangs on a rounding error.
+    Routers get wide weights, so that the choice of experts never depends on a rounding error.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

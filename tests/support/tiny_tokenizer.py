@@ -1,4 +1,4 @@
-"""A byte-level tokenizer with a chat template, written into a model directory; every byte is a token, so no text is unknown."""
+"""A byte-level tokenizer with a chat template, written into a model directory; every byte is a token, so any text encodes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from engine.environment import prepare_environment
 from kernels.triton import compiled_together as compiled_together_module
 from kernels.triton.compiled_together import compiled_together
 from kernels.variants import CompilationFailed, Variants
-from tests.support.absent_card import AbsentCard
+from tests.support.fake_gpu_driver import FakeGpuDriver
 
 SIZES = (16, 32, 64)
 BARRIER_S = 60
@@ -40,8 +40,8 @@ def wrong_kernel(out: tl.tensor, BLOCK: tl.constexpr) -> None:
     tl.store(out + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
 
 
-class Card(AbsentCard):
-    """Asked what it is, and for a launch."""
+class Card(FakeGpuDriver):
+    """A fake driver that records launches."""
 
     def __init__(self) -> None:
         self.utils = self
@@ -59,7 +59,7 @@ class Card(AbsentCard):
         return 0, 0, 8, 0, 1024
 
     def unload_module(self, module: Any) -> None:
-        """There is none."""
+        """Nothing was loaded."""
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         return lambda *_: self.launched.append(metadata.name)
@@ -69,16 +69,16 @@ CARD = Card()
 REPORTS: list[Variants] = []
 
 
-def ask(kernel: Any, sizes: tuple[int, ...] = SIZES) -> None:
+def launch(kernel: Any, sizes: tuple[int, ...] = SIZES) -> None:
     out = torch.empty(64, dtype=torch.int32)
     for size in sizes:
         kernel[(1,)](out, BLOCK=size)
 
 
-def failure(kernel: Any) -> str:
+def compile_failure(kernel: Any) -> str:
     try:
         with compiled_together(REPORTS.append):
-            ask(kernel)
+            launch(kernel)
     except CompilationFailed as error:
         return str(error)
     return "nothing failed"
@@ -86,26 +86,26 @@ def failure(kernel: Any) -> str:
 
 def when_asked() -> dict[str, Any]:
     with compiled_together(REPORTS.append):
-        ask(fill_kernel)
-        ask(fill_kernel)
+        launch(fill_kernel)
+        launch(fill_kernel)
         launched = len(CARD.launched)
     return {"reports": list(REPORTS), "launched": launched, "loaded": CARD.num_loaded}
 
 
 def when_launched_afterwards() -> dict[str, Any]:
-    ask(fill_kernel)
+    launch(fill_kernel)
     return {"launched": list(CARD.launched), "loaded": CARD.num_loaded}
 
 
 def when_found_on_disk() -> dict[str, Any]:
     fill_kernel.device_caches.clear()
     with compiled_together(REPORTS.append):
-        ask(fill_kernel)
+        launch(fill_kernel)
     return {"last": REPORTS[-1]}
 
 
 def when_asked_again_meanwhile() -> dict[str, Any]:
-    """As by the second layer of a model, while the first one's are being compiled."""
+    """As a model's second layer does while the first one's kernels are being compiled."""
     fill_kernel.device_caches.clear()
     describe, described = fill_kernel._pack_args, []
 
@@ -116,22 +116,22 @@ def when_asked_again_meanwhile() -> dict[str, Any]:
     fill_kernel._pack_args = describe_once
     with compiled_together(REPORTS.append):
         for _ in range(3):
-            ask(fill_kernel)
+            launch(fill_kernel)
     fill_kernel._pack_args = describe
     CARD.launched.clear()
-    ask(fill_kernel)
+    launch(fill_kernel)
     return {"described": len(described), "last": REPORTS[-1], "launched": list(CARD.launched)}
 
 
 def when_one_is_wrong() -> dict[str, Any]:
-    return {"error": failure(wrong_kernel), "again": failure(wrong_kernel)}
+    return {"error": compile_failure(wrong_kernel), "again": compile_failure(wrong_kernel)}
 
 
 def when_it_cannot_be_loaded() -> dict[str, Any]:
     fill_kernel.device_caches.clear()
     CARD.fault = "no memory"
     try:
-        return {"error": failure(fill_kernel)}
+        return {"error": compile_failure(fill_kernel)}
     finally:
         CARD.fault = ""
 
@@ -139,8 +139,8 @@ def when_it_cannot_be_loaded() -> dict[str, Any]:
 def when_one_never_ends() -> dict[str, Any]:
     """The thread is abandoned: the process exits all the same."""
     fill_kernel.device_caches.clear()
-    ask(fill_kernel, SIZES[2:])  # which sets what compiles
-    compiled = fill_kernel.compile
+    launch(fill_kernel, SIZES[2:])  # which sets `compile`
+    compile_function = fill_kernel.compile
 
     def hang(*_: Any, **__: Any) -> Any:
         threading.Event().wait()
@@ -148,12 +148,12 @@ def when_one_never_ends() -> dict[str, Any]:
     fill_kernel.compile = hang
     limit, compiled_together_module.KERNEL_S_MAX = compiled_together_module.KERNEL_S_MAX, 1.0
     try:
-        error = failure(fill_kernel)
+        error = compile_failure(fill_kernel)
     finally:
-        fill_kernel.compile, compiled_together_module.KERNEL_S_MAX = compiled, limit
+        fill_kernel.compile, compiled_together_module.KERNEL_S_MAX = compile_function, limit
     fill_kernel.device_caches.clear()
     with compiled_together(REPORTS.append):
-        ask(fill_kernel, SIZES[:1])
+        launch(fill_kernel, SIZES[:1])
     return {"error": error, "compiled_then": REPORTS[-1][:2]}
 
 
@@ -161,10 +161,10 @@ def when_another_thread_launches() -> dict[str, Any]:
     CARD.launched.clear()
     fill_kernel.device_caches.clear()
     with compiled_together(REPORTS.append):
-        thread = threading.Thread(target=ask, args=(fill_kernel, SIZES[:1]))
+        thread = threading.Thread(target=launch, args=(fill_kernel, SIZES[:1]))
         thread.start()
         thread.join()
-        ask(fill_kernel, SIZES[1:])
+        launch(fill_kernel, SIZES[1:])
     return {"launched": list(CARD.launched), "last": REPORTS[-1]}
 
 
@@ -172,39 +172,39 @@ def when_another_thread_launches_what_is_being_compiled() -> dict[str, Any]:
     CARD.launched.clear()
     fill_kernel.device_caches.clear()
     with compiled_together(REPORTS.append):
-        ask(fill_kernel)
-        thread = threading.Thread(target=ask, args=(fill_kernel,))
+        launch(fill_kernel)
+        thread = threading.Thread(target=launch, args=(fill_kernel,))
         thread.start()
         thread.join()
     return {"launched": list(CARD.launched), "last": REPORTS[-1]}
 
 
 def when_two_wait_for_each_other() -> dict[str, Any]:
-    both = threading.Barrier(2, timeout=BARRIER_S)
+    barrier = threading.Barrier(2, timeout=BARRIER_S)
     fill_kernel.device_caches.clear()
-    ask(fill_kernel, SIZES[2:])  # which sets what compiles
-    compiled = fill_kernel.compile
+    launch(fill_kernel, SIZES[2:])  # which sets `compile`
+    compile_function = fill_kernel.compile
 
     def compile_beside(*arguments: Any, **options: Any) -> Any:
-        both.wait()
-        return compiled(*arguments, **options)
+        barrier.wait()
+        return compile_function(*arguments, **options)
 
     fill_kernel.compile = compile_beside
     with compiled_together(REPORTS.append):
-        ask(fill_kernel, SIZES[:2])
+        launch(fill_kernel, SIZES[:2])
     return {"last": REPORTS[-1]}
 
 
 def when_all_parse_at_once() -> dict[str, Any]:
     """Garbage collection while a tree is built lets other threads run: two concurrent parses would fail within a few rounds."""
     fill_kernel.device_caches.clear()
-    ask(fill_kernel, SIZES[2:])
-    compiled = fill_kernel.compile
+    launch(fill_kernel, SIZES[2:])
+    compile_function = fill_kernel.compile
 
     def parse_and_compile(*arguments: Any, **options: Any) -> Any:
         for _ in range(PARSES):
             fill_kernel.parse()
-        return compiled(*arguments, **options)
+        return compile_function(*arguments, **options)
 
     def let_others_run(*_: Any) -> None:
         time.sleep(0)
@@ -215,7 +215,7 @@ def when_all_parse_at_once() -> dict[str, Any]:
     gc.callbacks.append(let_others_run)
     try:
         with compiled_together(REPORTS.append):
-            ask(fill_kernel, SIZES[:2])
+            launch(fill_kernel, SIZES[:2])
     finally:
         gc.callbacks.remove(let_others_run)
         gc.set_threshold(*thresholds)
@@ -225,12 +225,12 @@ def when_all_parse_at_once() -> dict[str, Any]:
 def main() -> None:
     prepare_environment()
     driver.set_active(CARD)
-    found = {}
+    results = {}
     for name, function in list(globals().items()):
         if name.startswith("when_"):
             REPORTS.clear()
-            found[name] = function()
-    sys.stdout.write(json.dumps(found))
+            results[name] = function()
+    sys.stdout.write(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Work with other versions of Triton that runs beside the tests, in processes of its own, two at a time.
+"""Jobs with other versions of Triton that run alongside the tests, in processes of their own, two at a time.
 
-They take what the tests leave of the processor: at a low priority they hardly delay a test that has a limit of time.
+They have a low priority, so that they hardly delay tests with time limits.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from steps.locks import read_lock
 
 from kernels.triton.gate.declared import module_names
 from tests.support import triton_versions
-from tests.support.databases import required
+from tests.support.databases import is_required
 from tests.support.triton_versions import RECORD, REPO, TritonVersion
 
-PROCESSES = 2  # at their priority they leave the processors to whatever else is tested
-LIMIT_S = 3600  # for a slow machine and a record that holds nothing
-LAST_IN_LINE = ("nice", "-n", "10")
+PROCESSES = 2  # at low priority, they leave the processors to the tests
+LIMIT_S = 3600  # for a slow machine and an empty record
+LOW_PRIORITY = ("nice", "-n", "10")
 OLD_INTERPRETER = "ignore:Conversion of an array with ndim:DeprecationWarning"
-"""Triton 3.6 turns the bound of a `range` into a number in a way that numpy will refuse from 2.4 on; our lock stays below."""
+"""Triton 3.6 converts the bound of a `range` in a way that numpy rejects from 2.4 on; our lock stays below that."""
 
 KERNELS = REPO / "kernels" / "triton"
 MODULES = module_names()
 Rows = list[dict[str, Any]]
 
 
-def promised() -> list[str]:
-    """The versions that the lock names, oldest first: the ends of the range that the kernels are written for."""
+def locked_versions() -> list[str]:
+    """The locked versions, oldest first: both ends of the range that the kernels support."""
     return [pin.version for pin in read_lock("triton").pins]
 
 
 class TritonJobs:
-    """What each promised version that is on this machine makes of the kernels: machine code, and the interpreter's tests."""
+    """Runs the compile gate and the interpreter tests under each locked version that is installed."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gatehouse-triton-")
@@ -49,19 +49,19 @@ class TritonJobs:
         self._tested: dict[str, Future[str]] = {}
 
     def start_tests(self, version: str, files: Iterable[Path]) -> None:
-        """Begin to run `files` under `version`, unless it is the version of this process or is not on this machine."""
+        """Start the tests in `files` under `version`, unless it is this process's version or not installed."""
         found = triton_versions.find(version)
         if found is not None and found.folder is not None:
             self._tested[version] = self._pool.submit(self._test, found, [str(file) for file in files])
 
     def start_compiling(self, version: str) -> None:
-        """Begin to hold every module to the gate under `version`, if it is on this machine."""
+        """Start the compile gate for every module under `version`, if it is installed."""
         found = triton_versions.find(version)
         if found is not None:
             self._compiled[version] = self._pool.submit(self._compile, found)
 
     def rows(self, version: str) -> Rows:
-        """What the gate says. Skips where this machine has no such version, or fails if CI promised it."""
+        """The gate's rows. Skips if the version is not installed, or fails if GATEHOUSE_REQUIRE names `triton`."""
         if version not in self._compiled:
             _absent(version)
         return self._compiled[version].result()
@@ -73,7 +73,7 @@ class TritonJobs:
         return self._tested[version].result()
 
     def close(self) -> None:
-        """Begin nothing more, end what runs, and remove what it wrote."""
+        """Cancel waiting jobs, terminate running ones, and remove their files."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in list(self._running):
             process.terminate()
@@ -82,7 +82,7 @@ class TritonJobs:
 
     def _test(self, found: TritonVersion, files: Sequence[str]) -> str:
         interpret = not torch.cuda.is_available()
-        fewer = ("-p", "tests.support.case_in_turn")  # what a kernel makes of which case, this environment's own has told
+        fewer = ("-p", "tests.support.one_case_per_test")  # all cases run under this environment's own version
         command = [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *fewer), "--tb=short", "-W", OLD_INTERPRETER, *files
         ]  # fmt: skip
@@ -98,7 +98,7 @@ class TritonJobs:
         """Exit status, standard output and standard error."""
         environment = found.environment(Path(self._folder.name, found.version), interpret=interpret)
         process = subprocess.Popen(
-            [*LAST_IN_LINE, *command],
+            [*LOW_PRIORITY, *command],
             cwd=REPO,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -120,6 +120,6 @@ class TritonJobs:
 
 def _absent(version: str) -> None:
     reason = f"Triton {version} is not on this machine; `python3 installer test` installs it"
-    if required("triton"):
+    if is_required("triton"):
         pytest.fail(reason)
     pytest.skip(reason)

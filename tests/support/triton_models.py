@@ -1,14 +1,14 @@
-"""Which variants of Triton's kernels models of real sizes ask for on a card, and which of them the compile gate lacks for it.
+"""Which Triton kernel variants models of real sizes request on a card, and which of these the compile gate does not cover.
 
-Run as a script: `python -m tests.support.triton_models CAPABILITY=MODEL,… …`, each card in a process of its own. As
-`triton_variants`, whose machinery it is, at the start alone, where an engine asks for all that it will launch; nobody reads or
-writes a weight: only what is touched takes memory. Prints one JSON object a line, for each card and model: how many variants
-were `asked` for, and the `missing` ones by kernel.
+Run as a script: `python -m tests.support.triton_models CAPABILITY=MODEL,… …`, each card in a process of its own. It uses
+`triton_variants`, but only for an engine's start, when all variants are requested. No weight is read or written, so untouched
+memory takes no space. Prints one JSON object per line, for each card and model: the number of variants `asked` for, and the
+`missing` ones by kernel.
 
-A variant is there when the gate has one of the same kernel with the same types, constants, warps, stages and registers. What
-makes no difference to an assembler counts as the same: the number of heads beyond those of a tile, float16 and bfloat16,
-numbers of 32 and 64 bits, positions too (decodes have them in 32, chunks in 64), and for guesses, whose registers are granted,
-among how many requests is searched. The stages of a kernel that gets them as a constant are those.
+A variant is covered if the gate has one of the same kernel with the same types, constants, warps, stages and registers.
+Differences that do not matter to the assembler are ignored: the number of heads beyond those of a tile, float16 or bfloat16,
+32- or 64-bit integers, also for positions (32 in decodes, 64 in chunks), and, for guesses, whose registers are granted, the
+number of requests that are searched. If a kernel receives its stages as a constant, that constant counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from kernels.triton.card_properties import card
 from kernels.triton.gate.declared import declared, module_names
 from tests.support import triton_variants
-from tests.support.triton_variants import Case, Memory, Recorder, Stub
+from tests.support.triton_variants import Case, Memory, NullKernel, Recorder
 
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": False}
 QWEN3 = {"vocab_size": 151_936, "head_dim": 128}
@@ -59,24 +59,24 @@ MODELS: dict[str, Case] = {
 Key = tuple[str, ...]
 
 
-class Untouched(Memory):
-    """What nobody has written is left to the system."""
+class UninitialisedMemory(Memory):
+    """Leaves memory uninitialised."""
 
-    def filled(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def filling(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return make
 
 
-class Keys(Recorder):
-    """The variants that were asked for, as the gate would name them."""
+class VariantKeys(Recorder):
+    """The requested variants, by the gate's keys."""
 
     def __init__(self) -> None:
         super().__init__()
         self.keys: set[Key] = set()
 
-    def note(self, kernel: Any, key: Any, *arguments: Any) -> Stub:
+    def note(self, kernel: Any, key: Any, *arguments: Any) -> NullKernel:
         signature, _, constants, options, *_ = arguments
         named = {kernel.arg_names[path[0]]: value for path, value in constants.items()}
-        # A launch makes a constant of a number that is 1, in which the gate sees one like others.
+        # A launch turns arguments equal to 1 into constants; for the gate they are ordinary arguments.
         ones = {param.name for param in kernel.params if not param.is_constexpr and named.get(param.name) == 1}
         passed = {name: kind for name, kind in signature.items() if kind != "constexpr"} | dict.fromkeys(ones, "i32")
         named = {name: value for name, value in named.items() if name not in ones}
@@ -86,7 +86,7 @@ class Keys(Recorder):
 
 
 def key_of(kernel: str, passed: Mapping[str, str], constants: Mapping[str, object], *launch: object) -> Key:
-    """What tells variants of a kernel apart."""
+    """The key of a kernel variant."""
     same = {"*fp16": "*bf16", "i64": "i32"}
     types = {name: same.get(kind, kind) for name, kind in passed.items()}
     if types.get("positions") == "*i64":
@@ -102,7 +102,7 @@ def key_of(kernel: str, passed: Mapping[str, str], constants: Mapping[str, objec
 
 
 def compiled_keys(capability: int) -> set[Key]:
-    """Of all that the gate compiles for cards of `capability`."""
+    """The keys of all variants that the gate compiles for `capability`."""
     return {
         key_of(c.kernel.__name__, c.signature, c.constexprs, c.num_warps, c.num_stages, c.fp_fusion, c.registers_max)
         for module in module_names()
@@ -119,27 +119,27 @@ def by_kernel(keys: Iterable[Key]) -> dict[str, list[str]]:
 
 
 def case_for(name: str, capability: int) -> Case:
-    """The model as that card can serve it: its cache is not of fp8 where the card has none."""
+    """The model with options that the card supports: no fp8 cache without fp8 hardware."""
     case = MODELS[name]
     return case if card(capability).has_fp8 else replace(case, options=SMALL)
 
 
 def main(*cards: str) -> None:
     for module in module_names():
-        declared(module)  # which imports it, for all of them once
-    for asked in cards:
-        number, _, names = asked.partition("=")
-        child = multiprocessing.get_context("fork").Process(target=answer, args=(int(number), names.split(",")))
+        declared(module)  # import each module once, before forking
+    for card_argument in cards:
+        number, _, names = card_argument.partition("=")
+        child = multiprocessing.get_context("fork").Process(target=report_card, args=(int(number), names.split(",")))
         child.start()
         child.join()
         if child.exitcode:
             sys.exit(child.exitcode)
 
 
-def answer(capability: int, names: Sequence[str]) -> None:
-    """Say what models ask for on one card."""
-    recorder = Keys()
-    triton_variants.prepare(recorder, Untouched(), capability)
+def report_card(capability: int, names: Sequence[str]) -> None:
+    """Print the variants that models request on one card."""
+    recorder = VariantKeys()
+    triton_variants.prepare(recorder, UninitialisedMemory(), capability)
     compiled = compiled_keys(capability)
     for name in names:
         recorder.begin()
@@ -150,8 +150,10 @@ def answer(capability: int, names: Sequence[str]) -> None:
             triton_variants.engine_of(Path(folder), case_for(name, capability)),
         ):
             pass
-        asked, missing = len(recorder.keys), by_kernel(recorder.keys - compiled)
-        sys.stdout.write(json.dumps({"capability": capability, "model": name, "asked": asked, "missing": missing}) + "\n")
+        num_requested, missing = len(recorder.keys), by_kernel(recorder.keys - compiled)
+        sys.stdout.write(
+            json.dumps({"capability": capability, "model": name, "asked": num_requested, "missing": missing}) + "\n"
+        )
     sys.stdout.flush()
 
 

@@ -1,10 +1,10 @@
-"""Which variants of Triton's kernels an engine asks for, at its start and while it serves, on a machine without a GPU.
+"""Which Triton kernel variants an engine requests at its start and while serving, on a machine without a GPU.
 
-Run as a script: `python -m tests.support.triton_variants CASE …`. Launches go through Triton's own binder, which decides by its
-arguments (types, alignment of pointers, numbers that are 1 or divisible by 16, constants) which variant is meant; nothing is
-compiled and no kernel runs. What they would have written is garbage at the start, where nobody may read it, and zeros while
-serving, as tokens come from it. Prints one JSON object a line, for each case and kernel: how many variants were `asked` for by
-launches that run nothing, and which ones came otherwise, `launched_first` at the start or `while_serving`.
+Run as a script: `python -m tests.support.triton_variants CASE …`. Launches go through Triton's own binder, which selects the
+variant by the arguments (types, pointer alignment, integers that are 1 or divisible by 16, constants); nothing is compiled and
+no kernel runs. Outputs are garbage at the start, when they must not be read, and zeros while serving, because tokens come from
+them. Prints one JSON object per line, for each case and kernel: the number of variants `asked` for by warm-up launches, and the
+variants first requested otherwise: `launched_first` at the start, or `while_serving`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from engine.weights import WeightPlan
 from kernels import quantised_linear
 from kernels.ops import HostTokens
 from kernels.triton import card_properties, early_launch
-from tests.support.absent_card import AbsentCard
-from tests.support.engines import FREE_ROWS, wanted
+from tests.support.engines import FREE_ROWS, generation_request
+from tests.support.fake_gpu_driver import FakeGpuDriver
 from tests.support.grammars import BYTES
-from tests.support.kernel_tables import replaced
+from tests.support.kernel_tables import replace_table
 
 MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # of an A100, an L40S, an H200 and a B200
 LAYERS = 2
@@ -80,15 +80,15 @@ ATTENTION, MLP = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model by what of its configuration is other than `MODEL`'s, and the options it is served with. `stored`: the linear
-    modules of the checkpoint are quantised, by the name of the tensor that says so."""
+    """A model, as differences from the configuration `MODEL`, and its serving options. `stored`: if the checkpoint's linear
+    modules are quantised, the name of the tensor that indicates it."""
 
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     stored: str = ""
 
 
-def stored_in(
+def quantised_case(
     method: str, mark: str, model: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **settings: Any
 ) -> Case:
     return Case({**(model or {}), "quantization_config": {"quant_method": method, **settings}}, options or {}, mark)
@@ -96,69 +96,69 @@ def stored_in(
 
 AWQ: dict[str, Any] = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 WIDE = 2304
-"""Of so many outputs 16 for each program are enough for all multiprocessors of an H200."""
+"""So many outputs that programs of 16 each occupy all multiprocessors of an H200."""
 WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
 INVARIANT = {"batch_invariant": True}
 GUESSES = {"speculative_config": SpeculativeOptions(method="ngram")}
 MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
 CASES: dict[str, Case] = {
-    "plain": Case({"vocab_size": 32_000}),  # the others have few: the host's sampler takes long, and asks for no kernels
+    "plain": Case({"vocab_size": 32_000}),  # the others have fewer: the host sampler is slow and launches no kernels
     "window-fp8": Case({**WINDOW, "intermediate_size": WIDE}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "awq": stored_in("awq", "qweight", **AWQ),
+    "awq": quantised_case("awq", "qweight", **AWQ),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
-    "experts-awq": stored_in("awq", "qweight", EXPERTS, **AWQ),
+    "experts-awq": quantised_case("awq", "qweight", EXPERTS, **AWQ),
     "guesses-int8-head": Case({}, {**GUESSES, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}),
-    "draft-fp8-static": stored_in("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
+    "draft-fp8-static": quantised_case("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
     "draft-eager": Case({}, {"speculative_config": DRAFT, "enforce_eager": True}),
     "invariant-fp8": Case({}, {**INVARIANT, **MANY_SEATS, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "invariant-awq-experts": stored_in("awq", "qweight", EXPERTS, INVARIANT, **AWQ),
+    "invariant-awq-experts": quantised_case("awq", "qweight", EXPERTS, INVARIANT, **AWQ),
 }
-"""How weights are stored and who guesses are independent: formats without a case of their own are those of one that guesses."""
+"""Weight formats and speculation are independent: formats without a case of their own are in a case with speculation."""
 LETTERS = "[a-z]*"
 MASKED: tuple[dict[str, Any], ...] = (
     {"guided_regex": LETTERS}, {"guided_regex": LETTERS, "temperature": 0.7},
     {"guided_regex": LETTERS, "temperature": 0.7, "typical_p": 0.9}, {"guided_regex": LETTERS, "prompt_logprobs": 1},
     {"bad_words_token_ids": [[3, 4]]},
 )  # fmt: skip
-"""What requests want whose tokens wait for a mask, or that the host masks itself."""
+"""Sampling options whose tokens wait for a mask, or are masked on the host."""
 
-THRONGS = (300, 600, 1088)
-"""Short requests that come at once, behind all phases, to an engine of so many seats."""
+BURST_SIZES = (300, 600, 1088)
+"""Numbers of short requests submitted at once after all phases, if the engine has many seats."""
 
-CROWDS = ((0, 0, 0, 0, 0, 0, 1), (0, 1, 1, 2), (0, 0, 0, 0), (0, 0, 5, 40, 100), (0, 0, 0, 0, 1, 2))
-"""New requests of a step, in phases: alone, some, none, many, some beside those that are left."""
+PHASES = ((0, 0, 0, 0, 0, 0, 1), (0, 1, 1, 2), (0, 0, 0, 0), (0, 0, 5, 40, 100), (0, 0, 0, 0, 1, 2))
+"""Numbers of new requests per step, by phase: single, some, none, many, some among remaining ones."""
 
-PHASE_STEPS = 8  # in twice as many, traffic launches the same variants; in five it launches fewer
-STEPS = PHASE_STEPS * len(CROWDS)
+PHASE_STEPS = 8  # twice as many launch the same variants, five launch fewer
+STEPS = PHASE_STEPS * len(PHASES)
 
-TURNS = (9, 16, 17, 40, 100, 300)
-"""New tokens behind a long cached prefix, in a step by themselves."""
+TURN_LENS = (9, 16, 17, 40, 100, 300)
+"""Numbers of new tokens after a long cached prefix, each in a step of its own."""
 
 GARBAGE = 0x5A
-"""Every byte of what nobody has written: 1.5e16 in float32, and out of every range as an index."""
+"""Every byte of uninitialised memory: 1.5e16 in float32, and out of range as an index."""
 
 
-class Captured(DirectCalls):
-    """Runs what is asked for once before its first use, as whoever captures it does. Every other step has no place."""
+class GraphStandIn(DirectCalls):
+    """Runs each function once before its first use, as a capture does. Admits only every other step."""
 
     def __init__(self) -> None:
         self._keys: set[Hashable] = set()
-        self._num_asked = 0
+        self._num_queries = 0
 
     def is_ready(self, key: Hashable) -> bool:
         return key in self._keys
 
     def admits(self, key: Hashable) -> bool:
-        self._num_asked += 1
-        return self._num_asked % 2 == 0
+        self._num_queries += 1
+        return self._num_queries % 2 == 0
 
     def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         function()
         self._keys.add(key)
 
 
-class LeftOnCard(TokenReturn):
-    """Has steps leave their tokens for the host, as on a GPU, though these are fetched as from a device that is the host."""
+class TokensForHost(TokenReturn):
+    """Makes steps write their tokens for the host, as on a GPU, but returns them directly, as on a CPU."""
 
     def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
         super().__init__(max_rows, max_scores, device=device)
@@ -170,15 +170,15 @@ class LeftOnCard(TokenReturn):
 
 
 @cache
-def bytes_and_padding(vocab_size: int) -> Any:
+def padded_byte_trie(vocab_size: int) -> Any:
     return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NO_BYTES] * (vocab_size - BYTES.size))))
 
 
 class GrammarCompiler:
-    """Of texts of single bytes, at once: there is no tokenizer."""
+    """Compiles grammars over single bytes synchronously, as there is no tokenizer."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._trie = bytes_and_padding(vocab_size)
+        self._trie = padded_byte_trie(vocab_size)
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         compiled: Future[CompiledGrammar] = Future()
@@ -186,11 +186,11 @@ class GrammarCompiler:
         return compiled
 
     def close(self) -> None:
-        """It has no processes."""
+        """There is nothing to close."""
 
 
-class Stub:
-    """In the place of a compiled kernel: launched, it does nothing."""
+class NullKernel:
+    """Replaces a compiled kernel; a launch does nothing."""
 
     function = packed_metadata = None
 
@@ -202,37 +202,37 @@ class Stub:
 
 
 class Recorder:
-    """Which variants were asked for, by kernel: in the place of compiling them."""
+    """Records requested variants, by kernel, instead of compiling them."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, dict[str, bool]] = defaultdict(dict)  # whether a launch did no more than ask
+        self.variants: dict[str, dict[str, bool]] = defaultdict(dict)  # whether a warm-up launch requested it
         self._kernels: set[Any] = set()
 
-    def note(self, kernel: Any, key: Any, *arguments: Any) -> Stub:
-        """As `JITFunction._do_compile`, whose last argument says that nothing is launched."""
-        self.seen[kernel.__name__][str(key)] = bool(arguments[-1])
+    def note(self, kernel: Any, key: Any, *arguments: Any) -> NullKernel:
+        """Replaces `JITFunction._do_compile`, whose last argument is true for warm-up launches."""
+        self.variants[kernel.__name__][str(key)] = bool(arguments[-1])
         self._kernels.add(kernel)
-        stub = kernel.device_caches[0][0][key] = Stub()
+        stub = kernel.device_caches[0][0][key] = NullKernel()
         return stub
 
     def begin(self) -> None:
-        """Another engine asks, in a process of its own as it were."""
+        """Reset for another engine, as in a new process."""
         for kernel in self._kernels:
             kernel.device_caches.clear()
-        self.seen.clear()
+        self.variants.clear()
         self._kernels.clear()
 
 
 class Memory:
-    """What nobody has written holds garbage, or zeros."""
+    """Fills uninitialised memory with garbage, or with zeros."""
 
     def __init__(self) -> None:
-        self.is_garbage = True
+        self.fills_garbage = True
 
-    def filled(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def filling(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*arguments: Any, **options: Any) -> torch.Tensor:
             tensor = make(*arguments, **options)
-            if self.is_garbage and tensor.device.type == "cpu" and tensor.is_contiguous():
+            if self.fills_garbage and tensor.device.type == "cpu" and tensor.is_contiguous():
                 tensor.view(-1).view(torch.uint8).fill_(GARBAGE)
                 return tensor
             return tensor.zero_()
@@ -240,14 +240,14 @@ class Memory:
         return made
 
 
-def prepare(recorder: Recorder, memory: Memory, capability: int = AbsentCard.capability) -> None:
-    """Everything that a machine without a GPU does otherwise; `capability`: of the card that is not there."""
-    card = AbsentCard()
+def prepare(recorder: Recorder, memory: Memory, capability: int = FakeGpuDriver.capability) -> None:
+    """Replace what differs on a machine without a GPU; `capability`: of the emulated card."""
+    card = FakeGpuDriver()
     card.capability = capability
     driver.set_active(card)
     is_early = capability >= early_launch.CAPABILITY_MIN
 
-    def compile_nothing(kernel: Any, *arguments: Any) -> Stub:
+    def compile_nothing(kernel: Any, *arguments: Any) -> NullKernel:
         return recorder.note(kernel, *arguments)
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
@@ -255,10 +255,10 @@ def prepare(recorder: Recorder, memory: Memory, capability: int = AbsentCard.cap
         (card_properties, "INTERPRETED_CAPABILITY", capability),
         (card_properties, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS[capability]),
         (early_launch, "supports_early_launch", lambda _: is_early),
-        (torch, "empty", memory.filled(torch.empty)),
-        (torch, "empty_like", memory.filled(torch.empty_like)),
-        (torch.Tensor, "new_empty", memory.filled(torch.Tensor.new_empty)),
-        # The two that take longest.
+        (torch, "empty", memory.filling(torch.empty)),
+        (torch, "empty_like", memory.filling(torch.empty_like)),
+        (torch.Tensor, "new_empty", memory.filling(torch.Tensor.new_empty)),
+        # The two slowest operations.
         (torch.nn.functional, "linear", lambda x, weight, *_: zeros((*x.shape[:-1], weight.shape[0]), x.dtype)),
         (torch.nn.functional, "scaled_dot_product_attention", lambda queries, *_, **__: torch.zeros_like(queries)),
     )
@@ -267,13 +267,13 @@ def prepare(recorder: Recorder, memory: Memory, capability: int = AbsentCard.cap
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """As torch's, but where there are many the system has them: what nobody reads takes no time."""
+    """torch.zeros through the operating system's zero pages: unread memory costs no time."""
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
 
 def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
-    """In the place of reading them: what of every format is allowed."""
+    """Replaces loading: valid values for every format."""
     for name, place in plan.places.items():
         if isinstance(place, torch.Tensor):
             place.zero_()
@@ -282,7 +282,7 @@ def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
 
 
 def weights_for(name: str, place: Any) -> torch.Tensor:
-    """Inputs of values are rounded by another scale than those of queries and keys."""
+    """Valid values for a weight; the input scale of values differs from that of queries and keys."""
     kind = name.rpartition(".")[2]
     if kind in ("qweight", "qzeros"):
         return torch.zeros(place.tensor.shape, dtype=torch.int32)
@@ -296,7 +296,7 @@ def weights_for(name: str, place: Any) -> torch.Tensor:
 
 
 def stored_names(case: Case) -> set[str]:
-    """Of the tensors that say that a module is quantised."""
+    """Names of the tensors that mark a module as quantised."""
     if not case.stored:
         return set()
     experts = case.model.get("num_experts", 0)
@@ -306,7 +306,7 @@ def stored_names(case: Case) -> set[str]:
 
 
 def mode_without_graphs(_: ModelConfig, options: EngineOptions, **__: Any) -> StepMode:
-    """That of a GPU, whose graphs have a stand-in here."""
+    """The step mode of a GPU without graphs, which `GraphStandIn` replaces."""
     return StepMode.of(options, "cuda").without_graphs()
 
 
@@ -325,49 +325,51 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         stack.enter_context(mock.patch("engine.resolved_options.resolve_step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
         stack.enter_context(mock.patch("engine.build.LazyCompiler", return_value=grammars))
-        stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
-        stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", LeftOnCard))
+        stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", GraphStandIn))
+        stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", TokensForHost))
         for module in ("build", "runner.slot_warm_up"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))
-        stack.enter_context(replaced("cpu", "cuda"))
+        stack.enter_context(replace_table("cpu", "cuda"))
         engine = build_engine(EngineOptions(model=folder, device="cpu", dtype="bfloat16", threads=1, **options))
-        if speculative is not None:  # however deep this machine would have it guess
+        if speculative is not None:  # independent of the depth calibrated on this machine
             engine._scheduler._drafting._drafter = AdaptiveDrafter(speculative, FREE_ROWS)  # type: ignore[union-attr]
         yield engine
         engine.close()
 
 
-def traffic(engine: Engine, steps: int, seed: int) -> None:
-    """Requests of all sizes, alone, some and many at once, sampled in every way."""
+def send_traffic(engine: Engine, steps: int, seed: int) -> None:
+    """Submit requests of all sizes, single, some and many at once, with all kinds of sampling."""
     rng, number = random.Random(seed), 0
     for step in range(steps):
-        crowd = rng.choice(CROWDS[step // PHASE_STEPS % len(CROWDS)])
-        for _ in range(crowd):
+        num_new = rng.choice(PHASES[step // PHASE_STEPS % len(PHASES)])
+        for _ in range(num_new):
             length = rng.choice([1, 2, 3, 5, 8, 9, 17, 33, 100, 255, 500, 1500])
             first = rng.randrange(3, 500)
             prompt = range(first, first + length)
-            engine.submit(wanted(str(number), prompt, max_tokens=rng.choice([1, 2, 9, 40]), **sampling(rng)))
+            engine.submit(generation_request(str(number), prompt, max_tokens=rng.choice([1, 2, 9, 40]), **random_sampling(rng)))
             number += 1
         engine.step()
         pairs = [(number, number) for number in range(rng.randrange(4))]
-        engine.runner.move(BlockMoves(swap_out=pairs, swap_in=pairs, copies=pairs))  # to where they are
+        engine.runner.move(BlockMoves(swap_out=pairs, swap_in=pairs, copies=pairs))  # each block to itself
 
 
-def throng(engine: Engine, seed: int) -> None:
-    """More requests at once than a kernel is compiled for: of some, guesses are verified, which need text that repeats."""
+def send_bursts(engine: Engine, seed: int) -> None:
+    """Submit more requests at once than a kernel is compiled for; repetitive prompts make some of them verify guesses."""
     rng = random.Random(seed)
-    for size in THRONGS:
+    for size in BURST_SIZES:
         for number in range(size):
             prompt = [3, 4] * rng.randrange(1, 3) if number % 16 else range(3, 300)
-            engine.submit(wanted(f"{size}-{number}", prompt, max_tokens=rng.choice([2, 3, 4])))
+            engine.submit(generation_request(f"{size}-{number}", prompt, max_tokens=rng.choice([2, 3, 4])))
         while engine.has_requests:
             engine.step()
 
 
-def mask(engine: Engine) -> None:
-    """Requests of each kind that waits for masks, alone and all together."""
-    requests = [wanted(f"masked-{number}", [5, 6, 7], max_tokens=3, **wants) for number, wants in enumerate(MASKED)]
+def send_masked_requests(engine: Engine) -> None:
+    """Submit requests of each kind that waits for masks, one by one and all together."""
+    requests = [
+        generation_request(f"masked-{number}", [5, 6, 7], max_tokens=3, **options) for number, options in enumerate(MASKED)
+    ]
     for together in (*([request] for request in requests), requests):
         for request in together:
             engine.submit(request)
@@ -375,26 +377,30 @@ def mask(engine: Engine) -> None:
             engine.step()
 
 
-def short_prompts(engine: Engine) -> None:
-    """As many together as are more rows than are launched early, and still few requests; and many."""
+def send_short_prompts(engine: Engine) -> None:
+    """Submit short prompts together: few requests with more rows than are launched early, and many."""
     for count, length in itertools.product((2, 7, 20, 31, 60), (3, 7)):
         for number in range(count):
-            engine.submit(wanted(f"{count} of {length}: {number}", range(3 + number, 3 + number + length), max_tokens=2))
+            engine.submit(
+                generation_request(f"{count} of {length}: {number}", range(3 + number, 3 + number + length), max_tokens=2)
+            )
         while engine.has_requests:
             engine.step()
 
 
-def turns(engine: Engine) -> None:
-    """A chat whose prefix is longer than what keys are cut into splits from."""
+def send_chat_turns(engine: Engine) -> None:
+    """Submit chat turns whose prefix is so long that its keys are split."""
     prefix = [*range(3, 503)] * 6
-    for number, length in enumerate((1, *TURNS)):
-        engine.submit(wanted(f"turn {number}", [*prefix, *range(600 + number, 600 + number + length)], max_tokens=2))
+    for number, length in enumerate((1, *TURN_LENS)):
+        engine.submit(
+            generation_request(f"turn {number}", [*prefix, *range(600 + number, 600 + number + length)], max_tokens=2)
+        )
         while engine.has_requests:
             engine.step()
 
 
-def embed(engine: Engine) -> None:
-    """Texts of all lengths, alone and together, beside the steps."""
+def embed_texts(engine: Engine) -> None:
+    """Embed texts of all lengths, single and in batches."""
     text_model = engine.runner.target.text_model  # type: ignore[attr-defined]
     embedders = [Embedder(text_model, PoolingConfig(mode=mode)) for mode in MODES]
     for lengths in ((1,), (2,), (9,), (17,), (100,), (500,), (1500,), (3, 1), (40, 40, 5), (1,) * 30, (700, 20)):
@@ -402,8 +408,8 @@ def embed(engine: Engine) -> None:
             embedder.embed([[7] * length for length in lengths])
 
 
-def sampling(rng: random.Random) -> dict[str, Any]:
-    """Most are greedy or have a temperature; the others want what a request may want."""
+def random_sampling(rng: random.Random) -> dict[str, Any]:
+    """Random sampling options: mostly greedy or with a temperature."""
     return rng.choice(
         [
             {}, {}, {}, {"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9},
@@ -414,22 +420,22 @@ def sampling(rng: random.Random) -> dict[str, Any]:
 
 
 def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict[str, Any]:
-    """What `case` asks for."""
+    """The variants that `case` requests."""
     recorder.begin()
-    memory.is_garbage = True
+    memory.fills_garbage = True
     with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), case) as engine:
-        memory.is_garbage = False
-        at_start = {name: dict(keys) for name, keys in recorder.seen.items()}
-        traffic(engine, steps, seed=0)
+        memory.fills_garbage = False
+        at_start = {name: dict(keys) for name, keys in recorder.variants.items()}
+        send_traffic(engine, steps, seed=0)
         if engine.info.max_num_seqs > LIMITS["max_num_seqs"]:
-            throng(engine, seed=0)
-        mask(engine)
-        short_prompts(engine)
-        turns(engine)
-        embed(engine)
+            send_bursts(engine, seed=0)
+        send_masked_requests(engine)
+        send_short_prompts(engine)
+        send_chat_turns(engine)
+        embed_texts(engine)
     asked = {name: sum(keys.values()) for name, keys in at_start.items()}
     launched = {name: [key for key, only_asked in keys.items() if not only_asked] for name, keys in at_start.items()}
-    late = {name: sorted(set(keys) - set(at_start.get(name, ()))) for name, keys in recorder.seen.items()}
+    late = {name: sorted(set(keys) - set(at_start.get(name, ()))) for name, keys in recorder.variants.items()}
     return {"asked": _filled(asked), "launched_first": _filled(launched), "while_serving": _filled(late)}
 
 

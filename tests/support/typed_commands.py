@@ -1,4 +1,4 @@
-"""Commands as they are typed, on an appliance that does not run and has the tenant `bob`."""
+"""Runs command lines on a stopped appliance that has the tenant `bob`."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ import pytest
 from appliance.cli.main import main
 
 
-class Typed(NamedTuple):
-    """What a command line did: its exit status and what it wrote."""
+class CommandResult(NamedTuple):
+    """Exit status and output of a command line."""
 
     status: int
     out: str
     err: str
 
     def json(self) -> Any:
-        """What it wrote with --json, of a failure too."""
+        """The output of --json, also of a failed command."""
         return json.loads(self.out)
 
     def done(self) -> Any:
-        """The same of a command that did not fail."""
+        """The output of --json; fails unless the command succeeded."""
         assert self.status == 0, self.out + self.err
         return self.json()
 
 
 class Terminal(io.StringIO):
-    """What somebody types at a terminal."""
+    """Standard input from a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-Run = Callable[..., Typed]
+Run = Callable[..., CommandResult]
 
 
-def commands_of(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command on a copy of `database` in `folder`; `at_terminal` is what is typed when it asks, without it there is no
-    terminal."""
+def command_runner(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command on a copy of `database` in `folder`. `at_terminal`: input typed at a terminal;
+    without it there is no terminal."""
     for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
         monkeypatch.delenv(name)
     shutil.copyfile(database, folder / "gatehouse.db")
     monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(folder))
 
-    def run(*arguments: str, at_terminal: str | None = None) -> Typed:
+    def run(*arguments: str, at_terminal: str | None = None) -> CommandResult:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO() if at_terminal is None else Terminal(at_terminal))
             patch.setattr(sys.stderr, "isatty", lambda: at_terminal is not None)
             status = main(list(arguments))
-        return Typed(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     assert run("tenants", "create", "bob").status == 0
     return run

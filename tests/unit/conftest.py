@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests of console and commands."""
+"""Fixtures for unit tests of the console and commands."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from tests.support import commands
+from tests.support import cached_commands
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
-from tests.support.typed_commands import Run, commands_of
+from tests.support.typed_commands import Run, command_runner
 
 settings.load_profile("ci")  # the same examples in every run, and no verdict on how long one took
 
@@ -31,7 +31,7 @@ def _kept_commands(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.path.name.startswith("test_cli_"):
         yield
         return
-    with commands.kept():
+    with cached_commands.cache_between_commands():
         yield
 
 
@@ -55,4 +55,4 @@ def typed(
     capsys: pytest.CaptureFixture[str],
 ) -> Run:
     """Commands on an appliance that does not run, with the tenant `bob`."""
-    return commands_of(tmp_path, migrated_sqlite_file, monkeypatch, capsys)
+    return command_runner(tmp_path, migrated_sqlite_file, monkeypatch, capsys)

@@ -1,4 +1,4 @@
-"""The administrators' API: shapes as promised, roles kept, nothing done silently."""
+"""The administrators' API: response shapes, roles, and an audit entry for every change."""
 
 from __future__ import annotations
 

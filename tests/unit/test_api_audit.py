@@ -1,4 +1,4 @@
-"""`/admin/v1/audit`: what it shows to whom, how it is narrowed, and that nothing there can be changed."""
+"""`/admin/v1/audit`: visibility by role, filters, and immutability."""
 
 from __future__ import annotations
 

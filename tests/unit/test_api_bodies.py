@@ -1,4 +1,4 @@
-"""A body that is no text is refused by the name of the field where it is not."""
+"""A body with invalid text is rejected with the name of the offending field."""
 
 from __future__ import annotations
 

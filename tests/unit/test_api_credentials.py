@@ -1,4 +1,4 @@
-"""What is asked before any handler of an administrator's path: a credential for it, and no parameter that it does not take."""
+"""Every administrators' path checks credentials and parameters before its handler runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database that is away, locked, full or read-only is no bug: whoever asks meanwhile is told to come back."""
+"""An unavailable, locked, full or read-only database is not reported as a bug: clients are asked to retry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream sends: a comment when nothing happens, the error when it cannot go on, and durations as clients know them."""
+"""Stream frames: comments while idle, an error when the stream fails, and durations in clients' formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import Serving, serving
-from tests.support.loop_turns import counted_turns
+from tests.support.loop_iterations import count_iterations
 
 pytestmark = pytest.mark.on_either_database
 
@@ -171,7 +171,7 @@ async def test_a_long_answer_leaves_in_pieces_and_others_run_between_them() -> N
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async with counted_turns() as turns:
+    async with count_iterations() as turns:
         answer: Any = PiecedBody(parts, sum(map(len, parts))).to_asgi_response()
         await answer({}, asyncio.Event().wait, send)
     bodies = [message["body"] for message in sent[1:]]

@@ -1,4 +1,4 @@
-"""A connection that says too much or too little is ended; one that is used in order is left alone."""
+"""A connection that sends too much or too little is closed; one that is used correctly stays open."""
 
 from __future__ import annotations
 

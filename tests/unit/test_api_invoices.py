@@ -1,4 +1,4 @@
-"""Invoices, allowances, seller and economics over HTTP: shapes, files, roles, and errors that are named."""
+"""Invoices, allowances, seller and economics over HTTP: response shapes, files, roles, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Person, make_person
-from tests.support.strangers import Tenancy, make_tenancy, signed_in
+from tests.support.tenant_isolation import PopulatedTenant, make_populated_tenant, session_headers
 
 INVOICE_FIELDS = {"id", "number", "tenant_id", "month", "state", "lines", "total_micros", "currency"}
 LINE_FIELDS = {"model", "kind", "tokens", "requests", "exact_picos", "rounded_micros"}
@@ -175,10 +175,10 @@ async def test_those_who_bill_close_and_a_viewer_reads(box: ApiBox, bob: Person,
 
 @pytest.mark.parametrize(("role", "reads"), [("manager", 200), ("developer", 403), ("viewer", 403)])
 async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(box: ApiBox, role: str, reads: int) -> None:
-    own, other = await make_tenancy(box.services, "bob"), await make_tenancy(box.services, "charlie")
-    headers = await signed_in(box.services, own.people[role])
+    own, other = await make_populated_tenant(box.services, "bob"), await make_populated_tenant(box.services, "charlie")
+    headers = await session_headers(box.services, own.people[role])
 
-    def paths(of: Tenancy) -> list[str]:
+    def paths(of: PopulatedTenant) -> list[str]:
         tenant, invoice = f"/tenants/{of.ids['tenant_id']}", f"/invoices/{of.ids['invoice_id']}"
         return [f"{tenant}/invoices", f"{tenant}/allowances", f"{invoice}.pdf", f"{invoice}.csv", f"{invoice}/events"]
 

@@ -1,4 +1,5 @@
-"""What reading a body may cost is bounded before it is read, by what stands outside of its strings; long ones take turns."""
+"""The cost of parsing a body is bounded before parsing, by its structure outside of strings; long bodies are parsed one by
+one."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from appliance.base.errors import RequestTooLarge
 from appliance.serving.turns import Turns
 from engine.sampling_params import GUIDED_CHARS_MAX
 from tests.support.api_box import open_api_box
-from tests.support.loop_turns import counted_turns
+from tests.support.loop_iterations import count_iterations
 
 
 def _count(text: bytes) -> int:
@@ -107,7 +108,7 @@ async def test_all_that_the_fields_of_a_chat_may_hold_at_once_is_within_the_limi
 
 
 async def test_others_run_while_a_long_text_is_counted() -> None:
-    async with counted_turns() as turns:
+    async with count_iterations() as turns:
         await check_structure(b'"' + rb"\"" * 4_000_000 + b'"')
     assert turns.count > 5
 
@@ -166,7 +167,7 @@ async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turn
     async def ask(tenant_id: str, body: bytes) -> None:
         await in_turn(body, lambda _body: read.append((tenant_id, now.count)), turns=turns, tenant_id=tenant_id)
 
-    async with counted_turns() as now:
+    async with count_iterations() as now:
         asked = [ask("flood", long) for _ in range(20)] + [ask("neighbour", long), ask("neighbour", short)]
         await asyncio.gather(*asked)
 

@@ -1,4 +1,4 @@
-"""Prices, corrections and usage through the administrators' API: as promised, and refused by the name of the field."""
+"""Prices, corrections and usage in the administrators' API: correct results, and errors that name the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Would this request pass? The answer is what the request itself would meet, takes nothing, and is for those who may know."""
+"""The dry-run limit check returns the result of the real request, reserves nothing, and requires permission."""
 
 from __future__ import annotations
 

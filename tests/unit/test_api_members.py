@@ -1,4 +1,4 @@
-"""The administrators' API of people, and of limits that belong to no tenant."""
+"""The administrators' API of members, and of limits that belong to no tenant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy import event
 
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import quick_hasher
-from tests.support.strangers import signed_in
+from tests.support.tenant_isolation import session_headers
 
 MEMBER_FIELDS = {"id", "email", "role", "disabled", "memberships", "created_at"}
 MEMBERSHIP_FIELDS = {"tenant_id", "member_id", "email", "role", "disabled", "created_at"}
@@ -38,7 +38,7 @@ async def refusal(box: ApiBox, method: str, path: str, status: int, **options: A
 
 
 async def as_member(box: ApiBox, email: str) -> dict[str, str]:
-    return await signed_in(box.services, await box.services.members.get_by_email(email))
+    return await session_headers(box.services, await box.services.members.get_by_email(email))
 
 
 async def with_own_password(box: ApiBox, made: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""OpenAI's organization API where the official client is not needed to see it: buckets, currencies, shapes, roles."""
+"""OpenAI's organization API, where the official client is not needed for the test: buckets, currencies, shapes, roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health, metrics and the description of the interface: complete, true, and no page that loads scripts from elsewhere."""
+"""Health, metrics and the API description: complete and correct, and no page loads scripts from elsewhere."""
 
 from __future__ import annotations
 

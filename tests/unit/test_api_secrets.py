@@ -1,4 +1,4 @@
-"""Secrets stay out of the log, also when something fails in the middle of a request that carries them."""
+"""Secrets are never logged, not even when a request that carries them fails."""
 
 from __future__ import annotations
 

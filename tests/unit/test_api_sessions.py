@@ -1,4 +1,4 @@
-"""`/admin/v1/sessions`: everybody the own ones, owners all of them, and nobody those of somebody else."""
+"""`/admin/v1/sessions`: members see their own sessions, owners all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer is held to: one form, named as the client wrote it, and refused by name when it is not one."""
+"""The constraint of an answer: exactly one form, under the name that the client used, with errors that name it."""
 
 from __future__ import annotations
 

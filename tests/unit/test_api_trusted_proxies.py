@@ -1,4 +1,4 @@
-"""Behind a proxy: whose word about the sender is taken, and what follows from it for keys, the audit log and this machine."""
+"""Behind a proxy: which senders are trusted, and the effect on keys, the audit log and local addresses."""
 
 from __future__ import annotations
 

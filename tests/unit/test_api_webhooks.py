@@ -1,4 +1,4 @@
-"""Webhooks over the administrators' API: the whole life of one, who may do what, and absurd input."""
+"""Webhooks in the administrators' API: their life cycle, roles, and invalid input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.tenancy.access import WHOLE_BOX
 from tests.support.alerts import TARGET
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import quick_hasher
-from tests.support.strangers import signed_in
+from tests.support.tenant_isolation import session_headers
 
 NEW = {"kind": "webhook", "target": TARGET}
 
@@ -33,14 +33,14 @@ async def person(box: ApiBox, tenant_id: str, role: str) -> dict[str, str]:
     box.services.members._hasher = quick_hasher()
     member = await box.services.members.create(f"{role}@{tenant_id}.example", "a password of tests", "member")
     await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_BOX)
-    return await signed_in(box.services, member)
+    return await session_headers(box.services, member)
 
 
 async def tenant(box: ApiBox, name: str) -> str:
     return (await box.services.tenants.create(name=name, access=WHOLE_BOX)).id
 
 
-async def test_the_life_of_a_webhook(box: ApiBox) -> None:
+async def test_a_webhook_is_made_changed_rotated_disabled_and_deleted(box: ApiBox) -> None:
     bob = await tenant(box, "bob")
     made = await box.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": bob})
     assert made.pop("secret").startswith("whsec_")

@@ -1,4 +1,4 @@
-"""The journal in the whole appliance: a start that cannot use it, and pages that show requests whose rows are on their way."""
+"""The journal in the whole appliance: a start that cannot use it, and pages with requests whose rows are still pending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes of the kernel: the bytes stand where they should, and whatever it does not write, the journal's thread does."""
+"""Writes by the kernel: correct bytes, and a fallback to the journal's thread for whatever the kernel does not write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.base import aio_writer
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES, ROOM_BYTES, SLOW_SUBMITS_MAX, AioWriter
 from appliance.base.journal import Journal, left_in
-from tests.support.ledgers import DEADLINE_S, until
+from tests.support.ledgers import DEADLINE_S, poll_until
 
 
 @pytest.fixture(autouse=True)
@@ -269,7 +269,7 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
     monkeypatch.setattr(AioWriter, "_take_completion", lambda _self: None)
     asyncio.get_running_loop().remove_reader(kernel._eventfd)
     stuck = asyncio.create_task(journal.append(b"stuck"))
-    await until(lambda: "has not returned" in str(journal.last_error))
+    await poll_until(lambda: "has not returned" in str(journal.last_error))
     await journal.close()
     stuck.cancel()
     assert left_in(tmp_path / "j")[: len(held)] == held

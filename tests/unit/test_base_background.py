@@ -1,4 +1,4 @@
-"""A background task runs from start to stop, and an error in it is told of and stops nothing else."""
+"""A background task runs from start to stop; an error in it is logged and stops nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many statements at once: committed together or not at all, whatever happens to who asked; and statements compiled once."""
+"""Batched statements: committed together or not at all, even if a caller is cancelled; statements are compiled once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long to wait, in the words of people: at most two units, and never less than the wait."""
+"""Waiting times in words: at most two units, never less than the real wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters have no gaps: numbers of a transaction that fails are taken by the next."""
+"""Counters have no gaps: the next transaction reuses the numbers of a failed one."""
 
 from __future__ import annotations
 

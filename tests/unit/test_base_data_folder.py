@@ -1,4 +1,4 @@
-"""The data folder at a start: what cannot be made is told, and a refused start leaves nothing behind."""
+"""The data folder at the start: creation errors are reported, and a refused start leaves nothing behind."""
 
 from __future__ import annotations
 

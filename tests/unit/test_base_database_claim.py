@@ -1,4 +1,4 @@
-"""One gateway per database: the second one is told so, and a claim dies with its holder."""
+"""One gateway per database: a second one is refused, and a claim ends with its holder."""
 
 from __future__ import annotations
 

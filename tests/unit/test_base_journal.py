@@ -1,4 +1,4 @@
-"""The journal: what `append` promised is read after a death, what it did not promise is not, and no file grows without end."""
+"""The journal: records acknowledged by `append` survive a crash, others do not, and no file grows without bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import structlog
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES
 from appliance.base.journal import Journal, left_in
-from tests.support.ledgers import until
+from tests.support.ledgers import poll_until
 
 BOTH = pytest.mark.parametrize("by_kernel", [False, True], ids=["thread", "kernel"])
 
@@ -92,7 +92,7 @@ async def test_what_is_appended_while_the_journal_is_closed_is_refused_or_found(
                 told.append(record)
 
     tasks = [asyncio.create_task(append_until_refused(name)) for name in range(6)]
-    await until(lambda: len(told) > 100)
+    await poll_until(lambda: len(told) > 100)
     await journal.close()
     async with asyncio.timeout(60):
         await asyncio.gather(*tasks)
@@ -176,7 +176,7 @@ async def test_a_write_that_fails_is_told_and_the_next_one_takes_its_place(
         await journal.append(b"refused")
     assert "no space left" in str(journal.last_error)
     failing = False
-    await until(lambda: journal.last_error is None)
+    await poll_until(lambda: journal.last_error is None)
     await journal.append(b"after")
     assert left_in(tmp_path / "j") == [b"before", b"after"]
 
@@ -230,7 +230,7 @@ async def test_no_error_ends_the_thread(tmp_path: Path, monkeypatch: pytest.Monk
             await asyncio.wait_for(journal.append(b"refused"), 60)
         assert "MemoryError" in str(journal.last_error)
         assert [line["event"] for line in logs if line.get("exc_info")] != []  # with its traceback
-    await until(lambda: journal.last_error is None)
+    await poll_until(lambda: journal.last_error is None)
     await journal.append(b"after")
     assert left_in(tmp_path / "j") == [b"after"]
 
@@ -261,7 +261,7 @@ async def test_a_write_that_does_not_return_is_an_error_until_it_does(tmp_path: 
     journal, answers, write = Journal(tmp_path / "j"), Event(), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *given: answers.wait() and write(*given))
     waiting = asyncio.create_task(journal.append(b"one"))
-    await until(lambda: "has not returned" in str(journal.last_error))
+    await poll_until(lambda: "has not returned" in str(journal.last_error))
     answers.set()
     await waiting
     assert journal.last_error is None
@@ -272,7 +272,7 @@ async def test_closing_does_not_wait_for_a_write_that_does_not_return(tmp_path: 
     journal, answers, write = Journal(tmp_path / "j"), Event(), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *given: answers.wait() and write(*given))
     waiting = asyncio.create_task(journal.append(b"one"))
-    await until(lambda: journal.last_error is not None)
+    await poll_until(lambda: journal.last_error is not None)
     await journal.close()
     answers.set()
     await waiting

@@ -1,4 +1,4 @@
-"""Logs go to standard error, one line each, and lines of libraries look like ours."""
+"""Logs go to standard error, one line each, and library logs have our format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: where they come from, which of them wins, and that a mistake names itself and never a secret."""
+"""Settings: their sources and precedence, and errors that name the setting but never a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stand-ins of `bench.admission` have all that serving uses; otherwise its plain requests fail, and are measured anyway."""
+"""The stand-ins of `bench.admission` have everything that serving uses; otherwise its plain requests would fail unnoticed."""
 
 from __future__ import annotations
 

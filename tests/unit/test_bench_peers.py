@@ -1,4 +1,4 @@
-"""The bench of peers without any peer: requests, the rule of discarding, what follows from rounds, the wire to a worker."""
+"""The peer bench without any peer: requests, discarding of rounds, evaluation, and the protocol with workers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import pytest
 from bench.engine_peers import document, parser
 from bench.gpu.rows import Row
 from bench.peers import disturbance
-from bench.peers.disturbance import Disturbance, Reading, between, read_machine
+from bench.peers.disturbance import Disturbance, Reading, disturbance_between, read_machine
 from bench.peers.gguf_names import gguf_name, interleaved
 from bench.peers.models import SHAPES, weight_shapes
-from bench.peers.plan import COMPILED, EAGER, LLAMA, comparisons, slower
+from bench.peers.plan import COMPILED, EAGER, LLAMA, comparisons, slower_vllm_settings
 from bench.peers.request_sets import RequestSet, request_set
-from bench.peers.rounds import Measured, equal_tokens, measure, row_of
-from bench.peers.workers import Kind, PeerFailed, Sample, Worker, working
+from bench.peers.rounds import Measurement, equal_tokens, make_row, measure
+from bench.peers.workers import EngineSetup, PeerFailed, Sample, Worker, running_worker
 
 REPO = Path(__file__).resolve().parents[2]
 QUIET = Disturbance(0.01, 0.0, 1.0)
 BUSY = Disturbance(0.5, 0.0, 1.0)
 ECHO = """
-from bench.peers.protocol import work
+from bench.peers.protocol import serve_commands
 def load(folder, threads, settings):
     def run(prompts, output_lens):
         print("noise on stdout")
         return [prompt[:1] * (length + settings["off"]) for prompt, length in zip(prompts, output_lens)]
     return run, {"threads": threads}
-work(load)
+serve_commands(load)
 """
 
 
@@ -64,7 +64,7 @@ def test_one_request_is_several_one_after_another() -> None:
 
 
 def test_what_is_not_ours_is_others() -> None:
-    found = between(Reading(10.0, 100.0, 5.0), Reading(12.0, 103.0, 5.5), known_cpu_s=2.0)
+    found = disturbance_between(Reading(10.0, 100.0, 5.0), Reading(12.0, 103.0, 5.5), known_cpu_s=2.0)
     assert (found.others_cores, found.steal_cores, found.wall_s) == (0.5, 0.25, 2.0)
 
 
@@ -113,7 +113,7 @@ def test_a_disturbed_round_is_repeated_and_kept_apart() -> None:
 def test_a_machine_that_is_never_quiet_gives_no_figure() -> None:
     never = [sample(1.0, BUSY)] * 6
     requests = request_set(1, 100)
-    row = row_of("row", "peer", requests, measure(Scripted(*never), Scripted(*never), requests, rounds=1), 1)
+    row = make_row("row", "peer", requests, measure(Scripted(*never), Scripted(*never), requests, rounds=1), 1)
     assert row.value is None
     assert row.ratio is None
     assert "all 3 rounds were disturbed" in row.error
@@ -122,10 +122,10 @@ def test_a_machine_that_is_never_quiet_gives_no_figure() -> None:
 
 def test_a_row_has_medians_of_rates_and_ratios_and_every_sample() -> None:
     requests = RequestSet([[5]], [12])
-    measured = Measured(
+    measured = Measurement(
         rounds=[[(name, sample(wall_s)) for name, wall_s in (("ours", 2.0), ("peer", 3.0), ("peer", 8.0), ("ours", 4.0))]]
     )
-    row = row_of("row", "peer", requests, measured, 1)
+    row = make_row("row", "peer", requests, measured, 1)
     assert (row.value, row.ratio, row.samples) == (4.0, 1.75, [1.5, 2.0])
     assert row.peer == pytest.approx(12 / 5.5)
     assert [each["who"] for each in row.facts["rounds"][0]] == ["ours", "peer", "peer", "ours"]
@@ -139,10 +139,10 @@ def test_of_vllm_settings_the_faster_one_on_the_same_requests_counts() -> None:
     rows = {(each.peer.name, each.count): each for each in comparisons("8M")}
     fast, slow = rows[COMPILED.name, 16], rows[EAGER.name, 16]
     alone, other = rows[EAGER.name, 48], rows[LLAMA.name, 1]
-    assert slower({fast: 1.2, slow: 1.6, alone: 2.0, other: 0.1}) == {slow}
-    assert slower({fast: 2.0, slow: 1.5}) == {fast}
-    assert slower({fast: 1.5, slow: None}) == {slow}
-    assert fast.target("8M", judged=True).words == "≥ 1 / 1.5 × peer"
+    assert slower_vllm_settings({fast: 1.2, slow: 1.6, alone: 2.0, other: 0.1}) == {slow}
+    assert slower_vllm_settings({fast: 2.0, slow: 1.5}) == {fast}
+    assert slower_vllm_settings({fast: 1.5, slow: None}) == {slow}
+    assert fast.target("8M", judged=True).text == "≥ 1 / 1.5 × peer"
     assert fast.target("8M", judged=False).pass_at is None
 
 
@@ -164,7 +164,7 @@ def test_halves_of_a_head_are_interleaved() -> None:
 
 def test_a_worker_answers_apart_from_what_its_library_prints(tmp_path: Path) -> None:
     asked = RequestSet([[7], [8]], [1, 3])
-    with working(echo(tmp_path, off=0), tmp_path, tmp_path, 1, tmp_path) as worker:
+    with running_worker(echo(tmp_path, off=0), tmp_path, tmp_path, 1, tmp_path) as worker:
         assert worker.facts["threads"] == 1
         tokens, taken = worker.run(asked)
         assert worker.run(asked)[0] == tokens == [[7], [8, 8, 8]]
@@ -172,14 +172,14 @@ def test_a_worker_answers_apart_from_what_its_library_prints(tmp_path: Path) -> 
 
 
 def test_a_worker_that_gives_another_number_of_tokens_fails_by_name(tmp_path: Path) -> None:
-    with working(echo(tmp_path, off=1), tmp_path, tmp_path, 1, tmp_path) as worker, pytest.raises(PeerFailed) as failed:
+    with running_worker(echo(tmp_path, off=1), tmp_path, tmp_path, 1, tmp_path) as worker, pytest.raises(PeerFailed) as failed:
         worker.run(RequestSet([[7]], [1]))
     assert "echo: RuntimeError: [2] tokens came for [1]" in str(failed.value)
 
 
 def test_a_worker_that_ends_is_named_with_its_output(tmp_path: Path) -> None:
     with pytest.raises(PeerFailed, match="gone"), (tmp_path / "gone.log").open("w") as log:
-        Worker(Kind("gone", "no_such_module"), tmp_path, tmp_path, 1, log)
+        Worker(EngineSetup("gone", "no_such_module"), tmp_path, tmp_path, 1, log)
 
 
 def test_a_missing_environment_names_the_command_that_makes_it(tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_the_set_up_refuses_a_peer_that_it_does_not_know() -> None:
     assert "vllm, llama or transformers" in answer.stderr
 
 
-def echo(folder: Path, off: int) -> Kind:
+def echo(folder: Path, off: int) -> EngineSetup:
     """A worker that knows no model; its module lies in the folder, which is its working directory."""
     (folder / "echo.py").write_text(ECHO)
-    return Kind("echo", "echo", settings={"off": off})
+    return EngineSetup("echo", "echo", settings={"off": off})
 
 
 def test_what_is_added_to_the_results_has_a_verdict_for_each_row() -> None:

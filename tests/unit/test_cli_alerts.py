@@ -1,4 +1,4 @@
-"""`gatehouse alerts` beside a stopped appliance: what it prints for a person and for a program, and what it refuses."""
+"""`gatehouse alerts` with a stopped appliance: output for people and programs, and errors."""
 
 from __future__ import annotations
 

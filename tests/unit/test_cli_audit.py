@@ -1,4 +1,4 @@
-"""`gatehouse audit`: what it lists, what it proves, and how it says that somebody has been at the log."""
+"""`gatehouse audit`: listing, verification, and the report of tampering."""
 
 from __future__ import annotations
 

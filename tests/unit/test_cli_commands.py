@@ -1,4 +1,4 @@
-"""The commands as they are typed: what they print for a person and for a program, and their exit status."""
+"""Command lines: output for people and programs, and exit status."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.databases import Cluster
 from tests.support.ledgers import running_ledger
-from tests.support.typed_commands import Typed
+from tests.support.typed_commands import CommandResult
 
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -73,9 +73,9 @@ def data_dir(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def typed(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> Typed:
+    def run(*arguments: str) -> CommandResult:
         status = main(list(arguments))
-        return Typed(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     return run
 

@@ -1,4 +1,4 @@
-"""How a command finds the running appliance, and what it makes of its answers."""
+"""How a command finds the running appliance and handles its responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The greeting of `serve`: the login at once, the command to try when a model answers."""
+"""The output of `serve`: the login at once, the example command when a model is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gatehouse invoices discard`: asked on a terminal, refused elsewhere unless --yes says it; a closed invoice stays."""
+"""`gatehouse invoices discard`: asks on a terminal, needs --yes elsewhere, and never discards a closed invoice."""
 
 from __future__ import annotations
 

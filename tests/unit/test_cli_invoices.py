@@ -1,4 +1,4 @@
-"""`gatehouse invoices` and `economics` as they are typed: a month closed for everybody, files written, failures told."""
+"""`gatehouse invoices` and `economics`: closing a month for all tenants, writing files, reporting failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command names is found with one call by its id, and among everything by its name or prefix; limits by their names."""
+"""Arguments of commands are looked up by id with one call, or by name or prefix among all; limits by their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gatehouse members` and `gatehouse limits`, and what tenants and keys take on the command line, as they are typed."""
+"""`gatehouse members` and `limits`, and the options of tenants and keys."""
 
 from __future__ import annotations
 

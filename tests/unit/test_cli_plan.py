@@ -1,4 +1,4 @@
-"""`gatehouse plan` as it is typed: parts that add up, what would help, and options that are refused by name."""
+"""`gatehouse plan`: parts that add up, suggested remedies, and options rejected by name."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from appliance.cli import model_store
 from appliance.cli.main import main
 from appliance.serving.model_builder import DEMO_MODEL
-from tests.support.typed_commands import Typed
+from tests.support.typed_commands import CommandResult
 
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> Typed:
+    def run(*arguments: str) -> CommandResult:
         capsys.readouterr()
         status = main(["plan", *arguments])
-        return Typed(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     return run
 

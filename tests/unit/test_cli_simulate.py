@@ -1,4 +1,4 @@
-"""`gatehouse simulate` as it is typed: tables, JSON, and errors that name what is wrong."""
+"""`gatehouse simulate`: tables, JSON, and errors that name the cause."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from appliance.cli.main import main
 from tests.support import quantised_checkpoints as layouts
 from tests.support.published_configs import LLAMA_8B
-from tests.support.typed_commands import Typed
+from tests.support.typed_commands import CommandResult
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str | Path) -> Typed:
+    def run(*arguments: str | Path) -> CommandResult:
         capsys.readouterr()
         status = main(["simulate", *map(str, arguments)])
-        return Typed(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     return run
 

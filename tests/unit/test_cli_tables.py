@@ -1,4 +1,4 @@
-"""Tables on a terminal: an id is there whole, because the next command takes it; nothing else is cut either."""
+"""Tables on a terminal never truncate ids, which the next command needs, or anything else."""
 
 from __future__ import annotations
 

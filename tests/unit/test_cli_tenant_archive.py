@@ -1,4 +1,4 @@
-"""`gatehouse tenants archive`, which cannot be undone: asked on a terminal, refused elsewhere unless --yes says it."""
+"""`gatehouse tenants archive`, which cannot be undone: asks on a terminal, needs --yes elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed at a start: secrets once, a command that a shell reads as meant."""
+"""The output of a start: secrets once, and a command that shells parse correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may see and change what in the console, and what a page from another site can do."""
+"""Who may see and change what in the console, and what pages of other sites can do."""
 
 from __future__ import annotations
 

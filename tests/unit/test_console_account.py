@@ -1,4 +1,4 @@
-"""The account page: changing the password, and the devices that are signed in."""
+"""The account page: changing the password, and signed-in devices."""
 
 from __future__ import annotations
 

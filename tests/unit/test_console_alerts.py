@@ -1,4 +1,4 @@
-"""Where alerts go, in the console: added with a secret that is shown once, tested, paused, rotated, removed and retried."""
+"""Alert targets in the console: added with a secret shown once, tested, paused, rotated, removed and retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of the audit log: entries in words, filters, and who may see what."""
+"""The audit log page: entries in words, filters, and visibility."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How figures look, what forms understand, and where charts put their parts."""
+"""Formatting of figures, parsing of form fields, and positions in charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Would this request pass? The page says what the limits would say, and takes nothing."""
+"""The limit check page shows what the limits would decide, and reserves nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_batch_work_is_asked_for_by_its_service_tier(box: Box) -> None:
     assert "ervice_tier must" not in refused
 
 
-async def test_asking_takes_nothing(box: Box) -> None:
+async def test_a_limit_check_consumes_nothing(box: Box) -> None:
     path = await limited(box, requests_per_minute=1, tokens_per_minute=1000)
     alice = await box.alice()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""How many live pages may be open: of all members, and of one, who must not take the places of everybody else."""
+"""The number of open live pages is limited, overall and per member, so that nobody can use them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signing in, signing out, and guessing."""
+"""Signing in, signing out, and protection against guessing."""
 
 from __future__ import annotations
 

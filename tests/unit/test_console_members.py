@@ -1,4 +1,4 @@
-"""The console of somebody who belongs to a tenant alone, and of somebody whose password was made by another."""
+"""The console of a member of one tenant only, and of a member with an initial password."""
 
 from __future__ import annotations
 

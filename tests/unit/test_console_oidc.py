@@ -1,4 +1,4 @@
-"""Signing in through a provider: the way there, the way back, and every way back that must lead nowhere."""
+"""Signing in through a provider: the redirect there, the callback, and every invalid callback."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
 from engine.protocol import MemoryPart
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import GIB, Box, engine_info, engine_status, tenant
+from tests.support.console_fixtures import GIB, Box, engine_status, make_engine_info, tenant
 from tests.support.factories import pending, posted
 
 GPU = GpuReading(
@@ -47,7 +47,7 @@ async def test_without_a_gpu_the_page_says_that_the_engine_runs_on_the_processor
 
 
 async def test_the_processor_s_name_does_not_repeat_what_it_is(box: Box) -> None:
-    box.engine_side.info = engine_info(device_name="CPU, 3 threads")
+    box.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
 
     assert "The engine runs on the CPU (3 threads)" in await overview(box)
 
@@ -73,7 +73,7 @@ async def test_a_gpu_that_cannot_be_read_is_an_error_and_not_an_absence(box: Box
 
 async def test_gpu_memory_is_split_into_weights_kv_other_and_free(box: Box) -> None:
     box.engine_side.gpus, box.engine_side.gpu_error = [GPU], None
-    box.engine_side.info = engine_info(device="cuda")
+    box.engine_side.info = make_engine_info(device="cuda")
 
     page = await overview(box)
 
@@ -93,7 +93,7 @@ async def test_gpu_memory_is_split_into_weights_kv_other_and_free(box: Box) -> N
 async def test_with_several_gpus_only_what_is_used_is_claimed(box: Box) -> None:
     box.engine_side.gpus = [GPU, dataclasses.replace(GPU, index=1, power_w=None, utilization=None, temperature_c=None)]
     box.engine_side.gpu_error = None
-    box.engine_side.info = engine_info(device="cuda")
+    box.engine_side.info = make_engine_info(device="cuda")
 
     page = await overview(box)
 
@@ -103,7 +103,7 @@ async def test_with_several_gpus_only_what_is_used_is_claimed(box: Box) -> None:
 
 
 async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predicted(box: Box) -> None:
-    box.engine_side.info = dataclasses.replace(engine_info(), memory_note="the context is 512 tokens: it needs more")
+    box.engine_side.info = dataclasses.replace(make_engine_info(), memory_note="the context is 512 tokens: it needs more")
 
     page = " ".join((await overview(box)).split())
 
@@ -128,7 +128,7 @@ async def test_the_api_tells_the_same_memory(box: Box) -> None:
 
 async def test_memory_of_captured_graphs_is_told_with_their_number(box: Box) -> None:
     graphs = MemoryPart(name="graphs", predicted_bytes=GIB, measured_bytes=64 << 20, num_predicted=91, num_measured=9)
-    box.engine_side.info = dataclasses.replace(engine_info(), memory=[graphs])
+    box.engine_side.info = dataclasses.replace(make_engine_info(), memory=[graphs])
 
     (engine,) = system_shape(await box.services.sampler.sample(), "1").engine
 

@@ -1,4 +1,4 @@
-"""Who signs in, in the console: invited with a password that is shown once, changed, disabled, and helped out."""
+"""Members in the console: invited with a password shown once, changed, disabled, and reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The price book in the console: added, never changed; what is wrong stands beside its field."""
+"""The price book in the console: prices are added, never changed; errors appear beside their field."""
 
 from __future__ import annotations
 

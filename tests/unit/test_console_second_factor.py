@@ -1,4 +1,4 @@
-"""Signing in with a code, and setting the second factor up, away and anew: what each step asks and what it ends."""
+"""Signing in with a second factor, and setting it up, removing and replacing it: what each step requires and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the whole box in the console: waits of tiers, limits of models, who writes invoices, what the box costs."""
+"""Settings of the appliance in the console: waits of tiers, limits of models, the invoice sender, costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the browser is given besides pages: vendored code as it was published, templates that keep the content policy."""
+"""Static files: vendored code as published, and templates that comply with the content policy."""
 
 from __future__ import annotations
 

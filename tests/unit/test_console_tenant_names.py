@@ -1,4 +1,4 @@
-"""Names of tenants on pages: of all that may be seen, also behind the first page of the list."""
+"""Names of all visible tenants on pages, also beyond the first page of the list."""
 
 from __future__ import annotations
 

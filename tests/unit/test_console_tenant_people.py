@@ -1,4 +1,4 @@
-"""The people of one tenant on its page: managers invite, change and remove them; nobody else does."""
+"""A tenant's members on its page: only managers invite, change and remove them."""
 
 from __future__ import annotations
 

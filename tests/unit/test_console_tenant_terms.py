@@ -1,4 +1,4 @@
-"""What was agreed with a tenant beyond its limits, in the console."""
+"""Terms of a tenant beyond its limits, in the console."""
 
 from __future__ import annotations
 

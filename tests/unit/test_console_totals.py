@@ -1,4 +1,4 @@
-"""What heads of pages sum up: the day and the month of the billing time zone, as budgets and invoices do."""
+"""Totals in page headers use days and months of the billing time zone, as budgets and invoices do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
 from tests.support.factories import pending, posted
-from tests.support.ledgers import running_of, until
+from tests.support.ledgers import num_running, poll_until
 
 LAST_OF_MONTH = datetime(2026, 12, 31, 12, 0, tzinfo=UTC)
 HALF_A_DAY_S = 11.5 * 3600
@@ -133,12 +133,12 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -
     admission = box.services.admission
     first = await admission.admit(asked(bob))
     waiting = [asyncio.create_task(admission.admit(asked(bob), Patience(wait_s=60.0))) for _ in range(5)]
-    await until(lambda: len(admission.waiting) == 5)
+    await poll_until(lambda: len(admission.waiting) == 5)
     await tenant_levels(box.services, bob.tenant, access=WHOLE_BOX)
     await key_levels(box.services, bob.tenant, bob.key, access=WHOLE_BOX)
     first.settle(1)
-    await until(waiting[0].done)
-    assert (len(admission.waiting), running_of(admission, bob.tenant.id), running_of(admission, bob.key.id)) == (4, 1, 1)
+    await poll_until(waiting[0].done)
+    assert (len(admission.waiting), num_running(admission, bob.tenant.id), num_running(admission, bob.key.id)) == (4, 1, 1)
     for each in waiting:
         each.cancel()
     await asyncio.wait(waiting)

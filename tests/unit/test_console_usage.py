@@ -1,4 +1,4 @@
-"""The usage page: sums, bars and rows of a period, and the same as a file."""
+"""The usage page: totals, bars and rows of a period, and the same as a file."""
 
 from __future__ import annotations
 

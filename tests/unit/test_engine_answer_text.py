@@ -1,4 +1,4 @@
-"""Stop strings end an answer wherever the token borders fall, and nothing of them is shown."""
+"""Stop strings end an answer wherever token boundaries fall, and are never shown, not even in part."""
 
 from __future__ import annotations
 

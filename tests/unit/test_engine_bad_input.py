@@ -1,4 +1,4 @@
-"""Bad input is answered with a typed error that names the field, and whoever runs beside it does not notice."""
+"""Bad input gets a typed error that names the field, without affecting concurrent requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.loop import Engine
 from engine.offline.outputs import GenerationFailed
 from engine.protocol import FinishReason, GenerationRequest, InvalidOption, Priority, TokenEvent
 from engine.text.tokenizer import Tokenizer
-from tests.support.engines import KV_CACHE_BYTES, run_to_end, small_engine, tokens, wanted
+from tests.support.engines import KV_CACHE_BYTES, generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -135,7 +135,7 @@ def llm(model: Path) -> Iterator[LLM]:
 
 
 def neighbours() -> list[GenerationRequest]:
-    return [wanted(name, prompt, max_tokens=20, temperature=0.7, seed=4) for name, prompt in NEIGHBOURS.items()]
+    return [generation_request(name, prompt, max_tokens=20, temperature=0.7, seed=4) for name, prompt in NEIGHBOURS.items()]
 
 
 def bad_request(changes: dict[str, Any]) -> GenerationRequest:

@@ -1,4 +1,4 @@
-"""Bad words as token ids, in both ways in which a tokenizer writes a word."""
+"""Bad words as token ids, in both tokenisations of a word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks: who holds them, who is evicted first, what is wasted."""
+"""Blocks: ownership, order of eviction, and waste."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.prefix_cache import PrefixCache
-from tests.support.scheduling import BLOCK_SIZE, drain, finish, make_request, make_scheduler, step
+from tests.support.scheduling import BLOCK_SIZE, apply_outputs, drain, make_request, make_scheduler, step
 
 
 def cached(pool: BlockPool, *names: bytes) -> list[int]:
@@ -129,7 +129,7 @@ def test_less_than_four_percent_of_the_held_slots_are_empty_at_saturation() -> N
         scheduler.add(make_request(str(number), numbers.randint(50, 400), max_tokens=numbers.randint(10, 300)))
     while scheduler.num_waiting:
         batch = scheduler.schedule()
-        finish(scheduler, batch)
+        apply_outputs(scheduler, batch)
         if scheduler.pool.num_used > 1500:
             held = sum(request.num_computed_tokens for request in scheduler.running)
             shares.append(1 - held / (scheduler.pool.num_used * BLOCK_SIZE))

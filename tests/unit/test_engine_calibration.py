@@ -1,4 +1,4 @@
-"""The passes that are timed at the start: what only the first one takes is no price of a token."""
+"""Calibration passes at the start: one-time costs of the first pass are not attributed to tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of control groups, of either version, and what they mean for threads and for memory."""
+"""Control group limits, versions 1 and 2, and the threads and memory derived from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One renderer of chat templates, the one that templates are written for, and nothing of ours in their reach."""
+"""Chat templates are rendered by the one renderer that they are written for, in isolation from our code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step with chunks of prompts reads from its buffers: tokens, places and lengths of decodes, chunks and padding."""
+"""Inputs of a step with prompt chunks in its buffers: tokens, positions and lengths of decodes, chunks and padding."""
 
 from __future__ import annotations
 

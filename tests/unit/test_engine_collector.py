@@ -1,4 +1,4 @@
-"""Python's collector beside engines: out of the way of a process that serves, and there for a program that builds many."""
+"""Python's garbage collector with engines: frozen in a serving process, active in a program that builds many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of a request become its output: several answers, the best of them, echo, stop strings, log-probabilities."""
+"""Events of a request become its output: several answers, best_of, echo, stop strings, log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a decode step: who stands in which, and when they need not be sent again."""
+"""Rows of a decode step: which request has which row, and when they need not be sent again."""
 
 from __future__ import annotations
 

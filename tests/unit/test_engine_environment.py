@@ -1,4 +1,4 @@
-"""What an engine sets for its processor before torch comes, and that an operator's own settings stay."""
+"""What an engine sets for the processor before importing torch; an operator's own settings take precedence."""
 
 from __future__ import annotations
 

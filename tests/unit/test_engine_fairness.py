@@ -1,4 +1,4 @@
-"""Who is served next and at whose cost: rounds, weights, pausing, classes, deadlines; and the two plain policies."""
+"""Who is served next and who is charged: rounds, weights, pausing, classes, deadlines; and the two plain policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.scheduling.prefill_order import AGEING_ROUNDS
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.simulator.vtc_policy import VtcPolicy
-from tests.support.scheduling import drain, make_request, make_scheduler, plan, step
+from tests.support.scheduling import drain, make_request, make_scheduler, planned_tokens, step
 
 COSTS = TokenCosts(prefill_token_ps=10, prefill_pair_ps=0, decode_token_ps=10, decode_context_ps=0)
 
@@ -149,8 +149,8 @@ def test_a_lower_class_starts_only_what_no_higher_one_can_use() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
     for name, priority in (("b", Priority.BATCH), ("s", Priority.STANDARD), ("i", Priority.INTERACTIVE)):
         scheduler.add(make_request(name, 4, priority=priority, max_tokens=1))
-    assert plan(step(scheduler)) == [("i", 4), ("s", 4)]
-    assert plan(step(scheduler)) == [("b", 4)]
+    assert planned_tokens(step(scheduler)) == [("i", 4), ("s", 4)]
+    assert planned_tokens(step(scheduler)) == [("b", 4)]
 
 
 def test_a_class_that_waits_for_long_starts_something_all_the_same() -> None:
@@ -262,7 +262,7 @@ def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:
     step(scheduler)
     scheduler.add(make_request("cold", 12, first_token=500, max_tokens=1))
     scheduler.add(make_request("hit", 12, max_tokens=1, arrived_s=1.0))
-    assert plan(step(scheduler)) == [("hit", 4)]
+    assert planned_tokens(step(scheduler)) == [("hit", 4)]
 
 
 def test_the_oldest_request_of_a_tenant_is_not_passed_for_ever_by_those_with_a_cached_prefix() -> None:

@@ -1,4 +1,4 @@
-"""Faults put into each stage of a step: only the culprit ends, with an error that says where; its neighbours do not notice."""
+"""Faults injected into each stage of a step end only the request at fault, with an error that names the stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ from engine.sampling.sampler import NOT_FINITE, SampledToken, Sampler
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.speculation.options import SpeculativeOptions
 from kernels.ops import Words
-from tests.support.engines import evict_all, overlapped_engine, preempt_all, run_to_end, small_engine, tokens, wanted
+from tests.support.engines import (
+    evict_all,
+    generation_request,
+    overlapped_engine,
+    preempt_all,
+    run_to_end,
+    small_engine,
+    tokens,
+)
 from tests.support.tiny_models import make_model
 
 BAD = "bad"
@@ -50,15 +58,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(model: Path) -> dict[str, list[int]]:
     """What the neighbours say when nobody is bad."""
     events = run_to_end(
-        small_engine(model), [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
+        small_engine(model), [generation_request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
     )
     return {name: tokens(events[name]) for name in NEIGHBOURS}
 
 
 def run_with_bad_one(engine: Engine, **sampling: Any) -> dict[str, list[TokenEvent]]:
     names = [*NEIGHBOURS]
-    requests = [wanted(name, NEIGHBOURS[name], max_tokens=MAX_TOKENS) for name in names]
-    requests.insert(2, wanted(BAD, BAD_PROMPT, **{"max_tokens": MAX_TOKENS, **sampling}))
+    requests = [generation_request(name, NEIGHBOURS[name], max_tokens=MAX_TOKENS) for name in names]
+    requests.insert(2, generation_request(BAD, BAD_PROMPT, **{"max_tokens": MAX_TOKENS, **sampling}))
     return run_to_end(engine, requests)
 
 
@@ -175,7 +183,9 @@ def test_keys_that_are_not_finite_do_not_reach_whoever_gets_the_block_next(
     assert isinstance(runner, ModelRunner | SlotRunner)
     for cache in runner.target.kv_caches:
         cache.fill_(float("nan"))
-    events = run_to_end(engine, [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()])
+    events = run_to_end(
+        engine, [generation_request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
+    )
     assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed
 
 
@@ -193,8 +203,8 @@ def test_a_culprit_is_found_in_few_passes_and_the_next_step_is_whole_again(
 
     monkeypatch.setattr(ModelRunner, "run", counted)
     engine = small_engine(model)
-    requests = [wanted(str(i), [3 + i], max_tokens=3) for i in range(15)]
-    events = run_to_end(engine, [*requests[:9], wanted(BAD, BAD_PROMPT), *requests[9:]])
+    requests = [generation_request(str(i), [3 + i], max_tokens=3) for i in range(15)]
+    events = run_to_end(engine, [*requests[:9], generation_request(BAD, BAD_PROMPT), *requests[9:]])
     assert all(len(tokens(events[str(i)])) == 3 for i in range(15))
     assert len(sizes) - 2 <= 2 * 4 + 1, "sixteen requests are halved four times"
     assert sizes[-2:] == [15, 15]
@@ -230,7 +240,7 @@ def test_moves_that_fail_once_are_made_again(
             raise RuntimeError("the bus is busy")
 
     engine = small_engine(model, swap_space=0.002, num_kv_blocks=24, max_model_len=64)
-    requests = [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
+    requests = [generation_request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
     events: dict[str, list[TokenEvent]] = {request.request_id: engine.submit(request) for request in requests}
     for _ in range(3):
         for event in engine.step():
@@ -251,7 +261,7 @@ def test_moves_that_fail_again_ask_for_a_new_process(model: Path, monkeypatch: p
 
     monkeypatch.setattr(BlockMover, "move", broken)
     engine = small_engine(model)
-    engine.submit(wanted("a", [5] * 7, max_tokens=4, n=2))
+    engine.submit(generation_request("a", [5] * 7, max_tokens=4, n=2))
     with pytest.raises(EngineBroken, match="blocks cannot be moved: RuntimeError: the bus is gone"):
         finish(engine)
 
@@ -264,7 +274,7 @@ def test_a_grammar_that_cannot_follow_a_token_ends_its_own_answer(
 
     monkeypatch.setattr(GrammarMasks, "accept", refuses_bad)
     monkeypatch.setattr(GrammarMasks, "are_empty", False)
-    monkeypatch.setattr(type(wanted("x", [1]).sampling), "is_guided", True)
+    monkeypatch.setattr(type(generation_request("x", [1]).sampling), "is_guided", True)
     events = run_with_bad_one(small_engine(model))
     assert_alone_at_fault(events, undisturbed, "the grammar is lost")
     assert events[BAD][-1].error_param == "guided_regex"
@@ -272,11 +282,11 @@ def test_a_grammar_that_cannot_follow_a_token_ends_its_own_answer(
 
 def test_an_idle_engine_that_lost_a_block_asks_for_a_new_process_once_it_looks(model: Path) -> None:
     engine = small_engine(model)
-    run_to_end(engine, [wanted("a", [5, 6, 7], max_tokens=2)])
+    run_to_end(engine, [generation_request("a", [5, 6, 7], max_tokens=2)])
     engine.check_when_idle()
     engine._scheduler.pool.allocate(1)
     engine.check_when_idle()
-    engine.submit(wanted("b", [5, 6, 7], max_tokens=2))
+    engine.submit(generation_request("b", [5, 6, 7], max_tokens=2))
     finish(engine)
     with pytest.raises(EngineBroken, match="the idle engine is not in order"):
         engine.check_when_idle()

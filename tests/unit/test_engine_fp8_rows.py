@@ -1,4 +1,4 @@
-"""Rows in 8 bits that are made before the product that reads them are those that it would have made itself."""
+"""Rows quantised to 8 bits before a product equal those that the product would make itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from kernels import ops
 from kernels.cpu import table
 from kernels.cpu.fp8_rows import quantize_rows_fp8
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model
 
 PLAIN = table.OPERATIONS
@@ -34,7 +34,7 @@ def rounded(operation: Callable[..., torch.Tensor], called: list[str], name: str
 def said(model: Path, **options: Any) -> dict[str, list[int]]:
     events = run_to_end(
         small_engine(model, quantization="fp8", **options),
-        [wanted(name, prompt, max_tokens=6) for name, prompt in PROMPTS.items()],
+        [generation_request(name, prompt, max_tokens=6) for name, prompt in PROMPTS.items()],
     )
     return {name: tokens(each) for name, each in events.items()}
 

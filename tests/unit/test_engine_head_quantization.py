@@ -1,4 +1,4 @@
-"""The option `head_quantization`: an output head in 8 bits beside layers of any kind, and one that stays as it was."""
+"""`head_quantization`: an 8-bit output head with layers of any kind, and an unquantised one by default."""
 
 from __future__ import annotations
 

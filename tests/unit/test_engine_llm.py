@@ -1,4 +1,4 @@
-"""The offline entry: its options, its prompts and what comes back."""
+"""The offline entry point: its options, prompts and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of output and prompt: exact, ranked, and computed without a table of the size of the logits."""
+"""Log-probabilities of output and prompt: exact, ranked, and computed without a full-size table."""
 
 from __future__ import annotations
 

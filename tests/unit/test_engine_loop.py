@@ -1,4 +1,4 @@
-"""One bad request among good ones, steps that raise, limits of single requests, and the figures of the engine."""
+"""One bad request among good ones, steps that raise, per-request limits, and the engine's figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
-from tests.support.engines import run_to_end, small_engine, tokens, unused_grammars, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens, unused_grammars
 from tests.support.tiny_models import make_model
 
 MAX_MODEL_LEN = 64
@@ -62,7 +62,7 @@ def test_the_request_that_breaks_a_step_fails_alone() -> None:
     runner = FakeRunner()
     runner.culprits = {"bad"}
     engine = make_engine(runner)
-    events = run_to_end(engine, [wanted(name, [1, 2], max_tokens=3) for name in ("a", "bad", "b")])
+    events = run_to_end(engine, [generation_request(name, [1, 2], max_tokens=3) for name in ("a", "bad", "b")])
     assert tokens(events["a"]) == tokens(events["b"]) == [5, 5, 5]
     assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
     assert events["bad"][0].error == "the engine failed while computing this request: RuntimeError: boom"
@@ -76,7 +76,9 @@ def test_an_engine_that_fails_everybody_again_and_again_asks_to_be_replaced(faul
     setattr(runner, fault, True)
     engine = make_engine(runner, max_num_seqs=max_num_seqs)
     with pytest.raises(EngineBroken):
-        run_to_end(engine, [wanted(str(i), [1], max_tokens=2) for i in range((FAILED_STEPS_MAX + 1) * max_num_seqs)])
+        run_to_end(
+            engine, [generation_request(str(i), [1], max_tokens=2) for i in range((FAILED_STEPS_MAX + 1) * max_num_seqs)]
+        )
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -85,9 +87,9 @@ def test_bad_requests_alone_are_their_own_fault_however_often_they_come(together
     runner.culprits = {f"bad {i}" for i in range(together)}
     engine = make_engine(runner)
     for _ in range(5 * FAILED_STEPS_MAX):
-        events = run_to_end(engine, [wanted(name, [1, 2], max_tokens=3) for name in sorted(runner.culprits)])
+        events = run_to_end(engine, [generation_request(name, [1, 2], max_tokens=3) for name in sorted(runner.culprits)])
         assert [event.finish_reason for each in events.values() for event in each] == [FinishReason.ERROR] * together
-    assert tokens(run_to_end(engine, [wanted("good", [1], max_tokens=2)])["good"]) == [5, 5]
+    assert tokens(run_to_end(engine, [generation_request("good", [1], max_tokens=2)])["good"]) == [5, 5]
     assert engine.status().kv_blocks_used == 0
 
 
@@ -96,7 +98,7 @@ def test_a_bad_request_that_held_every_block_is_still_told_from_a_broken_device(
     engine = make_engine(runner, max_num_batched_tokens=MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN // 4)
     runner.culprits = {"bad"}
     for _ in range(FAILED_STEPS_MAX + 1):
-        run_to_end(engine, [wanted("bad", [1] * (MAX_MODEL_LEN - 1), max_tokens=1)])
+        run_to_end(engine, [generation_request("bad", [1] * (MAX_MODEL_LEN - 1), max_tokens=1)])
     assert not engine.has_requests
 
 
@@ -105,9 +107,9 @@ def test_a_good_step_forgives_the_failed_ones() -> None:
     engine = make_engine(runner, max_num_seqs=1)
     for name in "abcdef":
         runner.broken = True
-        run_to_end(engine, [wanted(f"{name}{i}", [1], max_tokens=2) for i in range(FAILED_STEPS_MAX)])
+        run_to_end(engine, [generation_request(f"{name}{i}", [1], max_tokens=2) for i in range(FAILED_STEPS_MAX)])
         runner.broken = False
-        events = run_to_end(engine, [wanted(name, [1], max_tokens=2)])
+        events = run_to_end(engine, [generation_request(name, [1], max_tokens=2)])
         assert events[name][-1].finish_reason is FinishReason.LENGTH
 
 
@@ -125,7 +127,7 @@ def test_a_good_step_forgives_the_failed_ones() -> None:
 )
 def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
     engine = make_engine(FakeRunner())
-    (event,) = engine.submit(wanted("a", prompt, **sampling))
+    (event,) = engine.submit(generation_request("a", prompt, **sampling))
     assert event.finish_reason is FinishReason.ERROR
     assert message in (event.error or "")
     assert not engine.has_requests
@@ -133,9 +135,9 @@ def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampli
 
 def test_an_id_that_is_live_cannot_be_submitted_again_but_a_finished_one_can() -> None:
     engine = make_engine(FakeRunner())
-    run_to_end(engine, [wanted("a", [1], max_tokens=1)])
-    assert not engine.submit(wanted("a", [1], max_tokens=1))
-    (refused,) = engine.submit(wanted("a", [1], max_tokens=1))
+    run_to_end(engine, [generation_request("a", [1], max_tokens=1)])
+    assert not engine.submit(generation_request("a", [1], max_tokens=1))
+    (refused,) = engine.submit(generation_request("a", [1], max_tokens=1))
     assert "already live" in (refused.error or "")
 
 
@@ -154,7 +156,7 @@ def test_a_request_ends_where_its_parameters_say(
 ) -> None:
     runner = FakeRunner()
     runner.token_of = lambda request_id, position: EOS if position == 4 else 5
-    events = run_to_end(make_engine(runner), [wanted("a", [1, 2], **sampling)])["a"]
+    events = run_to_end(make_engine(runner), [generation_request("a", [1, 2], **sampling)])["a"]
     got = tokens(events)
     assert (len(got) if isinstance(expected_tokens, int) else got) == expected_tokens
     assert events[-1].finish_reason is reason
@@ -164,7 +166,7 @@ def test_a_request_ends_where_its_parameters_say(
 def test_totals_count_every_prompt_once_and_every_generated_token_even_of_aborted_requests() -> None:
     engine = make_engine(FakeRunner())
     for name in ("a", "b"):
-        engine.submit(wanted(name, [1, 2, 3], max_tokens=10))
+        engine.submit(generation_request(name, [1, 2, 3], max_tokens=10))
     for _ in range(4):
         engine.step()
     (event,) = engine.abort("a")
@@ -177,7 +179,7 @@ def test_totals_count_every_prompt_once_and_every_generated_token_even_of_aborte
 
 def test_an_abort_frees_the_blocks_at_once_and_a_second_one_says_nothing() -> None:
     engine = make_engine(FakeRunner())
-    engine.submit(wanted("a", [1, 2, 3], max_tokens=10))
+    engine.submit(generation_request("a", [1, 2, 3], max_tokens=10))
     engine.step()
     assert engine.status().kv_blocks_used == 1
     assert len(engine.abort("a")) == 1
@@ -188,7 +190,7 @@ def test_an_abort_frees_the_blocks_at_once_and_a_second_one_says_nothing() -> No
 def test_progress_tells_states_and_queue_positions() -> None:
     engine = make_engine(FakeRunner(), max_num_seqs=2, max_num_batched_tokens=6)
     for name, length in (("decoding", 2), ("prefilling", 12), ("first", 3), ("second", 3)):
-        engine.submit(wanted(name, [1] * length, max_tokens=10))
+        engine.submit(generation_request(name, [1] * length, max_tokens=10))
     engine.step()
     rows = {row.request_id: row for row in engine.status(with_requests=True).requests or []}
     assert {name: row.state for name, row in rows.items()} == {
@@ -202,7 +204,7 @@ def test_progress_tells_states_and_queue_positions() -> None:
 def test_a_place_in_the_queue_is_one_among_the_tenants_own_requests_and_counts_each_once() -> None:
     engine = make_engine(FakeRunner(), max_num_seqs=1)
     for name, tenant, n in (("runs", "alice", 1), ("a", "alice", 3), ("b", "bob", 1), ("c", "alice", 1), ("d", "bob", 1)):
-        engine.submit(wanted(name, [1, 2], tenant_id=tenant, max_tokens=10, n=n))
+        engine.submit(generation_request(name, [1, 2], tenant_id=tenant, max_tokens=10, n=n))
     engine.step()
     status = engine.status(with_requests=True)
     positions = {(row.request_id, row.index): row.queue_position for row in status.requests or []}
@@ -217,7 +219,7 @@ def test_a_place_in_the_queue_is_one_among_the_tenants_own_requests_and_counts_e
 def test_a_probe_runs_on_a_real_model_and_leaves_its_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama", tmp_path)
     engine = small_engine(tmp_path)
-    good = wanted("good", list(range(1, 40)), max_tokens=4)
+    good = generation_request("good", list(range(1, 40)), max_tokens=4)
     before = tokens(run_to_end(engine, [good])["good"])
     run = ModelRunner.run
     probes: list[StepOutput] = []
@@ -231,7 +233,7 @@ def test_a_probe_runs_on_a_real_model_and_leaves_its_cache_as_it_was(tmp_path: P
 
     monkeypatch.setattr(ModelRunner, "run", run_unless_bad)
     for _ in range(FAILED_STEPS_MAX + 1):
-        run_to_end(engine, [wanted("bad", [1, 2], max_tokens=4)])
+        run_to_end(engine, [generation_request("bad", [1, 2], max_tokens=4)])
     assert [output.error for output in probes] == [None] * (FAILED_STEPS_MAX + 1)
     again = run_to_end(engine, [good])["good"]
     assert tokens(again) == before

@@ -24,9 +24,9 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from tests.support.clock import FakeClock
-from tests.support.engines import run_to_end, tokens, wanted
-from tests.support.few_threads import no_more_threads
+from tests.support.engines import generation_request, run_to_end, tokens
 from tests.support.scheduling import make_request
+from tests.support.thread_limit import forbid_new_threads
 
 EOS = 9
 GRAMMAR: Any = object()
@@ -118,12 +118,12 @@ def answer(events: Sequence[TokenEvent], index: int, request_id: str = "a") -> l
 
 
 def guided(request_id: str, **sampling: Any) -> GenerationRequest:
-    return wanted(request_id, [1, 2], **{"max_tokens": 3, "guided_regex": "[0-9]+", **sampling})
+    return generation_request(request_id, [1, 2], **{"max_tokens": 3, "guided_regex": "[0-9]+", **sampling})
 
 
 def test_each_answer_has_its_index_its_seed_and_one_end() -> None:
     box = Box()
-    events = box.run(wanted("a", [1, 2, 3, 4, 5, 6], seed=5, max_tokens=2, n=3))
+    events = box.run(generation_request("a", [1, 2, 3, 4, 5, 6], seed=5, max_tokens=2, n=3))
     for index in range(3):
         mine = answer(events, index)
         assert tokens(mine) == [seed_of_answer(5, index) % 8] * 2
@@ -133,13 +133,13 @@ def test_each_answer_has_its_index_its_seed_and_one_end() -> None:
 
 
 def test_best_of_makes_as_many_answers_as_are_ranked() -> None:
-    events = Box().run(wanted("a", [1], n=2, best_of=4, max_tokens=1))
+    events = Box().run(generation_request("a", [1], n=2, best_of=4, max_tokens=1))
     assert {event.index for event in events} == {0, 1, 2, 3}
 
 
 def test_one_answer_can_be_ended_without_the_others_and_all_of_them_together() -> None:
     box = Box()
-    box.engine.submit(wanted("a", [1, 2], n=3, max_tokens=9))
+    box.engine.submit(generation_request("a", [1, 2], n=3, max_tokens=9))
     for _ in range(3):
         box.engine.step()
     (ended,) = box.engine.abort_answer("a", 1)
@@ -152,7 +152,7 @@ def test_one_answer_can_be_ended_without_the_others_and_all_of_them_together() -
 
 
 def test_a_refused_request_ends_each_of_its_answers() -> None:
-    events = Box().engine.submit(wanted("a", [], n=3))
+    events = Box().engine.submit(generation_request("a", [], n=3))
     assert [(event.index, event.finish_reason, event.error_param) for event in events] == [
         (index, FinishReason.ERROR, "prompt_token_ids") for index in range(3)
     ]
@@ -161,7 +161,7 @@ def test_a_refused_request_ends_each_of_its_answers() -> None:
 def test_requests_wait_for_their_grammar_beside_the_others() -> None:
     box = Box()
     box.engine.submit(guided("guided", n=2))
-    events = box.engine.submit(wanted("plain", [1], max_tokens=2))
+    events = box.engine.submit(generation_request("plain", [1], max_tokens=2))
     for _ in range(3):
         events += box.engine.step()
         box.engine.check_invariants()
@@ -225,7 +225,7 @@ def test_a_grammar_that_finds_no_room_to_wait_is_the_fault_of_no_field() -> None
 def test_a_grammar_whose_compile_fails_in_the_engine_ends_its_answers_and_is_the_fault_of_no_field() -> None:
     box = Box()
     box.engine.submit(guided("a", n=2))
-    box.engine.submit(wanted("b", [1], max_tokens=2))
+    box.engine.submit(generation_request("b", [1], max_tokens=2))
     box.compiler.asked[GrammarSpec("regex", "[0-9]+")].set_exception(OSError("no room for another process"))
     events = box.run()
     for index in range(2):
@@ -277,10 +277,14 @@ def test_a_guided_answer_ends_with_the_end_of_the_model_even_where_that_is_ignor
 
 def test_a_request_that_waits_beyond_its_deadline_ends_unserved() -> None:
     box = Box(max_num_seqs=1)
-    box.engine.submit(wanted("first", [1], max_tokens=9))
+    box.engine.submit(generation_request("first", [1], max_tokens=9))
     box.engine.step()
     late = GenerationRequest(
-        request_id="late", tenant_id="bob", prompt_token_ids=[1], sampling=wanted("x", [1]).sampling, queue_deadline_s=2.0
+        request_id="late",
+        tenant_id="bob",
+        prompt_token_ids=[1],
+        sampling=generation_request("x", [1]).sampling,
+        queue_deadline_s=2.0,
     )
     box.engine.submit(late)
     assert all(event.request_id == "first" for event in box.engine.step())
@@ -326,7 +330,7 @@ def test_a_compiler_that_cannot_be_made_leaves_no_request_waiting() -> None:
 def test_where_no_thread_can_be_started_a_late_compiler_refuses_without_blame_and_is_made_for_a_later_request() -> None:
     made = FakeCompiler()
     compiler, spec = LazyCompiler(lambda: made), GrammarSpec("regex", "a+")
-    with no_more_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
+    with forbid_new_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
         compiler.submit(spec, "alice").result(timeout=60)
     good = compiler.submit(spec, "alice")
     assert compiler._compiler is not None

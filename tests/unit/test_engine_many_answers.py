@@ -1,4 +1,4 @@
-"""What many answers to one long prompt cost the steps in which all others wait: counted, not timed."""
+"""The cost of many answers to one long prompt for the steps of all other requests: counted, not timed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
-from tests.support.engines import tokens, wanted
+from tests.support.engines import generation_request, tokens
 from tests.support.sampling import sampling_request
-from tests.support.scheduling import drain, finish, make_request, make_scheduler, step
+from tests.support.scheduling import apply_outputs, drain, make_request, make_scheduler, step
 from tests.unit.test_engine_loop import FakeRunner, make_engine
 
 
@@ -36,7 +36,7 @@ def test_answers_that_wait_have_one_list_of_tokens_and_write_into_lists_of_their
     runner = FakeRunner()
     runner.move = lambda moves: None  # type: ignore[method-assign]
     engine = make_engine(runner)
-    engine.submit(wanted("a", [1, 2, 3], n=3, max_tokens=2))
+    engine.submit(generation_request("a", [1, 2, 3], n=3, max_tokens=2))
     answers = list(engine._live["a"])
     assert len({id(answer.token_ids) for answer in answers}) == 1
     events: dict[str, list[TokenEvent]] = {"a": []}
@@ -48,7 +48,7 @@ def test_answers_that_wait_have_one_list_of_tokens_and_write_into_lists_of_their
 
 def test_a_lone_answer_has_the_only_list() -> None:
     engine = make_engine(FakeRunner())
-    engine.submit(wanted("a", [1, 2, 3], max_tokens=2))
+    engine.submit(generation_request("a", [1, 2, 3], max_tokens=2))
     (answer,) = engine._live["a"]
     before = answer.token_ids
     engine.step()
@@ -67,8 +67,8 @@ def test_a_prompt_is_hashed_once_for_all_its_answers(num_prompt_tokens: int, mon
     monkeypatch.setattr(prefix_cache, "array", counted)
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=128, caches=True)
     first, forks = _with_forks(scheduler, 12, num_prompt_tokens)
-    finish(scheduler, scheduler.schedule())
-    finish(scheduler, scheduler.schedule())
+    apply_outputs(scheduler, scheduler.schedule())
+    apply_outputs(scheduler, scheduler.schedule())
     assert sum(hashed) <= num_prompt_tokens
     num_full = num_prompt_tokens // 4
     assert {tuple(fork.block_hashes[:num_full]) for fork in forks} == {tuple(first.block_hashes[:num_full])}
@@ -112,7 +112,7 @@ def test_a_step_takes_over_long_prompts_for_only_so_many_answers(monkeypatch: py
     while scheduler.has_requests:
         batch = scheduler.schedule()
         num_started.append(sum(item.request.forked_from is not None for item in batch.prefills))
-        finish(scheduler, batch)
+        apply_outputs(scheduler, batch)
         if len(num_started) == 1:
             scheduler.add(other)
         if len(num_started) == 2:

@@ -1,4 +1,4 @@
-"""Memory told before loading against what the models take, on every family; a GPU's answers are given by a stand-in."""
+"""The memory forecast before loading against models of every family; a stand-in reports a GPU's memory."""
 
 from __future__ import annotations
 

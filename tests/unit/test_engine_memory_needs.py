@@ -1,4 +1,4 @@
-"""What a model needs in memory: predicted figures against the models themselves, and what is said when they do not fit."""
+"""A model's memory needs: predictions against real models, and messages when they do not fit."""
 
 from __future__ import annotations
 

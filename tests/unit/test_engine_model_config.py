@@ -1,4 +1,4 @@
-"""What config.json means for each family: defaults where it is silent, older spellings, and windows layer by layer."""
+"""Interpretation of config.json by family: defaults, older spellings, and windows per layer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_gemma_2_alternates_and_caps_by_default() -> None:
     assert parse("Gemma2ForCausalLM", attn_logit_softcapping=None).attention_softcap is None
 
 
-def test_gemma_3_in_its_older_spelling() -> None:
+def test_the_older_spelling_of_a_gemma_3_config_is_read() -> None:
     config = parse(
         "Gemma3ForCausalLM",
         rope_theta=2e6,

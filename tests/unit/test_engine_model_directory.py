@@ -1,4 +1,4 @@
-"""What a model directory may hold, and the one clear error for each thing it may not."""
+"""The permitted content of a model directory, and one clear error for everything else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel, WeightsError
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model
 
 
@@ -183,7 +183,7 @@ def test_sixteen_bit_weights_are_computed_in_float32_on_the_cpu(model: Path) -> 
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     engine = small_engine(model)
     assert engine.info.dtype == "float32"
-    assert len(tokens(run_to_end(engine, [wanted("a", [5, 6], max_tokens=4)])["a"])) == 4
+    assert len(tokens(run_to_end(engine, [generation_request("a", [5, 6], max_tokens=4)])["a"])) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Steps launched ahead: what is booked when, failures under way, and buffers that rotate. Without a model."""
+"""Steps launched ahead: bookkeeping, failures of pending steps, and rotating buffers. Without a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.speculation import adaptive_drafter
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
 from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
-from tests.support.engines import FREE_ROWS, run_to_end, tokens, unused_grammars, wanted
+from tests.support.engines import FREE_ROWS, generation_request, run_to_end, tokens, unused_grammars
 from tests.support.scheduling import make_request
 
 MAX_MODEL_LEN = 64
@@ -179,7 +179,7 @@ def expected(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool =
 
 def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
     runner = FakeAheadRunner()
-    run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
+    run_to_end(make_engine(runner), [generation_request("a", [1, 2], max_tokens=3)])
     assert runner.log == ["launch 1", "launch 1", "collect", "launch 1", "collect", "collect"]
 
 
@@ -198,14 +198,14 @@ def test_what_the_host_takes_to_launch_a_step_is_no_sign_of_a_slow_device(is_syn
     engine, budget = make_engine(SlowHost(is_synchronous=is_synchronous)), mock.Mock()
     budget.model.batch_s.return_value = 0.25
     engine._step_budget = budget
-    run_to_end(engine, [wanted("a", [1, 2], max_tokens=3)])
+    run_to_end(engine, [generation_request("a", [1, 2], max_tokens=3)])
     assert {call.args[0] for call in budget.observe.call_args_list} == {0.25 if is_synchronous else 0.5}
 
 
 def test_a_step_that_is_over_when_it_was_launched_is_taken_over_before_the_next_one() -> None:
     runner = FakeAheadRunner(is_synchronous=True)
     runner.waits = {"a"}
-    events = run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
+    events = run_to_end(make_engine(runner), [generation_request("a", [1, 2], max_tokens=3)])
     assert runner.log == ["launch 1", "complete", "collect"] * 3
     assert tokens(events["a"]) == expected("a", 2, 3)
 
@@ -213,7 +213,7 @@ def test_a_step_that_is_over_when_it_was_launched_is_taken_over_before_the_next_
 def test_a_row_that_waits_for_a_mask_is_completed_behind_the_step_before_and_ahead_of_its_own_tokens() -> None:
     runner = FakeAheadRunner()
     runner.waits = {"a"}
-    run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
+    run_to_end(make_engine(runner), [generation_request("a", [1, 2], max_tokens=3)])
     assert runner.log == [
         "launch 1",
         "complete",
@@ -229,8 +229,8 @@ def test_a_row_that_waits_for_a_mask_is_completed_behind_the_step_before_and_ahe
 
 def test_a_step_in_which_nobody_comes_or_goes_has_no_events() -> None:
     engine = make_engine(FakeAheadRunner())
-    engine.submit(wanted("a", [1, 2], max_tokens=4))
-    engine.submit(wanted("b", [1, 2], max_tokens=4))
+    engine.submit(generation_request("a", [1, 2], max_tokens=4))
+    engine.submit(generation_request("b", [1, 2], max_tokens=4))
     steps = [engine.step_in_columns() for _ in range(5)]
     assert [[event.num_output_tokens for event in step.others] for step in steps] == [[], [1, 1], [], [], [4, 4]]
     assert [step.decoded for step in steps[2:4]] == [[(name, 0, token_of(name, n)) for name in "ab"] for n in (3, 4)]
@@ -253,7 +253,7 @@ def test_a_surplus_step_is_completed_before_it_is_thrown_away() -> None:
     runner = FakeAheadRunner()
     runner.waits = {"a"}
     engine = make_engine(runner)
-    run_to_end(engine, [wanted("a", [1, 2], max_tokens=9, stop_token_ids=[token_of("a", 2)])])
+    run_to_end(engine, [generation_request("a", [1, 2], max_tokens=9, stop_token_ids=[token_of("a", 2)])])
     assert runner.log == ["launch 1", "complete", "launch 1", "collect", "complete", "collect"]
     assert engine.fallbacks.count == 0
 
@@ -262,7 +262,7 @@ def test_a_step_whose_requests_ended_is_thrown_away() -> None:
     runner = FakeAheadRunner()
     runner.waits = {"a"}
     engine = make_engine(runner)
-    engine.submit(wanted("a", [1, 2], max_tokens=9))
+    engine.submit(generation_request("a", [1, 2], max_tokens=9))
     engine.step()
     engine.step()
     engine.abort("a")
@@ -275,14 +275,16 @@ def test_a_step_whose_requests_ended_is_thrown_away() -> None:
 def test_a_step_that_cannot_be_completed_is_computed_in_the_plain_way() -> None:
     runner = FakeAheadRunner()
     runner.waits = runner.fails_at_completion = {"bb"}
-    events = run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=6), wanted("bb", [1, 2, 3], max_tokens=4)])
+    events = run_to_end(
+        make_engine(runner), [generation_request("a", [1, 2], max_tokens=6), generation_request("bb", [1, 2, 3], max_tokens=4)]
+    )
     assert [tokens(events["a"]), tokens(events["bb"])] == [expected("a", 2, 6, stops=False), expected("bb", 3, 4, stops=False)]
     assert {"forget", "run 2"} < set(runner.log)
 
 
 def test_a_chunk_of_an_earlier_start_says_nothing_of_the_blocks_of_the_next_one() -> None:
     engine = make_engine(FakeAheadRunner(), caches=True, max_num_batched_tokens=8)
-    engine.submit(wanted("a", list(range(8)) * 2, max_tokens=2))
+    engine.submit(generation_request("a", list(range(8)) * 2, max_tokens=2))
     engine.step()
     (request,) = engine._scheduler.running
     engine._scheduler.preempt(request)
@@ -298,8 +300,8 @@ def test_a_chunk_of_an_earlier_start_that_fails_takes_nothing_from_the_next_one(
     runner = FakeAheadRunner()
     engine = make_engine(runner, max_num_batched_tokens=8)
     if samples:  # beside another prompt there is room for half of the request's own, and then for all of it
-        engine.submit(wanted("b", [1, 2, 3, 4], max_tokens=1))
-    engine.submit(wanted("a", list(range(7)) if samples else list(range(8)) * 2, max_tokens=2))
+        engine.submit(generation_request("b", [1, 2, 3, 4], max_tokens=1))
+    engine.submit(generation_request("a", list(range(7)) if samples else list(range(8)) * 2, max_tokens=2))
     engine.step()
     request = next(each for each in engine._scheduler.running if each.request_id == "a")
     assert request.num_in_flight_tokens
@@ -316,7 +318,9 @@ def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() 
     requests = {"a": (2, 9), "bb": (7, 1), "ccc": (23, 20), "dddd": (1, 30), "e": (5, 4), "f" * 9: (16, 12)}
     for caches in (False, True):
         engine = make_engine(FakeAheadRunner(), num_blocks=20, caches=caches)
-        events = run_to_end(engine, [wanted(n, [1] * p, max_tokens=m, stop_token_ids=[STOP]) for n, (p, m) in requests.items()])
+        events = run_to_end(
+            engine, [generation_request(n, [1] * p, max_tokens=m, stop_token_ids=[STOP]) for n, (p, m) in requests.items()]
+        )
         assert {n: tokens(events[n]) for n in requests} == {n: expected(n, *lens) for n, lens in requests.items()}
         assert engine.status().kv_blocks_used == 0
         engine.check_when_idle()
@@ -332,7 +336,7 @@ def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culpr
     runner.fails_plainly.add("bad")
     engine = make_engine(runner)
     names = {"a": 9, "bad": 9, "b": 12}
-    events = run_to_end(engine, [wanted(n, [1, 2, 3], max_tokens=m) for n, m in names.items()])
+    events = run_to_end(engine, [generation_request(n, [1, 2, 3], max_tokens=m) for n, m in names.items()])
     assert {n: tokens(events[n]) for n in ("a", "b")} == {n: expected(n, 3, names[n], stops=False) for n in ("a", "b")}
     assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
     assert events["bad"][0].error == "the engine failed while computing this request: RuntimeError: boom"
@@ -352,10 +356,10 @@ def test_the_status_tells_of_steps_that_fell_back_to_the_plain_way_and_of_the_la
     runner = FakeAheadRunner()
     runner.waits = {"bad"}
     engine = make_engine(runner)
-    run_to_end(engine, [wanted("a", [1, 2], max_tokens=3)])
+    run_to_end(engine, [generation_request("a", [1, 2], max_tokens=3)])
     assert (engine.status().fallback_steps_total, engine.status().fallback_reason) == (0, None)
     getattr(runner, place).add("bad")
-    run_to_end(engine, [wanted("bad", [1, 2], max_tokens=1)])
+    run_to_end(engine, [generation_request("bad", [1, 2], max_tokens=1)])
     assert (engine.status().fallback_steps_total, engine.status().fallback_reason) == (1, reason)
     assert engine.fallbacks.count == 1
 
@@ -365,7 +369,7 @@ def test_what_no_slot_can_hold_and_a_request_that_fails_everywhere_are_no_fall_b
     runner.not_launched = {"guided"}
     runner.yields_nothing = runner.fails_plainly = {"bad"}
     engine = make_engine(runner)
-    run_to_end(engine, [wanted(name, [1, 2], max_tokens=2) for name in ("guided", "bad")])
+    run_to_end(engine, [generation_request(name, [1, 2], max_tokens=2) for name in ("guided", "bad")])
     assert engine.status().fallback_steps_total == 0
 
 
@@ -374,7 +378,7 @@ def test_steps_that_no_slot_can_hold_are_counted_by_their_reason() -> None:
     runner.not_launched = {"a"}
     engine = make_engine(runner)
     assert engine.status().plain_steps_total == dict.fromkeys(("prompt_logprobs", "logit_bias"), 0)
-    run_to_end(engine, [wanted("a", [1, 2], max_tokens=2), wanted("b", [1, 2], max_tokens=5)])
+    run_to_end(engine, [generation_request("a", [1, 2], max_tokens=2), generation_request("b", [1, 2], max_tokens=5)])
     assert engine.status().plain_steps_total == {"prompt_logprobs": 0, "logit_bias": 2}
 
 
@@ -382,7 +386,7 @@ def test_the_same_failure_is_told_with_its_traceback_once(caplog: pytest.LogCapt
     runner = FakeAheadRunner()
     runner.fails_at_launch = {"a"}
     engine = make_engine(runner)
-    run_to_end(engine, [wanted("a", [1, 2], max_tokens=7)])
+    run_to_end(engine, [generation_request("a", [1, 2], max_tokens=7)])
     told = [record for record in caplog.records if record.name == "gatehouse.engine"]
     assert [bool(record.exc_info) for record in told] == [True, False, False]
     assert [record.getMessage().split("; ")[-1] for record in told] == [
@@ -406,7 +410,7 @@ def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner)
     for name in ("a", "b"):
-        engine.submit(wanted(name, [1, 2, 3], max_tokens=6))
+        engine.submit(generation_request(name, [1, 2, 3], max_tokens=6))
     events = engine.step() + engine.step()
     runner.fails_under_way = {"a"}
     runner.log.clear()
@@ -422,7 +426,7 @@ def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
 def test_copies_behind_a_failed_step_are_made_again() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner)
-    engine.submit(wanted("a", [1, 2, 3], max_tokens=6, n=2))
+    engine.submit(generation_request("a", [1, 2, 3], max_tokens=6, n=2))
     engine.step()
     runner.not_launched = {"a"}
     engine.step()
@@ -435,7 +439,9 @@ def test_copies_behind_a_failed_step_are_made_again() -> None:
 def test_a_batch_that_needs_the_host_waits_for_the_step_under_way_and_is_not_launched() -> None:
     runner = FakeAheadRunner()
     runner.not_launched = {"guided"}
-    events = run_to_end(make_engine(runner), [wanted(n, [1, 2], max_tokens=m) for n, m in (("a", 6), ("guided", 2))])
+    events = run_to_end(
+        make_engine(runner), [generation_request(n, [1, 2], max_tokens=m) for n, m in (("a", 6), ("guided", 2))]
+    )
     assert tokens(events["a"]) == expected("a", 2, 6, stops=False)
     assert tokens(events["guided"]) == expected("guided", 2, 2, stops=False)
     assert runner.log == [
@@ -456,14 +462,14 @@ def test_an_engine_whose_steps_all_fail_asks_to_be_replaced() -> None:
     runner = FakeAheadRunner()
     runner.fails_under_way = runner.fails_plainly = {"a", "b", "c", "d", "e", "probe"}
     with pytest.raises(EngineBroken):
-        run_to_end(make_engine(runner, max_num_seqs=1), [wanted(name, [1, 2], max_tokens=3) for name in "abcde"])
+        run_to_end(make_engine(runner, max_num_seqs=1), [generation_request(name, [1, 2], max_tokens=3) for name in "abcde"])
 
 
 def test_a_request_that_is_aborted_under_way_leaves_nothing_behind() -> None:
     for steps in range(5):
         engine = make_engine(FakeAheadRunner(), caches=True)
         for name in ("a", "b"):
-            engine.submit(wanted(name, [1] * 9, max_tokens=9))
+            engine.submit(generation_request(name, [1] * 9, max_tokens=9))
         events = [event for _ in range(steps) for event in engine.step()]
         (aborted,) = engine.abort("a")
         had = [token for event in events if event.request_id == "a" for token in event.token_ids]
@@ -483,7 +489,7 @@ def test_an_interrupt_within_a_step_leaves_nothing_under_way_behind_the_end_of_a
 
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"b": [2, 2]}))
-    engine.submit(wanted("a", [1, 2], max_tokens=30))
+    engine.submit(generation_request("a", [1, 2], max_tokens=30))
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as patched:
@@ -493,14 +499,14 @@ def test_an_interrupt_within_a_step_leaves_nothing_under_way_behind_the_end_of_a
     engine.abort_all()
     engine.check_invariants()
     assert runner.log[-1] == "forget", "what an interrupt has left of the record of slots is in doubt"
-    events = run_to_end(engine, [wanted("b", [1, 2], max_tokens=8)])
+    events = run_to_end(engine, [generation_request("b", [1, 2], max_tokens=8)])
     assert tokens(events["b"]) == expected("b", 2, 8, stops=False)
     assert any(entry.startswith("verify") for entry in runner.log)
 
 
 def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
     runner = FakeAheadRunner()
-    run_to_end(make_engine(runner, drafter=Oracle({})), [wanted("a", [1, 2], max_tokens=12)])
+    run_to_end(make_engine(runner, drafter=Oracle({})), [generation_request("a", [1, 2], max_tokens=12)])
     looked, ahead = ["collect", "launch 1"], ["launch 1", "collect"]
     assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "collect"]
 
@@ -510,7 +516,9 @@ def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: py
     monkeypatch.setattr(adaptive_drafter, "INDEX_TOKENS_PER_STEP", 8)
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
     runner, prompt = FakeAheadRunner(), [token_of("a", position) for position in range(44)]
-    run_to_end(make_engine(runner, drafter=AdaptiveDrafter(options, FREE_ROWS)), [wanted("a", prompt, max_tokens=20)])
+    run_to_end(
+        make_engine(runner, drafter=AdaptiveDrafter(options, FREE_ROWS)), [generation_request("a", prompt, max_tokens=20)]
+    )
     launched = [entry for entry in runner.log if entry != "collect"]
     assert launched[:10] == ["launch 1"] * 9 + ["verify [2]"]
 
@@ -518,7 +526,7 @@ def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: py
 @pytest.mark.parametrize("is_synchronous", [False, True])
 def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
-    requests = [wanted("a", [1, 2], max_tokens=9), wanted("b", [1, 2], max_tokens=3)]
+    requests = [generation_request("a", [1, 2], max_tokens=9), generation_request("b", [1, 2], max_tokens=3)]
     events = run_to_end(make_engine(runner, drafter=Oracle({"a": [3, 2]})), requests)
     assert [tokens(events["a"]), tokens(events["b"])] == [expected("a", 2, 9, stops=False), expected("b", 2, 3)]
     assert runner.log[:5] == ["launch 2", "collect", "verify [3, 0]", "collect", "verify [2, 0]"]
@@ -528,7 +536,7 @@ def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(is_syn
 def test_right_guesses_behind_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [5]}))
-    events = run_to_end(engine, [wanted("a", [1] * 6, max_tokens=20, stop_token_ids=[STOP])])
+    events = run_to_end(engine, [generation_request("a", [1] * 6, max_tokens=20, stop_token_ids=[STOP])])
     assert tokens(events["a"]) == expected("a", 6, 20)
     assert [len(event.token_ids) for event in events["a"]] == [1, 4], "and one more guess, which was right"
     assert (engine.status().draft_tokens_total, engine.status().accepted_draft_tokens_total) == (5, 4)
@@ -537,7 +545,7 @@ def test_right_guesses_behind_the_end_of_an_answer_are_not_counted_as_accepted()
 def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for_has_ended() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))
-    engine.submit(wanted("a", [1, 2], max_tokens=9))
+    engine.submit(generation_request("a", [1, 2], max_tokens=9))
     engine.step()
     engine.step()
     assert runner.log == ["launch 1", "collect", "verify [3]", "collect"]
@@ -548,7 +556,7 @@ def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for
 def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
     runner = FakeAheadRunner(is_synchronous=True)
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))
-    engine.submit(wanted("a", [1, 2], max_tokens=9))
+    engine.submit(generation_request("a", [1, 2], max_tokens=9))
     events = engine.step()
     runner.waits = {"a"}
     getattr(runner, place).add("a")
@@ -562,7 +570,7 @@ def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted
 
 @pytest.mark.parametrize("max_tokens", range(9, 16))
 def test_an_answer_ends_by_length_however_far_guesses_brought_it_between_steps_launched_ahead(max_tokens: int) -> None:
-    requests = [wanted(name, [1, 2], max_tokens=max_tokens, ignore_eos=True) for name in ("a", "b")]
+    requests = [generation_request(name, [1, 2], max_tokens=max_tokens, ignore_eos=True) for name in ("a", "b")]
     oracle = Oracle({"a": [0, 4], "b": [0, 1]})
     events = run_to_end(make_engine(FakeAheadRunner(), drafter=oracle), requests)
     assert {name: tokens(each) for name, each in events.items()} == {
@@ -573,7 +581,7 @@ def test_an_answer_ends_by_length_however_far_guesses_brought_it_between_steps_l
 @pytest.mark.parametrize("is_synchronous", [False, True])
 def test_nobody_waits_for_tokens_when_no_guess_is_worth_its_row(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
-    run_to_end(make_engine(runner, drafter=Oracle({}, pays=False)), [wanted("a", [1, 2], max_tokens=4)])
+    run_to_end(make_engine(runner, drafter=Oracle({}, pays=False)), [generation_request("a", [1, 2], max_tokens=4)])
     ahead = ["launch 1", *["launch 1", "collect"] * 3, "collect"]
     assert runner.log == (["launch 1", "collect"] * 4 if is_synchronous else ahead)
 

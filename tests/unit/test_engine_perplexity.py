@@ -1,4 +1,4 @@
-"""`models verify` compares a model in fewer bits with itself, or with the model that it was made from."""
+"""`models verify` compares a quantised model with itself, or with the model it was made from."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import pytest
 
 from engine.protocol import EngineFrame, EngineInfo, FinishReason, GatewayFrame, GenerationRequest, SamplingParams, TokenEvent
 from engine.transport import AsyncFrameSocket, PeerClosed, decode_engine_frame, encode_frame
-from tests.support import forked
+from tests.support import forked_processes
 from tests.support.tiny_models import make_model
 
 DEADLINE_S = 300  # a hang: starts have to wait for a processor
@@ -59,7 +59,7 @@ class EngineProcess:
                         return
 
     async def exit_status(self) -> int:
-        return await asyncio.to_thread(forked.ended, self.process, DEADLINE_S)
+        return await asyncio.to_thread(forked_processes.wait_for_exit, self.process, DEADLINE_S)
 
     def hang_up(self) -> None:
         self._connection.shutdown(socket.SHUT_RDWR)
@@ -67,7 +67,7 @@ class EngineProcess:
     def close(self) -> None:
         self._socket.close()
         self.process.kill()
-        forked.ended(self.process, DEADLINE_S)
+        forked_processes.wait_for_exit(self.process, DEADLINE_S)
 
 
 @contextlib.asynccontextmanager
@@ -75,7 +75,7 @@ async def engine_process(model: Path, **changes: Any) -> AsyncIterator[EnginePro
     ours, theirs = socket.socketpair()
     options = {**OPTIONS, "model": str(model), **changes}
     with theirs:
-        process = forked.begin("tests.support.engine_for_tests", "run", theirs, json.dumps(options))
+        process = forked_processes.start("tests.support.engine_for_tests", "run", theirs, json.dumps(options))
     engine = EngineProcess(process, ours)
     try:
         yield engine
@@ -172,7 +172,7 @@ async def test_a_shutdown_aborts_live_requests_and_ends_the_process_in_order(mod
 async def test_an_interrupt_is_left_to_the_gateway(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
-        forked.send_signal(engine.process, signal.SIGINT)
+        forked_processes.send_signal(engine.process, signal.SIGINT)
         engine.send(GatewayFrame(submit=[request("after", max_tokens=3)]))
         events = [event async for event in engine.events("after")]
         assert events[-1].num_output_tokens == 3
@@ -208,7 +208,7 @@ def test_an_engine_that_ends_closes_its_socket(tmp_path: Path) -> None:
     command += ["--fd", str(theirs.fileno()), "--options", options]
     with ours, theirs:
         engine = subprocess.run(
-            command, cwd=forked.REPOSITORY, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False
+            command, cwd=forked_processes.REPOSITORY, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False
         )
     assert engine.returncode == 1
     assert "the engine stops" in engine.stderr

@@ -1,4 +1,4 @@
-"""The shapes in which an offline script may give prompts, and the line that tells how far it has come."""
+"""The prompt formats of offline scripts, and the progress line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling parameters that no engine could compute are refused where they are made, by name and with the limit."""
+"""Sampling parameters that no engine can compute are rejected on construction, with their name and limit."""
 
 from __future__ import annotations
 

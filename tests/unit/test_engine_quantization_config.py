@@ -1,4 +1,4 @@
-"""What `quantization_config` may say: supported layouts are understood, all others refused by the key that is in the way."""
+"""`quantization_config`: supported layouts are accepted, all others rejected with the offending key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options `quantization` and `kv_cache_dtype`: what is done on the fly, what is said about it, what is refused."""
+"""The options `quantization` and `kv_cache_dtype`: quantisation on the fly, its reporting, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_draft_model_is_read_as_it_is_stored(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def damaged(source: layouts.Written, directory: Path, **changes: Any) -> Path:
+def damaged(source: layouts.WrittenCheckpoint, directory: Path, **changes: Any) -> Path:
     """A copy whose tensors of the first query projection are replaced, by the last part of their names; None removes one."""
     shutil.copytree(source.directory, directory)
     tensors = load_file(directory / "model.safetensors")
@@ -158,7 +158,7 @@ def with_code(code: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Written]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.WrittenCheckpoint]:
     directory = tmp_path_factory.mktemp("damaged")
     make_model("llama", directory / "plain", vocab_size=VOCAB_SIZE, **layouts.SIZES)
     fp8 = layouts.fp8(per_row=True, activations="static", compressed=True)
@@ -200,7 +200,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
     ],
 )
 def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
-    name: str, changes: dict[str, Any], message: str, sources: dict[str, layouts.Written], tmp_path: Path
+    name: str, changes: dict[str, Any], message: str, sources: dict[str, layouts.WrittenCheckpoint], tmp_path: Path
 ) -> None:
     directory = damaged(sources[name], tmp_path / "damaged", **changes)
     write_tokenizer(directory)
@@ -210,7 +210,7 @@ def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
         verify_model(directory)
 
 
-def test_every_code_that_is_a_number_is_taken(sources: dict[str, layouts.Written], tmp_path: Path) -> None:
+def test_every_code_that_is_a_number_is_taken(sources: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
     codes = torch.arange(64 * 64) % 256
     numbers = torch.where((codes & 0x7F) == 0x7F, 0, codes).to(torch.uint8).view(64, 64).view(torch.float8_e4m3fn)
     directory = damaged(sources["fp8"], tmp_path / "all", weight=numbers)
@@ -218,7 +218,7 @@ def test_every_code_that_is_a_number_is_taken(sources: dict[str, layouts.Written
     verify_model(directory)
 
 
-def test_gptq_without_g_idx_counts_its_columns(sources: dict[str, layouts.Written], tmp_path: Path) -> None:
+def test_gptq_without_g_idx_counts_its_columns(sources: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
     without = damaged(sources["gptq"], tmp_path / "without", g_idx=None)
     assert torch.equal(logprobs(without), logprobs(sources["gptq"].directory))
 

@@ -1,4 +1,4 @@
-"""What contradicts itself, the model or the device is refused by name before a weight is read."""
+"""Options that contradict each other, the model or the device are rejected by name before any weight is read."""
 
 from __future__ import annotations
 

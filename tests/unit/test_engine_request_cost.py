@@ -1,4 +1,4 @@
-"""What one request may cost the step loop, in which all others wait: counted, not timed."""
+"""The cost of one request for the step loop, on which all others wait: counted, not timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import UNKNOWN_TOKEN, Request
-from tests.support.engines import wanted
+from tests.support.engines import generation_request
 from tests.support.sampling import next_rows, sampling_request
 
 
@@ -133,7 +133,7 @@ def test_a_mask_loses_exactly_the_forbidden_tokens() -> None:
 
 
 def test_what_a_request_asks_for_is_checked_once_and_not_for_each_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = wanted("a", [1, 2], n=128, seed=5, bad_words_token_ids=[[1, 2]])
+    asked = generation_request("a", [1, 2], n=128, seed=5, bad_words_token_ids=[[1, 2]])
     checks: list[object] = []
     monkeypatch.setattr(sampling_params, "_check_bad_words", checks.append)
     engine = cast(Engine, SimpleNamespace(info=SimpleNamespace(max_model_len=64, eos_token_ids=[9]), _clock=lambda: 0.0))

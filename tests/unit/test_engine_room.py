@@ -1,4 +1,4 @@
-"""Room: who gives way for whom, that it is for good, and who takes the place."""
+"""Making room: who is preempted for whom, that it is permanent, and who takes the place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.scheduling.policy import Start
 from engine.scheduling.preemption import TURN_STEPS
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
-from tests.support.scheduling import drain, make_request, make_scheduler, plan, step
+from tests.support.scheduling import drain, make_request, make_scheduler, planned_tokens, step
 
 COSTS = TokenCosts(prefill_token_ps=10, prefill_pair_ps=0, decode_token_ps=10, decode_context_ps=0)
 
@@ -23,7 +23,7 @@ def test_one_who_arrives_among_requests_of_a_hog_gets_a_seat_at_once() -> None:
     for _ in range(3):
         step(scheduler)
     scheduler.add(make_request("victim", 4, tenant="victim"))
-    assert ("victim", 4) in plan(step(scheduler))
+    assert ("victim", 4) in planned_tokens(step(scheduler))
     assert scheduler.totals.preemptions == 1
     preempted = next(request for request in scheduler.waiting() if request.num_preemptions)
     assert preempted.request_id == "hog 3", "the youngest gives way"
@@ -58,7 +58,7 @@ def test_a_seat_that_was_made_free_for_one_who_arrives_is_not_taken_by_whoever_g
     scheduler = flooded(num_tenants=2, max_num_seqs=4)
     before = scheduler.totals.preemptions
     scheduler.add(make_request("charlie", 4, tenant="charlie"))
-    assert ("charlie", 4) in plan(step(scheduler))
+    assert ("charlie", 4) in planned_tokens(step(scheduler))
     assert scheduler.totals.preemptions == before + 1
 
 
@@ -110,7 +110,7 @@ def test_one_who_arrives_is_given_a_seat_though_others_have_just_sought_one_in_v
     while not policy._would_find_no_victim():
         step(scheduler)
     scheduler.add(make_request("charlie", 4, tenant="charlie"))
-    assert ("charlie", 4) in plan(step(scheduler))
+    assert ("charlie", 4) in planned_tokens(step(scheduler))
 
 
 def test_an_interactive_request_takes_the_seat_of_a_batch_one_and_a_standard_one_does_not() -> None:
@@ -119,9 +119,9 @@ def test_an_interactive_request_takes_the_seat_of_a_batch_one_and_a_standard_one
         scheduler.add(make_request(name, 4, max_tokens=50, priority=Priority.BATCH))
     step(scheduler)
     scheduler.add(make_request("s", 4, priority=Priority.STANDARD))
-    assert plan(step(scheduler)) == [("b1", 1), ("b2", 1)]
+    assert planned_tokens(step(scheduler)) == [("b1", 1), ("b2", 1)]
     scheduler.add(make_request("i", 4, priority=Priority.INTERACTIVE))
-    assert plan(step(scheduler)) == [("b1", 1), ("i", 4)]
+    assert planned_tokens(step(scheduler)) == [("b1", 1), ("i", 4)]
 
 
 def test_batch_work_that_waited_for_its_own_kind_only_makes_place_for_interactive_requests_as_ever() -> None:
@@ -133,7 +133,7 @@ def test_batch_work_that_waited_for_its_own_kind_only_makes_place_for_interactiv
         step(scheduler)
     assert scheduler.accounts.step > AGEING_STEPS
     scheduler.add(make_request("i", 4, priority=Priority.INTERACTIVE))
-    assert plan(step(scheduler)) == [("i", 4)]
+    assert planned_tokens(step(scheduler)) == [("i", 4)]
 
 
 def test_a_preempted_request_changes_places_with_another_of_its_tenant() -> None:

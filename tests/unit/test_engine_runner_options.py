@@ -1,4 +1,4 @@
-"""Options of the engine that reach the device half: what is refused, by name, and what memory and caches are made of them."""
+"""Engine options for the device: those rejected by name, and the resulting memory and caches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from engine.text.shared_prefixes import shared_prefixes
-from tests.support.engines import run_to_end, small_engine, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -188,7 +188,7 @@ def test_logits_of_a_long_prompt_are_never_held_at_once(model: Path) -> None:
         return whole(hidden)
 
     runner.target.logits = counted  # type: ignore[method-assign,assignment]
-    requests = [wanted(str(i), list(range(3, 60)), max_tokens=2, prompt_logprobs=2, logprobs=0) for i in range(8)]
+    requests = [generation_request(str(i), list(range(3, 60)), max_tokens=2, prompt_logprobs=2, logprobs=0) for i in range(8)]
     events = run_to_end(engine, requests)
     assert most == 3
     expected = run_to_end(small_engine(model), requests)
@@ -214,8 +214,8 @@ def test_a_globally_shared_prefix_is_computed_once_for_all_tenants(tmp_path: Pat
     assert len(in_conversation) > len(token_ids) > 200, "also as the system message of a conversation"
     for is_global, expected in ((True, len(token_ids) // 16 * 16), (False, 0)):
         engine = small_engine(folder, shared_prefixes=(prefix_file,) if is_global else ())
-        run_to_end(engine, [wanted("a", [*token_ids, 5], max_tokens=1)])
-        again = run_to_end(engine, [wanted("b", [*token_ids, 7, 8], tenant_id="bob", max_tokens=1)])["b"]
+        run_to_end(engine, [generation_request("a", [*token_ids, 5], max_tokens=1)])
+        again = run_to_end(engine, [generation_request("b", [*token_ids, 7, 8], tenant_id="bob", max_tokens=1)])["b"]
         assert again[-1].num_cached_tokens == expected
 
 

@@ -1,4 +1,4 @@
-"""What is left to draw from, against the processors of transformers: the same tokens with the same probabilities."""
+"""The filtered distributions against transformers' processors: the same tokens with the same probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling by columns of slots draws what the plain sampler draws, and accepts no more than it can hold."""
+"""Sampling by slot columns draws the tokens of the plain sampler, and rejects what it cannot hold."""
 
 from __future__ import annotations
 

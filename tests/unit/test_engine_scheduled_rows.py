@@ -1,4 +1,4 @@
-"""Rows of a step: the same for the forward pass whichever runner makes them, and those that choose tokens in columns."""
+"""Rows of a step: equal for the forward pass whichever runner makes them, and those that sample in columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order and bounds of scheduling: decodes first, chunks, overtaking that ends, preemption of the youngest, prefix sharing."""
+"""Order and bounds of scheduling: decodes first, chunks, bounded overtaking, preemption of the youngest, shared prefixes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.scheduling.policy import SCAN_REQUESTS_MAX, SKIPS_MAX
 from engine.scheduling.request import IllegalTransition, Request, RequestStatus
 from engine.scheduling.scheduled_batch import StepOutput
 from engine.scheduling.scheduler import Scheduler
-from tests.support.scheduling import BLOCK_SIZE, drain, make_request, make_scheduler, plan, step
+from tests.support.scheduling import BLOCK_SIZE, drain, make_request, make_scheduler, planned_tokens, step
 
 
 def test_decodes_come_first_then_chunks_under_way_then_new_requests() -> None:
     scheduler = make_scheduler(budget=10)
     scheduler.add(make_request("a", 3))
-    assert plan(step(scheduler)) == [("a", 3)]
+    assert planned_tokens(step(scheduler)) == [("a", 3)]
     scheduler.add(make_request("b", 14))
     scheduler.add(make_request("c", 5))
-    assert plan(step(scheduler)) == [("a", 1), ("b", 9)]
-    assert plan(step(scheduler)) == [("a", 1), ("b", 5), ("c", 4)]
-    assert plan(step(scheduler)) == [("a", 1), ("b", 1), ("c", 1)]
+    assert planned_tokens(step(scheduler)) == [("a", 1), ("b", 9)]
+    assert planned_tokens(step(scheduler)) == [("a", 1), ("b", 5), ("c", 4)]
+    assert planned_tokens(step(scheduler)) == [("a", 1), ("b", 1), ("c", 1)]
 
 
 def test_a_steps_list_of_decodes_is_that_of_the_step_before_until_somebody_comes_goes_or_loses_blocks() -> None:
@@ -39,9 +39,9 @@ def test_a_steps_list_of_decodes_is_that_of_the_step_before_until_somebody_comes
     assert all(each is lists[0] for each in lists)
     scheduler.preempt(first)
     alone = step(scheduler)
-    assert plan(alone) == [("b", 1), ("a", 3)]  # its first block was found again
+    assert planned_tokens(alone) == [("b", 1), ("a", 3)]  # its first block was found again
     again = step(scheduler)
-    assert plan(again) == [("b", 1), ("a", 1)]
+    assert planned_tokens(again) == [("b", 1), ("a", 1)]
     scheduler.abort(second)
     assert len({id(each.decodes) for each in (alone, again, step(scheduler))} | {id(lists[0])}) == 4
 
@@ -50,8 +50,8 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
         scheduler.add(make_request(name, 2, max_tokens=1))
-    assert plan(step(scheduler)) == [("a", 2), ("b", 2)]
-    assert plan(step(scheduler)) == [("c", 2)]
+    assert planned_tokens(step(scheduler)) == [("a", 2), ("b", 2)]
+    assert planned_tokens(step(scheduler)) == [("c", 2)]
 
 
 def test_when_a_prediction_fails_the_youngest_gives_way_and_goes_on_later() -> None:
@@ -64,7 +64,7 @@ def test_when_a_prediction_fails_the_youngest_gives_way_and_goes_on_later() -> N
         scheduler.add(request)
     for _ in range(3):
         batch = step(scheduler)
-    assert plan(batch) == [("old", 1)]
+    assert planned_tokens(batch) == [("old", 1)]
     assert (young.status, young.num_preemptions, len(young.block_table)) == (RequestStatus.QUEUED, 1, 0)
     while scheduler.has_requests:
         step(scheduler)
@@ -110,7 +110,7 @@ def test_a_step_looks_at_a_bounded_part_of_the_queue() -> None:
     for number in range(SCAN_REQUESTS_MAX):
         scheduler.add(make_request(f"big {number}", 28))
     scheduler.add(make_request("small", 1))
-    assert plan(step(scheduler)) == [("holder", 1)]
+    assert planned_tokens(step(scheduler)) == [("holder", 1)]
 
 
 def test_a_pool_that_cannot_hold_the_longest_request_is_refused() -> None:
@@ -125,7 +125,7 @@ def test_a_second_request_of_a_tenant_shares_the_full_blocks_of_the_first() -> N
     scheduler.add(first)
     step(scheduler)
     scheduler.add(second)
-    assert plan(step(scheduler)) == [("first", 1), ("second", 3)]
+    assert planned_tokens(step(scheduler)) == [("first", 1), ("second", 3)]
     assert second.block_table[:2] == first.block_table[:2]
     assert second.num_cached_tokens == 8
     assert scheduler.totals.prefix_cache_hit_tokens == 8
@@ -148,7 +148,7 @@ def test_a_prompt_of_whole_blocks_still_computes_its_last_block() -> None:
     for name in ("first", "second"):
         scheduler.add(make_request(name, 8, max_tokens=1))
         batch = step(scheduler)
-    assert plan(batch) == [("second", 4)]
+    assert planned_tokens(batch) == [("second", 4)]
 
 
 def test_content_survives_its_request_until_its_blocks_are_needed() -> None:

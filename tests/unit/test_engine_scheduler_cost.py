@@ -1,4 +1,4 @@
-"""The cost of a step is that of its batch, counted in bytecode instructions: no clock, so nothing to be flaky."""
+"""The cost of a step depends only on its batch; counted in bytecode instructions instead of timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests share: answers of one prompt, equal prefixes at the same time, global prefixes, and blocks in main memory."""
+"""Sharing between requests: answers of one prompt, concurrent equal prefixes, global prefixes, and blocks in main memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.scheduling.host_tier import HostTier
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduled_batch import StepOutput
-from tests.support.scheduling import BLOCK_SIZE, drain, finish, make_request, make_scheduler, plan, step
+from tests.support.scheduling import BLOCK_SIZE, apply_outputs, drain, make_request, make_scheduler, planned_tokens, step
 
 
 def test_further_answers_share_the_prompt_and_copy_the_block_they_write_to() -> None:
@@ -23,15 +23,15 @@ def test_further_answers_share_the_prompt_and_copy_the_block_they_write_to() -> 
     scheduler.add(first)
     for fork in forks:
         scheduler.add_fork(fork)
-    assert plan(step(scheduler)) == [("a", 10)]
+    assert planned_tokens(step(scheduler)) == [("a", 10)]
     batch = scheduler.schedule()
-    assert plan(batch) == [("a", 1), ("a", 1), ("a", 1)]
+    assert planned_tokens(batch) == [("a", 1), ("a", 1), ("a", 1)]
     assert [item.start for item in batch.prefills] == [9, 9], "only the last prompt token is computed again"
     assert batch.moves.copies == [(first.block_table[2], fork.block_table[2]) for fork in forks]
     for fork in forks:
         assert fork.block_table[:2] == first.block_table[:2]
         assert (fork.num_cached_tokens, fork.num_prompt_tokens_computed) == (9, 9)
-    events = finish(scheduler, batch)
+    events = apply_outputs(scheduler, batch)
     assert {event.index for event in events} == {0, 1, 2}
     drain(scheduler)
     assert scheduler.totals.prompt_tokens == 10, "the prompt of several answers counts once"
@@ -45,7 +45,7 @@ def test_an_answer_whose_first_sibling_ends_early_computes_the_prompt_itself() -
     scheduler.add_fork(fork)
     assert scheduler.num_waiting == 2
     scheduler.abort(first)
-    assert plan(step(scheduler)) == [("a", 12)]
+    assert planned_tokens(step(scheduler)) == [("a", 12)]
     drain(scheduler)
     assert fork.finish_reason is FinishReason.LENGTH
 
@@ -56,10 +56,10 @@ def test_an_answer_that_is_asked_for_late_shares_the_prompt_at_once_or_computes_
     scheduler.add(first)
     step(scheduler)
     scheduler.add_fork(make_request("a", 10, index=1, forked_from=first))
-    assert plan(step(scheduler)) == [("a", 1), ("a", 1)]
+    assert planned_tokens(step(scheduler)) == [("a", 1), ("a", 1)]
     drain(scheduler)
     scheduler.add_fork(make_request("a", 10, index=2, forked_from=first))
-    assert plan(step(scheduler)) == [("a", 10)]
+    assert planned_tokens(step(scheduler)) == [("a", 10)]
     drain(scheduler)
 
 
@@ -106,7 +106,7 @@ def test_one_with_another_prompt_does_not_wait_for_them() -> None:
     scheduler = make_scheduler(num_blocks=64, budget=8, caches=True)
     for name, first_token in (("first", 100), ("second", 100), ("other", 500)):
         scheduler.add(make_request(name, 6, first_token=first_token))
-    assert plan(step(scheduler)) == [("first", 6), ("other", 2)]
+    assert planned_tokens(step(scheduler)) == [("first", 6), ("other", 2)]
 
 
 def test_a_global_prefix_is_shared_between_tenants_and_nothing_behind_it_is() -> None:
@@ -224,14 +224,14 @@ def test_evicted_blocks_move_to_main_memory_and_come_back() -> None:
     scheduler.add(make_request("b", 15, max_tokens=1, tenant="bob"))
     batch = scheduler.schedule()
     assert len(batch.moves.swap_out) == 2, "both full blocks of the first prompt were evicted"
-    finish(scheduler, batch)
+    apply_outputs(scheduler, batch)
     again = make_request("again", 9, max_tokens=1)
     scheduler.add(again)
     batch = scheduler.schedule()
     assert len(batch.moves.swap_in) == 2
     assert {target for _, target in batch.moves.swap_in} == set(again.block_table[:2])
     assert again.num_cached_tokens == 8
-    finish(scheduler, batch)
+    apply_outputs(scheduler, batch)
     assert (scheduler.kv.num_swapped_out, scheduler.kv.num_swapped_in) == (4, 2)
 
 

@@ -1,4 +1,4 @@
-"""Guesses of prompt lookup, how deep to guess, who must not be guessed for, and the options of it all. No tensors."""
+"""Drafts by prompt lookup, their depth, requests without speculation, and the options. No tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification of guesses: by equality with what plain decoding draws, and by rejection with the distribution it draws from."""
+"""Verification of drafts: by equality with plain decoding, and by rejection sampling with its distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.sampling.sampler import NOT_FINITE, SampledToken
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
 from kernels.ops import GUESS, plain_sampling
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model
 
 NUM_DRAWS = 4000
@@ -131,7 +131,7 @@ def speculation(method: str, model: Path | None = None, depth: int = 3) -> dict[
 
 def run(model: Path, sampling: dict[str, Any], count: int, **options: Any) -> list[list[int]]:
     engine = small_engine(model, max_num_seqs=32, **options)
-    requests = [wanted(str(i), [5, 6, 7] * 3, **{"seed": i, "max_tokens": 3, **sampling}) for i in range(count)]
+    requests = [generation_request(str(i), [5, 6, 7] * 3, **{"seed": i, "max_tokens": 3, **sampling}) for i in range(count)]
     events = run_to_end(engine, requests)
     return [tokens(events[str(i)]) for i in range(count)]
 
@@ -174,7 +174,9 @@ def test_a_draft_model_writes_the_very_tokens_where_it_cannot_depend_on_chance(
 
 def test_only_what_was_generated_is_counted(models: tuple[Path, Path]) -> None:
     engine = small_engine(models[0], **speculation("draft_model", models[0], depth=4))
-    events = run_to_end(engine, [wanted(str(i), [5, 6, 7], max_tokens=length) for i, length in enumerate((1, 2, 7, 30))])
+    events = run_to_end(
+        engine, [generation_request(str(i), [5, 6, 7], max_tokens=length) for i, length in enumerate((1, 2, 7, 30))]
+    )
     assert [len(tokens(events[str(i)])) for i in range(4)] == [1, 2, 7, 30]
     assert [events[str(i)][-1].num_output_tokens for i in range(4)] == [1, 2, 7, 30]
     status = engine.status()

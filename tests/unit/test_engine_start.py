@@ -1,4 +1,4 @@
-"""What an engine tells of its start: all of its time, part by part."""
+"""An engine's report of its start accounts for all of its time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from engine.build import NOT_RECORDED
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
-from tests.support.engines import run_to_end, small_engine, wanted
+from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.tiny_models import make_model
 
 PARTS = {"plain": ["kernels", "weights", "cache", "speed"], "recorded": ["kernels", "weights", "cache", "graphs", "speed"]}
@@ -54,4 +54,4 @@ def test_a_start_tells_of_steps_that_cannot_be_recorded_because_of_the_draft_mod
         engine = small_engine(tmp_path / "target", enforce_eager=False, speculative_config=guesses)
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("started")]
     assert [f"runner={words}" in line for line in said] == [True]
-    assert run_to_end(engine, [wanted("a", [5, 6], max_tokens=4)])["a"][-1].finish_reason
+    assert run_to_end(engine, [generation_request("a", [5, 6], max_tokens=4)])["a"][-1].finish_reason

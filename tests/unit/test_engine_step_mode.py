@@ -1,4 +1,4 @@
-"""How steps are run follows from options and device, in one place."""
+"""The step mode follows from options and device, in one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: what is sent arrives, in any pieces; what is no frame is refused; a peer that is gone or stuck is noticed."""
+"""Frames: delivered in any pieces; anything else is rejected; a closed or stuck peer is detected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import uvloop
 from engine import transport
 from engine.protocol import EngineFrame, FinishReason, GatewayFrame, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from engine.transport import AsyncFrameSocket, FrameSocket, FrameTooLarge, MalformedFrame, PeerClosed, PeerStalled
-from tests.support.many_files import every_low_number_taken
+from tests.support.open_files import use_up_low_descriptors
 
 SUBMIT = GatewayFrame(
     submit=[
@@ -99,7 +99,7 @@ def test_frames_arrive_whole_however_the_bytes_were_cut(pair: tuple[FrameSocket,
 
 
 def test_a_socket_works_in_a_process_with_many_files() -> None:
-    with every_low_number_taken():
+    with use_up_low_descriptors():
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(transport.encode_frame(SUBMIT))

@@ -1,4 +1,4 @@
-"""Who can still have its first token in time: the others step aside, once, and never starve."""
+"""Requests that can still meet their TTFT target take precedence, once; the others never starve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits is kept for as long as it waits, and no longer."""
+"""State of waiting requests is kept exactly as long as they wait."""
 
 from __future__ import annotations
 

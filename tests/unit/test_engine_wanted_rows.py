@@ -1,4 +1,4 @@
-"""Behind the attention of the last layer only the rows whose hidden states are wanted are computed, with the same results."""
+"""After the attention of the last layer only requested rows are computed, with the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiler beside the step loop: deadlines, the cache, and who is hurt by a text that explodes."""
+"""The grammar compiler process: deadlines, the cache, and the effects of an exploding grammar."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from engine.grammar.masks import GrammarMasks
 from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
-from tests.support.few_threads import no_more_threads
 from tests.support.grammars import BYTES, EOS, compiled, empty_mask
-from tests.support.many_files import every_low_number_taken
+from tests.support.open_files import use_up_low_descriptors
 from tests.support.sampling import sampling_request
+from tests.support.thread_limit import forbid_new_threads
 
 ALICE, BOB = "alice", "bob"
 TWO_TOKENS = Vocabulary((b"", b"{", b"}", b" {", b'"a"', b"", b""), (0, 5), strips_first_space=True)
@@ -70,7 +70,7 @@ def test_a_text_is_followed_to_its_end(compiler: GrammarCompiler) -> None:
 
 
 def test_a_grammar_is_compiled_in_a_process_with_many_files() -> None:
-    with every_low_number_taken():
+    with use_up_low_descriptors():
         compiler = GrammarCompiler(BYTES, deadline_s=60.0, workers=1)
         try:
             write(compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result().start(), "a")
@@ -223,7 +223,7 @@ def test_a_failure_that_is_no_grammars_is_told_and_the_next_compile_gets_a_proce
 
 def test_where_no_thread_can_be_started_a_grammar_is_refused_without_blame_and_a_later_one_is_compiled() -> None:
     compiler, spec = GrammarCompiler(BYTES, workers=1), GrammarSpec("choice", '["a"]')
-    with no_more_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
+    with forbid_new_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
         compiler.submit(spec, ALICE).result(timeout=60)
     assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
     compiler.close()
@@ -232,12 +232,12 @@ def test_where_no_thread_can_be_started_a_grammar_is_refused_without_blame_and_a
 def test_where_no_thread_can_be_started_an_answer_is_refused_without_blame_and_a_later_one_gets_masks() -> None:
     masks, request = GrammarMasks(BYTES.size), sampling_request()
     grammar = compiled("choice", '["a"]')
-    with no_more_threads():
+    with forbid_new_threads():
         with pytest.raises(EngineOverloaded, match="the system starts no more threads"):
             masks.start(request, grammar)
         assert masks.are_empty
     masks.start(request, grammar)
-    with no_more_threads():
+    with forbid_new_threads():
         filled = masks.fill([request])
     assert filled is not None
     assert filled.result(timeout=60).rows.ne(0).sum() == 1
@@ -246,7 +246,7 @@ def test_where_no_thread_can_be_started_an_answer_is_refused_without_blame_and_a
 
 def test_where_no_thread_can_be_started_a_compiler_can_be_closed() -> None:
     compiler = GrammarCompiler(BYTES)
-    with no_more_threads():
+    with forbid_new_threads():
         compiler.submit(GrammarSpec("choice", '["a"]'), ALICE)
     compiler.close()
 
@@ -254,7 +254,7 @@ def test_where_no_thread_can_be_started_a_compiler_can_be_closed() -> None:
 def test_where_no_further_thread_can_be_started_a_grammar_waits_for_those_that_there_are() -> None:
     compiler = GrammarCompiler(BYTES, workers=2)
     first = compiler.submit(GrammarSpec("choice", '["a"]'), ALICE)
-    with no_more_threads():
+    with forbid_new_threads():
         second = compiler.submit(GrammarSpec("choice", '["b"]'), BOB)
     assert first.result(timeout=60).start().is_complete is False
     assert second.result(timeout=60).start().is_complete is False

@@ -1,4 +1,4 @@
-"""Every keyword of JSON Schema: what a grammar accepts, what it refuses, and which schemas are refused by name."""
+"""Every keyword of JSON Schema: what a grammar accepts and rejects, and which schemas are rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of grammars: what reaches one is written, and what exceeds it is refused with its number."""
+"""Limits of grammars: at the limit they work, beyond it they are rejected with its value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The glance at a request's constraint: one at a time, well-formed, within its limits, and without a grammar library."""
+"""Validation of a request's constraint: exactly one, well-formed, within its limits, without a grammar library."""
 
 from __future__ import annotations
 

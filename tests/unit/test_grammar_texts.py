@@ -1,4 +1,4 @@
-"""Regular expressions, choices and grammars of the caller: what they accept, and what is refused by name."""
+"""The caller's regular expressions, choices and grammars: what they accept, and what is rejected by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ws    ::= " "*
 """
 
 
-def test_a_grammar_in_gbnf() -> None:
+def test_a_gbnf_grammar_accepts_exactly_its_texts() -> None:
     grammar = compiled("grammar", GBNF)
     assert all(accepts(grammar, text) for text in ("{ab:12}", "{ab:12, c:3}", "{x-y}", "{a:é}"))
     assert not any(accepts(grammar, text) for text in ("{}", "{abcd:1}", "{ab:12,}", "{ab:12"))
@@ -77,13 +77,13 @@ def test_what_gbnf_repeats_no_times_is_not_there(bounds: str) -> None:
     assert not accepts(grammar, "ab")
 
 
-def test_a_recursive_grammar() -> None:
+def test_a_recursive_grammar_accepts_balanced_texts_only() -> None:
     grammar = compiled("grammar", 'root ::= "(" root ")" | ""')
     assert accepts(grammar, "((()))")
     assert not accepts(grammar, "(()")
 
 
-def test_a_grammar_in_lark() -> None:
+def test_a_lark_grammar_accepts_exactly_its_texts() -> None:
     grammar = compiled("grammar", 'start: WORD ("," WORD)*\nWORD: /[a-z]+/ & ~/bad/\n')
     assert accepts(grammar, "good,fine")
     assert not accepts(grammar, "good,bad")

@@ -44,7 +44,7 @@ def test_a_byte_level_text_is_its_tokens_bytes() -> None:
     assert not vocabulary.strips_first_space
 
 
-def test_sentencepiece_spaces_and_bytes() -> None:
+def test_sentencepiece_tokens_become_spaces_and_bytes() -> None:
     steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     vocabulary = vocabulary_of(sentencepiece({"type": "Sequence", "decoders": [*steps, strip]}), 300, [1])

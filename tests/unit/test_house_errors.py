@@ -1,4 +1,4 @@
-"""The error tree: every class that a caller can meet has a code, a status, a sentence, and its place in the drawing."""
+"""The error tree: every public class has a code, a status, a docstring, and its place in the diagram."""
 
 from __future__ import annotations
 

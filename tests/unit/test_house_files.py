@@ -1,4 +1,4 @@
-"""How the repository looks: sizes, names, notes, the tree in the README, versions that agree."""
+"""The repository: file sizes, names, notes, the tree in the README, and consistent versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: read from the source, so that a wrong import fails even where no test runs it."""
+"""Permitted imports between packages, read from the source, so that a wrong one fails without being executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators' table of settings says what the code does."""
+"""The operators' table of settings agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linter, formatter and type checker are part of the tests, so that one command holds everything."""
+"""Linter, formatter and type checker run as tests, so that one command checks everything."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every route of the application, found from its router, tried by those who must not get what it gives; on each database.
 
-A route that is added is tried without being named here. Whoever adds one with a new name in its path says in `make_tenancy` or
-`BOX_NAMES` what stands for it, so that it is tried with something that exists.
+A route that is added is tried without being named here. Whoever adds one with a new name in its path says in
+`make_populated_tenant` or `BOX_NAMES` what stands for it, so that it is tried with something that exists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import httpx
 import pytest
 
 from tests.support.api_box import ApiBox, open_api_box_on
-from tests.support.strangers import SAFE, Route, Tenancy, contents, make_tenancy, routes_of, signed_in
+from tests.support.tenant_isolation import (
+    SAFE,
+    PopulatedTenant,
+    Route,
+    dump_tables,
+    make_populated_tenant,
+    routes_of,
+    session_headers,
+)
 
 TENANT_ROLES = ("manager", "developer", "viewer")
 BOX_ROLES = ("owner", "admin", "billing", "viewer")
@@ -70,13 +78,13 @@ async def box(database_url: str, tmp_path: Path) -> AsyncIterator[ApiBox]:
 
 
 @pytest.fixture
-async def bob(box: ApiBox) -> Tenancy:
-    return await make_tenancy(box.services, "bob")
+async def bob(box: ApiBox) -> PopulatedTenant:
+    return await make_populated_tenant(box.services, "bob")
 
 
 @pytest.fixture
-async def charlie(box: ApiBox) -> Tenancy:
-    return await make_tenancy(box.services, "charlie")
+async def charlie(box: ApiBox) -> PopulatedTenant:
+    return await make_populated_tenant(box.services, "charlie")
 
 
 def is_under(path: str, places: tuple[str, ...]) -> bool:
@@ -114,31 +122,31 @@ def told(answer: httpx.Response, *given: str) -> tuple[int, str]:
 
 
 @on_one_database
-async def test_nobody_gets_anything_without_saying_who_he_is(box: ApiBox, charlie: Tenancy) -> None:
-    before = await contents(box.services)
+async def test_nobody_gets_anything_without_saying_who_he_is(box: ApiBox, charlie: PopulatedTenant) -> None:
+    before = await dump_tables(box.services)
     for route in routes(box):
         answer = await call(box, route, {"authorization": ""}, charlie.ids)
 
         to_login = answer.status_code == 303 and answer.headers["location"].startswith("/login")
         assert answer.status_code == 401 or to_login, (route, answer.status_code)
         assert not leaks(answer, charlie, given=charlie.ids.values()), route
-    assert await contents(box.services) == before
+    assert await dump_tables(box.services) == before
 
 
 @on_one_database
-async def test_every_name_in_a_path_stands_for_something_that_exists(box: ApiBox, charlie: Tenancy) -> None:
+async def test_every_name_in_a_path_stands_for_something_that_exists(box: ApiBox, charlie: PopulatedTenant) -> None:
     known = {*charlie.ids, *BOX_NAMES}
     unknown = [route for route in routes(box) if not set(route.parameters) <= known and not is_inference(route)]
 
-    assert not unknown, "say in tests/support/strangers.py what Charlie has of this"
+    assert not unknown, "say in tests/support/tenant_isolation.py what Charlie has of this"
 
 
 @by_every_role_and_on_each_database
 async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
-    box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str
+    box: ApiBox, bob: PopulatedTenant, charlie: PopulatedTenant, role: str
 ) -> None:
-    headers = await signed_in(box.services, bob.people[role])
-    before = await contents(box.services)
+    headers = await session_headers(box.services, bob.people[role])
+    before = await dump_tables(box.services)
     for route in routes(box):
         asked = {name: charlie.ids[name] for name in route.query if name in charlie.ids and route.method not in SAFE}
         if not (asked or set(route.parameters) & set(charlie.ids) or (route.path in FORMS and route.method not in SAFE)):
@@ -156,13 +164,15 @@ async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
         if own:
             mixed = await call(box, route, headers, BOX_NAMES | charlie.ids | own, **asked)
             assert not leaks(mixed, charlie, given=charlie.ids.values()), route
-    assert await contents(box.services) == before
+    assert await dump_tables(box.services) == before
 
 
 @by_every_role_and_on_each_database
-async def test_a_forged_id_in_a_body_is_an_id_of_nothing(box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str) -> None:
-    headers = await signed_in(box.services, bob.people[role])
-    before = await contents(box.services)
+async def test_a_forged_id_in_a_body_is_an_id_of_nothing(
+    box: ApiBox, bob: PopulatedTenant, charlie: PopulatedTenant, role: str
+) -> None:
+    headers = await session_headers(box.services, bob.people[role])
+    before = await dump_tables(box.services)
     for route in routes(box):
         for name in set(route.body) & set(charlie.ids):
             assert route.path in BODIES, f"say in BODIES what else {route.path} needs"
@@ -175,12 +185,14 @@ async def test_a_forged_id_in_a_body_is_an_id_of_nothing(box: ApiBox, bob: Tenan
             assert answers[0].status_code in (403, 404), (route, name, answers[0].text)
             assert answers[0].json() == answers[1].json(), (route, name)
             assert not leaks(answers[0], charlie, given=[charlie.ids[name]])
-    assert await contents(box.services) == before
+    assert await dump_tables(box.services) == before
 
 
 @by_every_role_and_on_each_database
-async def test_no_list_and_no_page_tells_bobs_people_of_charlie(box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str) -> None:
-    headers = await signed_in(box.services, bob.people[role])
+async def test_no_list_and_no_page_tells_bobs_people_of_charlie(
+    box: ApiBox, bob: PopulatedTenant, charlie: PopulatedTenant, role: str
+) -> None:
+    headers = await session_headers(box.services, bob.people[role])
     answered = 0
     for route in routes(box):
         if route.method not in SAFE:
@@ -196,7 +208,9 @@ async def test_no_list_and_no_page_tells_bobs_people_of_charlie(box: ApiBox, bob
     assert answered > 20
 
 
-async def test_a_key_that_may_read_usage_reads_that_of_its_tenant_alone(box: ApiBox, bob: Tenancy, charlie: Tenancy) -> None:
+async def test_a_key_that_may_read_usage_reads_that_of_its_tenant_alone(
+    box: ApiBox, bob: PopulatedTenant, charlie: PopulatedTenant
+) -> None:
     headers = {"authorization": f"Bearer {bob.person.secret}"}
     answered = []
     for route in routes(box):
@@ -214,8 +228,8 @@ async def test_a_key_that_may_read_usage_reads_that_of_its_tenant_alone(box: Api
 
 @on_one_database
 @pytest.mark.parametrize("role", TENANT_ROLES)
-async def test_what_a_role_may_change_in_its_own_tenant_is_a_table(box: ApiBox, bob: Tenancy, role: str) -> None:
-    headers = await signed_in(box.services, bob.people[role])
+async def test_what_a_role_may_change_in_its_own_tenant_is_a_table(box: ApiBox, bob: PopulatedTenant, role: str) -> None:
+    headers = await session_headers(box.services, bob.people[role])
     own = {name: bob.ids[name] for name in ("tenant_id", "project_id")}
     for route in changing(box):
         answer = await call(box, route, headers, BOX_NAMES | own)
@@ -229,23 +243,23 @@ async def test_what_a_role_may_change_in_its_own_tenant_is_a_table(box: ApiBox, 
 
 @on_one_database
 @pytest.mark.parametrize("role", BOX_ROLES)
-async def test_what_a_role_may_change_on_the_box_is_a_table(box: ApiBox, bob: Tenancy, role: str) -> None:
+async def test_what_a_role_may_change_on_the_box_is_a_table(box: ApiBox, bob: PopulatedTenant, role: str) -> None:
     member = await box.services.members.create(f"{role}@box.example", "a password of tests", role)
-    headers = await signed_in(box.services, member)
-    before = await contents(box.services)
+    headers = await session_headers(box.services, member)
+    before = await dump_tables(box.services)
     for route in changing(box):
         answer = await call(box, route, headers, {})
 
         assert (answer.status_code != 403) is may_on_box(role, route), (route, answer.status_code, answer.text[:200])
         assert answer.status_code < 500, (route, answer.text)
-    assert await contents(box.services) == before
+    assert await dump_tables(box.services) == before
 
 
 @on_one_database
 @pytest.mark.parametrize("role", BOX_ROLES)
-async def test_every_role_on_the_box_reads_every_list_and_page(box: ApiBox, bob: Tenancy, role: str) -> None:
+async def test_every_role_on_the_box_reads_every_list_and_page(box: ApiBox, bob: PopulatedTenant, role: str) -> None:
     member = await box.services.members.create(f"{role}@box.example", "a password of tests", role)
-    headers = await signed_in(box.services, member)
+    headers = await session_headers(box.services, member)
     forms = {route.path for route in changing(box) if not may_on_box(role, route)}  # they are for those who may send them
     read = set()
     owners_only = ("/organization/admin_api_keys", "/v1/organization/admin_api_keys")
@@ -307,7 +321,7 @@ def may_in_tenant(role: str, route: Route) -> bool:
     return ("tenant-viewer" if role == "viewer" else role) in allowed_roles(route)
 
 
-def queries(route: Route, of: Tenancy) -> list[dict[str, str]]:
+def queries(route: Route, of: PopulatedTenant) -> list[dict[str, str]]:
     """Return what to ask a route for: what it must be asked, and that with each thing of another tenant."""
     required = {"start_time": "1"} if "start_time" in route.query else {}
     if "/v1" in route.path or "/organization" in route.path:
@@ -318,15 +332,15 @@ def queries(route: Route, of: Tenancy) -> list[dict[str, str]]:
     return [required, {"q": of.person.tenant.name}, {"tenant": tenant, "tenant_id": tenant}, {"key": of.ids["key"]}, *views]
 
 
-def leaks(answer: httpx.Response, of: Tenancy, *, given: object) -> set[str]:
+def leaks(answer: httpx.Response, of: PopulatedTenant, *, given: object) -> set[str]:
     """Return what of the tenant stands in the answer and was not in the question."""
     asked, text, url = set(given), answer.text.casefold(), str(answer.url)  # type: ignore[call-overload]
     return {mark for mark in of.marks - asked if mark.casefold() in text and mark not in url}
 
 
 @on_one_database
-async def test_charlies_own_people_do_read_it_all(box: ApiBox, charlie: Tenancy) -> None:
-    headers = await signed_in(box.services, charlie.people["manager"])
+async def test_charlies_own_people_do_read_it_all(box: ApiBox, charlie: PopulatedTenant) -> None:
+    headers = await session_headers(box.services, charlie.people["manager"])
     found = set()
     for route in routes(box):
         if route.method in SAFE:

@@ -1,4 +1,4 @@
-"""Each store asks for itself what its caller may do: a route that forgot to ask would neither change nor show anything."""
+"""Each store checks its caller's access itself: a route that forgot to do so could not change or show anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes to the device: values and types, and words of many tensors that are written together."""
+"""Copies to the device: values and types, and words of many tensors written together."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from appliance.metering.prices import Price
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.factories import price, principal
-from tests.support.ledgers import running_of, utc_admission
+from tests.support.ledgers import num_running, utc_admission
 
 
 class FixedSums:
@@ -85,7 +85,7 @@ async def test_a_refusal_consumes_nothing(admission: Admission, tenant: Limits, 
     for _ in range(20):
         with pytest.raises(Refused):
             await admit(admission, bob)
-    assert running_of(admission, bob.tenant.id) == running_of(admission, bob.key.id) == 0
+    assert num_running(admission, bob.tenant.id) == num_running(admission, bob.key.id) == 0
     assert not any(admission.taken(Owner("tenant", bob.tenant.id)).values())
     assert not any(admission.taken(Owner("key", bob.key.id)).values())
     unlimited = dataclasses.replace(bob, key=dataclasses.replace(bob.key, limits=Limits()))
@@ -231,7 +231,7 @@ async def test_running_requests_are_counted_at_tenant_and_key(admission: Admissi
     assert refused.value.retry_after_s == 1.0
     first.settle(1)
     await admit(admission, bob)
-    assert running_of(admission, bob.key.id) == 2
+    assert num_running(admission, bob.key.id) == 2
 
 
 async def test_tokens_per_day_free_at_midnight(clock: FakeClock) -> None:

@@ -1,4 +1,4 @@
-"""The admission queue: a request that a limit refuses may wait a moment for room; in order, all or nothing, never for long."""
+"""The admission queue: a request refused by a limit may wait briefly for room; in order, all or nothing."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from appliance.metering.limits.queue import Abandoned, Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.alarms import Alarms
 from tests.support.clock import START, FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.factories import price, principal
-from tests.support.ledgers import running_of, utc_admission
-from tests.support.sums import NothingYet
+from tests.support.fake_timer import FakeTimer
+from tests.support.ledgers import num_running, utc_admission
 
 
 class Queue:
     """Admission on a clock that stands still, and requests that wait in it."""
 
     def __init__(self, clock: FakeClock) -> None:
-        self.alarms = Alarms(clock)
-        self.admission = utc_admission(clock, NothingYet(), later=self.alarms.later)
+        self.alarms = FakeTimer(clock)
+        self.admission = utc_admission(clock, EmptySums(), later=self.alarms.call_later)
         self.gone = asyncio.Event()
         self._tasks: list[asyncio.Task[Reservation]] = []
 
@@ -149,11 +149,11 @@ async def test_while_it_waits_for_its_key_nobody_behind_it_uses_up_its_tenant(qu
     slow, quick = with_key(bob, "slow", Limits(tokens_per_minute=60)), with_key(bob, "quick")
     await queue.ask(slow, 60)
     waiting = await queue.ask(slow, 30)  # of tenant and key
-    later = await queue.ask(quick, 30)
+    call_later = await queue.ask(quick, 30)
     await queue.alarms.advance(30.0)
-    assert (waiting.done(), later.done()) == (True, False)
+    assert (waiting.done(), call_later.done()) == (True, False)
     await queue.alarms.advance(30.0)
-    assert later.done()
+    assert call_later.done()
 
 
 async def test_a_tenant_that_waits_for_itself_does_not_stop_others_at_the_model(queue: Queue) -> None:
@@ -222,7 +222,7 @@ async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_
     await queue.alarms.settle()
     assert isinstance(large.exception(), Abandoned)
     assert patient.done()
-    assert running_of(queue.admission, bob.tenant.id) == 2 - 1
+    assert num_running(queue.admission, bob.tenant.id) == 2 - 1
 
 
 async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_everything_back(queue: Queue) -> None:
@@ -232,7 +232,7 @@ async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_
     waiting.cancel()
     await queue.alarms.settle()
     assert waiting.cancelled()
-    assert running_of(queue.admission, bob.tenant.id) == 0
+    assert num_running(queue.admission, bob.tenant.id) == 0
 
 
 async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue) -> None:
@@ -301,7 +301,7 @@ async def test_of_what_waits_nothing_is_taken(queue: Queue) -> None:
     before = queue.admission.snapshot(bob)
     waiting = await queue.ask(bob, 20)
     assert queue.admission.snapshot(bob) == before
-    assert running_of(queue.admission, bob.tenant.id) == 0
+    assert num_running(queue.admission, bob.tenant.id) == 0
     assert not waiting.done()
 
 

@@ -1,4 +1,4 @@
-"""A threshold that was reached by what a dead process left is told by the next start, once, also of a month that is over."""
+"""A threshold reached by requests of a dead process is reported once by the next start, also for a past month."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
-from tests.support.ledgers import die, euro_budget_alerts, euro_prices, running_ledger, settle, until, utc_ledger
+from tests.support.ledgers import euro_budget_alerts, euro_prices, kill_ledger, poll_until, running_ledger, settle, utc_ledger
 
 CALENDAR = BillingCalendar("Europe/Berlin")
 MONTH_S = 31 * 86400.0
@@ -79,7 +79,7 @@ async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
     entry = pending(cast.bob, price=price, admitted_at=clock.now())
     await ledger.open(entry)
     await ledger.settle(posted(entry.request_id, completion=85))
-    await die(ledger)
+    await kill_ledger(ledger)
     await journal.close()
     assert await told(alerts) == []
 
@@ -98,7 +98,7 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
     entry = pending(cast.bob, price=price, admitted_at=clock.now())
     await ledger.open(entry)
     ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=100)])
-    await until(lambda: not ledger._waiting._checkpoints)
+    await poll_until(lambda: not ledger._waiting._checkpoints)
     await ledger.stop()
     assert await told(alerts) == []
 
@@ -129,9 +129,9 @@ async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
     for entry in (settled, running):
         await ledger.open(entry)
     ledger.checkpoint([Checkpoint(request_id=running.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=60)])
-    await until(lambda: not ledger._waiting._checkpoints and ledger._in_round_since_s is None)
+    await poll_until(lambda: not ledger._waiting._checkpoints and ledger._in_round_since_s is None)
     await ledger.settle(posted(settled.request_id, prompt=0, completion=40))
-    await die(ledger)
+    await kill_ledger(ledger)
     await journal.close()
 
     await start_again(alerts, tmp_path / "j")
@@ -149,7 +149,7 @@ async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
         left, after = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
         await ledger.open(left)
         ledger.checkpoint([Checkpoint(request_id=left.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=79)])
-        await until(lambda: not ledger._waiting._checkpoints)
+        await poll_until(lambda: not ledger._waiting._checkpoints)
     budgets = await start_again(alerts, tmp_path / "j")
     assert await told(alerts) == []
     epoch_id = await begin_epoch(alerts.db, clock, "later")

@@ -1,4 +1,4 @@
-"""Batch work from the order to the invoice: served last, priced with the batch share, and never mixed up with other work."""
+"""Batch work from the request to the invoice: served last, priced at the batch share, and kept apart from other work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.generations import MODEL, Serving, serving, text_of
 from tests.support.ledgers import all_events, euro_invoices, euro_prices, running_ledger, settle, utc_corrections, utc_recover
-from tests.support.tampering import unkeep
+from tests.support.tampering import disable_triggers
 
 TEXT = "the quick brown fox"
 OCTOBER = date(2026, 10, 15)
@@ -155,7 +155,7 @@ async def test_the_check_finds_work_that_pays_the_share_of_the_other_kind(
 ) -> None:
     assert await broken(database_url) == set()
     async with database.writing() as connection:
-        await unkeep(connection)
+        await disable_triggers(connection)
         await connection.execute(update(tables.usage_events).values(batch=False))
         if also_the_request:
             await connection.execute(update(tables.requests).values(batch=False))
@@ -167,7 +167,7 @@ async def test_the_check_finds_batch_work_that_pays_all_of_its_price(
 ) -> None:
     whole = {"price_basis_points": 10_000, "cost_picos": 2 * event.cost_picos}
     async with database.writing() as connection:
-        await unkeep(connection)
+        await disable_triggers(connection)
         await connection.execute(update(tables.usage_events).values(**whole))
     assert "price" in await broken(database_url)
 

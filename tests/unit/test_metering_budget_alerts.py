@@ -1,4 +1,4 @@
-"""Budget alerts: told in the transaction that settles, once per threshold, month and budget, and again for a raised budget."""
+"""Budget alerts: in the settling transaction, once per threshold, month and budget, and again for a raised budget."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
-from tests.support.ledgers import FailingDatabase, until
-from tests.support.spending import UNIT, Spender, budget, spending, statements_seen, told_by
+from tests.support.ledgers import FailingDatabase, poll_until
+from tests.support.spending import UNIT, Spender, alert_period_and_percent, record_statements, running_spender, set_budget
 
 
 @pytest.fixture
 async def spender(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Spender]:
     """A running ledger, and one webhook of the box that hears everything."""
-    async with spending(await listening(database, clock), cast.epoch_id) as spender:
+    async with running_spender(await listening(database, clock), cast.epoch_id) as spender:
         yield spender
 
 
@@ -44,12 +44,12 @@ async def listening(database: Database, clock: FakeClock) -> AlertBox:
 async def test_each_threshold_is_told_once_when_it_is_reached(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 100)
+    await set_budget(database, clock, cast.bob, 100)
     for units, told in ((79, 0), (1, 1), (10, 1), (9, 1), (1, 2), (50, 2)):
         await spender.spend(cast.bob, units)
-        assert len(await spender.told()) == told
+        assert len(await spender.alerts_sent()) == told
     messages = await spender.alerts.messages()
-    assert [told_by(message) for message in messages] == [("2026-11", 80), ("2026-11", 100)]
+    assert [alert_period_and_percent(message) for message in messages] == [("2026-11", 80), ("2026-11", 100)]
     assert messages[0].event == "budget.threshold"
     assert messages[0].payload["data"] == {
         "scope": "tenant",
@@ -66,55 +66,55 @@ async def test_each_threshold_is_told_once_when_it_is_reached(
 async def test_two_thresholds_that_are_reached_at_once_are_both_told(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 10)
+    await set_budget(database, clock, cast.bob, 10)
     await spender.spend(cast.bob, 25)
-    assert sorted(await spender.told()) == [("2026-11", 80), ("2026-11", 100)]
+    assert sorted(await spender.alerts_sent()) == [("2026-11", 80), ("2026-11", 100)]
 
 
 async def test_the_percentages_of_the_tenant_count_and_an_empty_list_is_none(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 3, alert_percents=[33, 34])
-    await budget(database, clock, cast.charlie, 3, alert_percents=[])
+    await set_budget(database, clock, cast.bob, 3, alert_percents=[33, 34])
+    await set_budget(database, clock, cast.charlie, 3, alert_percents=[])
     await spender.spend(cast.bob, 1)
-    assert await spender.told() == [("2026-11", 33)]  # a third is more than 33 % and less than 34 %
+    assert await spender.alerts_sent() == [("2026-11", 33)]  # a third is more than 33 % and less than 34 %
     await spender.spend(cast.bob, 1)
     await spender.spend(cast.charlie, 5)
-    assert sorted(await spender.told()) == [("2026-11", 33), ("2026-11", 34)]
+    assert sorted(await spender.alerts_sent()) == [("2026-11", 33), ("2026-11", 34)]
 
 
 async def test_a_tenant_without_a_budget_or_with_one_of_nothing_has_no_alerts(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.charlie, 0)
+    await set_budget(database, clock, cast.charlie, 0)
     for person in (cast.bob, cast.charlie):
         await spender.spend(person, 1000)
     await spender.budgets.sweep()
-    assert await spender.told() == []
+    assert await spender.alerts_sent() == []
 
 
 async def test_another_budget_is_told_of_anew_and_the_old_one_not_again(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 100)
+    await set_budget(database, clock, cast.bob, 100)
     await spender.spend(cast.bob, 80)
-    await budget(database, clock, cast.bob, 1000)
+    await set_budget(database, clock, cast.bob, 1000)
     await spender.spend(cast.bob, 719)
-    assert len(await spender.told()) == 1
+    assert len(await spender.alerts_sent()) == 1
     await spender.spend(cast.bob, 1)
-    assert await spender.told() == [("2026-11", 80)] * 2
-    await budget(database, clock, cast.bob, 100)
+    assert await spender.alerts_sent() == [("2026-11", 80)] * 2
+    await set_budget(database, clock, cast.bob, 100)
     await spender.spend(cast.bob, 1)
-    assert sorted(await spender.told()) == [("2026-11", 80), ("2026-11", 80), ("2026-11", 100)]
+    assert sorted(await spender.alerts_sent()) == [("2026-11", 80), ("2026-11", 80), ("2026-11", 100)]
 
 
 async def test_each_month_of_the_billing_zone_has_its_own_alerts(database: Database, clock: FakeClock, cast: Cast) -> None:
-    await budget(database, clock, cast.bob, 10)
+    await set_budget(database, clock, cast.bob, 10)
     calendar = BillingCalendar("Pacific/Auckland")
-    async with spending(await listening(database, clock), cast.epoch_id, calendar=calendar) as spender:
+    async with running_spender(await listening(database, clock), cast.epoch_id, calendar=calendar) as spender:
         await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 10, 59, tzinfo=UTC))
         await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 11, 0, tzinfo=UTC))  # midnight there
-    assert await spender.told() == [("2026-11", 80), ("2026-12", 80)]
+    assert await spender.alerts_sent() == [("2026-11", 80), ("2026-12", 80)]
 
 
 async def test_the_tokens_of_the_day_are_watched_too(
@@ -127,7 +127,7 @@ async def test_the_tokens_of_the_day_are_watched_too(
         await spender.spend(cast.bob, units)
     clock.advance(86400)
     await spender.spend(cast.bob, 80)
-    assert await spender.told() == [("2026-11-21", 80), ("2026-11-21", 100), ("2026-11-22", 80)]
+    assert await spender.alerts_sent() == [("2026-11-21", 80), ("2026-11-21", 100), ("2026-11-22", 80)]
     message = (await spender.alerts.messages())[0]
     assert message.event == "tokens_per_day.threshold"
     assert (message.payload["data"]["tokens"], message.payload["data"]["tokens_per_day"]) == (80, 100)
@@ -136,26 +136,26 @@ async def test_the_tokens_of_the_day_are_watched_too(
 async def test_money_in_another_currency_does_not_count(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 10, currency="CHF")
+    await set_budget(database, clock, cast.bob, 10, currency="CHF")
     await spender.spend(cast.bob, 100)
     await spender.budgets.sweep()
-    assert await spender.told() == []
+    assert await spender.alerts_sent() == []
 
 
 async def test_a_sweep_tells_of_a_budget_that_was_lowered_and_nobody_settles(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 1000)
+    await set_budget(database, clock, cast.bob, 1000)
     await spender.spend(cast.bob, 500)
     await spender.budgets.sweep()
-    assert await spender.told() == []
-    await budget(database, clock, cast.bob, 600)
+    assert await spender.alerts_sent() == []
+    await set_budget(database, clock, cast.bob, 600)
     await spender.budgets.sweep()
-    assert await spender.told() == [("2026-11", 80)]
+    assert await spender.alerts_sent() == [("2026-11", 80)]
     await spender.spend(cast.bob, 1)
     clock.advance(SWEEP_INTERVAL_S)
     await spender.budgets.sweep()
-    assert await spender.told() == [("2026-11", 80)]
+    assert await spender.alerts_sent() == [("2026-11", 80)]
 
 
 async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_other(
@@ -163,17 +163,17 @@ async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_
 ) -> None:
     for person in (cast.bob, cast.charlie):
         await spender.spend(person, 90)
-        await budget(database, clock, person, 100)
+        await set_budget(database, clock, person, 100)
     async with database.reading() as connection:
         first, last = await connection.run_sync(spender.budgets._due_notices, clock.now().date())
     async with database.writing() as connection:
         await counters.locked(connection, counters.POSTING)  # as whoever settles
         await connection.run_sync(spender.budgets._enqueue, [last])
         sweeping = asyncio.create_task(spender.budgets.sweep())
-        await until(lambda: database.kind == "sqlite" or _somebody_waits(database_url))
+        await poll_until(lambda: database.kind == "sqlite" or _somebody_waits(database_url))
         await connection.run_sync(spender.budgets._enqueue, [first])
     await sweeping
-    assert await spender.told() == [("2026-11", 80)] * 2
+    assert await spender.alerts_sent() == [("2026-11", 80)] * 2
 
 
 def _somebody_waits(url: str) -> bool:
@@ -185,7 +185,7 @@ def _somebody_waits(url: str) -> bool:
 async def test_a_webhook_that_is_new_hears_how_it_stands(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 10)
+    await set_budget(database, clock, cast.bob, 10)
     await spender.spend(cast.bob, 9)
     await spender.budgets.sweep()
     late, _ = await spender.alerts.webhooks.create(
@@ -201,30 +201,30 @@ async def test_an_alert_is_rolled_back_with_its_settlement_and_told_with_the_sec
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     failing = FailingDatabase.around(database)
-    await budget(database, clock, cast.bob, 10)
-    async with spending(await listening(database, clock), cast.epoch_id, database=failing) as spender:
+    await set_budget(database, clock, cast.bob, 10)
+    async with running_spender(await listening(database, clock), cast.epoch_id, database=failing) as spender:
         await spender.spend(cast.bob, 1)
         request_id = await spender.admit(cast.bob)
         failing.fail_before_commit = 1
         await spender.settle(request_id, 8)
         assert failing.fail_before_commit == 0
-    assert await spender.told() == [("2026-11", 80)]
+    assert await spender.alerts_sent() == [("2026-11", 80)]
 
 
 async def test_most_settlements_cost_no_query_of_their_own(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 1_000_000)
+    await set_budget(database, clock, cast.bob, 1_000_000)
     for person in (cast.bob, cast.charlie):
         await spender.spend(person, 1)
-    with statements_seen() as statements:
+    with record_statements() as statements:
         for person in (cast.bob, cast.charlie):
             for _ in range(5):
                 await spender.spend(person, 1)
         await spender.refuse(cast.bob)
         own = [statement for statement in statements if "FROM usage_rollups" in statement or "FROM tenants" in statement]
         assert not own
-        await budget(database, clock, cast.bob, 2_000_000)
+        await set_budget(database, clock, cast.bob, 2_000_000)
         await spender.spend(cast.bob, 1)
     assert [statement for statement in statements if "FROM tenants" in statement], "such queries are seen"
 
@@ -232,28 +232,28 @@ async def test_most_settlements_cost_no_query_of_their_own(
 async def test_a_correction_that_takes_away_never_hides_a_later_crossing(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 100)
+    await set_budget(database, clock, cast.bob, 100)
     await spender.spend(cast.bob, 50)
     await settle_directly(spender, cast.bob, [-20 * 10**12])
     await spender.spend(cast.bob, 49)
-    assert await spender.told() == []
+    assert await spender.alerts_sent() == []
     await spender.spend(cast.bob, 1)
-    assert await spender.told() == [("2026-11", 80)]
+    assert await spender.alerts_sent() == [("2026-11", 80)]
 
 
 async def test_a_correction_that_gives_back_tells_of_nothing(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await spender.spend(cast.bob, 50)
-    await budget(database, clock, cast.bob, 40)
+    await set_budget(database, clock, cast.bob, 40)
     await settle_directly(spender, cast.bob, [-5 * 10**12])
-    assert await spender.told() == []
+    assert await spender.alerts_sent() == []
 
 
 async def test_of_a_month_of_which_the_alerts_may_be_forgotten_nothing_is_told_again(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await budget(database, clock, cast.bob, 10)
+    await set_budget(database, clock, cast.bob, 10)
     began = clock.now()
     await spender.spend(cast.bob, 9)
     for message in await spender.alerts.outbox.claim(1):
@@ -261,7 +261,7 @@ async def test_of_a_month_of_which_the_alerts_may_be_forgotten_nothing_is_told_a
     clock.advance((KEEP_DAYS_MIN + 1) * 86400)
     assert await OutboxHistory(database, clock, keep_days=1).prune() == 1
     await spender.spend(cast.bob, 1, at=began)
-    assert await spender.told() == []
+    assert await spender.alerts_sent() == []
 
 
 async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]) -> None:

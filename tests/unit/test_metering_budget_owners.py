@@ -21,7 +21,15 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, alert_box
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
-from tests.support.spending import PICOS, UNIT, Spender, budget, spending, statements_seen, told_by
+from tests.support.spending import (
+    PICOS,
+    UNIT,
+    Spender,
+    alert_period_and_percent,
+    record_statements,
+    running_spender,
+    set_budget,
+)
 
 OWNERS = ("tenant", "tenant for a model", "key", "key for a model", "model")
 _SAYS = {"scope", "tenant_id", "tenant_name", "key_id", "key_name", "model"}
@@ -66,9 +74,9 @@ class Box:
         messages = await self.spender.alerts.messages()
         return [message for message in messages if message.webhook_id == (webhook or self.of_box).id]
 
-    async def told(self, webhook: Webhook | None = None) -> list[tuple[str, int]]:
+    async def alerts_sent(self, webhook: Webhook | None = None) -> list[tuple[str, int]]:
         """Return period and percentage of each message to a webhook."""
-        return sorted(told_by(message) for message in await self.heard(webhook))
+        return sorted(alert_period_and_percent(message) for message in await self.heard(webhook))
 
 
 @pytest.fixture
@@ -79,7 +87,7 @@ async def box(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator
     webhooks = [
         (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_BOX))[0] for owner in owners
     ]
-    async with spending(alerts, cast.epoch_id) as spender:
+    async with running_spender(alerts, cast.epoch_id) as spender:
         yield Box(database, clock, cast, spender, webhooks)
 
 
@@ -99,7 +107,7 @@ async def test_every_owner_hears_of_each_threshold_of_its_budget_once(box: Box, 
     await box.limit(owner, monthly_budget=100 * UNIT)
     for units, told in ((79, []), (1, [80]), (19, [80]), (1, BOTH), (50, BOTH)):
         await box.spender.spend(box.bob, units)
-        assert await box.told() == [(MONTH, percent) for percent in told]
+        assert await box.alerts_sent() == [(MONTH, percent) for percent in told]
     first, _ = await box.heard()
     assert first.event == "budget.threshold"
     money = {"month": MONTH, "monthly_budget": 100 * UNIT, "spent_picos": 80 * PICOS, "currency": "EUR"}
@@ -113,7 +121,7 @@ async def test_every_owner_hears_of_each_threshold_of_its_tokens_of_the_day_once
         await box.spender.spend(box.bob, units)
     box.clock.advance(86400)
     await box.spender.spend(box.bob, 80)
-    assert await box.told() == [(DAY, 80), (DAY, 100), ("2026-11-22", 80)]
+    assert await box.alerts_sent() == [(DAY, 80), (DAY, 100), ("2026-11-22", 80)]
     first = (await box.heard())[0]
     assert first.event == "tokens_per_day.threshold"
     tokens = {"day": DAY, "tokens_per_day": 100, "tokens": 80}
@@ -131,7 +139,7 @@ async def test_what_counts_against_no_limit_of_an_owner_tells_it_nothing(box: Bo
     for person, model in others:
         await box.spender.spend(person, 100, model=model)
     await box.spender.budgets.sweep()
-    assert await box.told() == []
+    assert await box.alerts_sent() == []
 
 
 async def test_one_request_that_reaches_thresholds_of_all_owners_tells_of_each(box: Box) -> None:
@@ -161,11 +169,11 @@ async def test_the_budget_of_a_model_is_what_all_tenants_spend_in_the_currency_o
 ) -> None:
     await box.limit("model", monthly_budget=100 * UNIT)
     for person, alert_percents in ((box.bob, [1]), (box.charlie, [])):
-        await budget(database, clock, person, None, alert_percents=alert_percents)
+        await set_budget(database, clock, person, None, alert_percents=alert_percents)
     await box.spender.spend(box.bob, 40)
-    assert await box.told() == []
+    assert await box.alerts_sent() == []
     await box.spender.spend(box.charlie, 40)
-    assert await box.told() == [(MONTH, 80)]
+    assert await box.alerts_sent() == [(MONTH, 80)]
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -174,10 +182,10 @@ async def test_money_in_another_currency_counts_against_no_budget(
 ) -> None:
     await box.tenants.update(box.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
     await box.limit(owner, monthly_budget=10 * UNIT)
-    async with spending(box.spender.alerts, cast.epoch_id, currency="CHF") as francs:
+    async with running_spender(box.spender.alerts, cast.epoch_id, currency="CHF") as francs:
         await (francs if owner == "model" else box.spender).spend(box.bob, 100)
         await francs.budgets.sweep()
-        assert await box.told() == []
+        assert await box.alerts_sent() == []
         await (box.spender if owner == "model" else francs).spend(box.bob, 8)
     assert [message.payload["data"]["currency"] for message in await box.heard()] == ["EUR" if owner == "model" else "CHF"]
 
@@ -185,18 +193,18 @@ async def test_money_in_another_currency_counts_against_no_budget(
 async def test_keys_and_single_models_alert_at_the_percentages_of_their_tenant(
     box: Box, database: Database, clock: FakeClock
 ) -> None:
-    await budget(database, clock, box.bob, None, alert_percents=[50])
+    await set_budget(database, clock, box.bob, None, alert_percents=[50])
     await box.limit("key", monthly_budget=10 * UNIT)
     await box.limit("tenant for a model", monthly_budget=20 * UNIT)
     await box.spender.spend(box.bob, 5)
-    assert await box.told() == [(MONTH, 50)]
+    assert await box.alerts_sent() == [(MONTH, 50)]
     await box.spender.spend(box.bob, 5)
-    assert await box.told() == [(MONTH, 50)] * 2
-    await budget(database, clock, box.bob, None, alert_percents=[])
+    assert await box.alerts_sent() == [(MONTH, 50)] * 2
+    await set_budget(database, clock, box.bob, None, alert_percents=[])
     await box.limit("key", monthly_budget=1 * UNIT)
     await box.spender.spend(box.bob, 5)
     await box.spender.budgets.sweep()
-    assert len(await box.told()) == 2
+    assert len(await box.alerts_sent()) == 2
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -205,15 +213,15 @@ async def test_another_limit_is_told_of_anew_and_by_the_sweep_where_nobody_settl
     await box.spender.spend(box.bob, 80)
     await box.limit(owner, monthly_budget=1000 * UNIT)
     await box.spender.spend(box.bob, 719)
-    assert await box.told() == [(MONTH, 80)]
+    assert await box.alerts_sent() == [(MONTH, 80)]
     await box.spender.spend(box.bob, 1)
-    assert await box.told() == [(MONTH, 80)] * 2
+    assert await box.alerts_sent() == [(MONTH, 80)] * 2
     await box.limit(owner, monthly_budget=900 * UNIT)
     await box.spender.budgets.sweep()
-    assert await box.told() == [(MONTH, 80)] * 3
+    assert await box.alerts_sent() == [(MONTH, 80)] * 3
     await box.limit(owner, monthly_budget=100 * UNIT)
     await box.spender.budgets.sweep()
-    assert await box.told() == [*[(MONTH, 80)] * 3, (MONTH, 100)]
+    assert await box.alerts_sent() == [*[(MONTH, 80)] * 3, (MONTH, 100)]
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -221,9 +229,9 @@ async def test_a_limit_that_is_taken_away_and_set_again_has_counted_what_came_be
     for limit, units in ((100, 10), (None, 60), (100, 9)):
         await box.limit(owner, monthly_budget=limit and limit * UNIT)
         await box.spender.spend(box.bob, units)
-    assert await box.told() == []
+    assert await box.alerts_sent() == []
     await box.spender.spend(box.bob, 1)
-    assert await box.told() == [(MONTH, 80)]
+    assert await box.alerts_sent() == [(MONTH, 80)]
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -231,7 +239,7 @@ async def test_a_limit_of_nothing_alerts_nobody(box: Box, owner: str) -> None:
     await box.limit(owner, monthly_budget=0, tokens_per_day=0)
     await box.spender.spend(box.bob, 10)
     await box.spender.budgets.sweep()
-    assert await box.told() == []
+    assert await box.alerts_sent() == []
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -241,7 +249,7 @@ async def test_a_webhook_that_is_new_hears_how_every_owner_stands(box: Box, owne
     await box.spender.budgets.sweep()
     late, _ = await box.spender.alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
     await box.spender.budgets.sweep()
-    assert await box.told(late) == await box.told() == [(MONTH, 80)]
+    assert await box.alerts_sent(late) == await box.alerts_sent() == [(MONTH, 80)]
 
 
 @pytest.mark.parametrize("end", ["revoked", "expired", "archived"])
@@ -269,7 +277,7 @@ async def test_the_successor_of_a_rotated_key_has_a_budget_and_alerts_of_its_own
     key, secret = await box.keys.rotate(box.bob.key.id, grace_s=60, access=WHOLE_BOX)
     successor = Person(tenant=box.bob.tenant, key=key, secret=secret)
     await box.spender.spend(successor, 7)
-    assert await box.told() == []
+    assert await box.alerts_sent() == []
     for person in (box.bob, successor):
         await box.spender.spend(person, 1)
     told = [message.payload["data"] for message in await box.heard()]
@@ -307,14 +315,14 @@ async def test_owners_without_a_budget_cost_no_statement(box: Box) -> None:
     await box.limit("key", tokens_per_minute=10**6)
     for person in (box.bob, box.charlie):
         await box.spender.spend(person, 1)
-    with statements_seen() as without:
+    with record_statements() as without:
         for person in (box.bob, box.charlie):
             await box.spender.spend(person, 1)
     for owner in OWNERS:
         await box.limit(owner, monthly_budget=10**6 * UNIT, tokens_per_day=10**6)
     for person in (box.bob, box.charlie):
         await box.spender.spend(person, 1)
-    with statements_seen() as within:
+    with record_statements() as within:
         for person in (box.bob, box.charlie):
             await box.spender.spend(person, 1)
     assert within == without
@@ -324,7 +332,7 @@ async def test_owners_without_a_budget_cost_no_statement(box: Box) -> None:
 async def test_a_look_at_many_owners_is_one_statement_a_period(box: Box) -> None:
     for owner in OWNERS:
         await box.limit(owner, monthly_budget=10**6 * UNIT, tokens_per_day=10**6)
-    with statements_seen() as statements:
+    with record_statements() as statements:
         await box.spender.spend(box.bob, 1)
     assert len([statement for statement in statements if "FROM usage_rollups" in statement]) == 2
     assert len([statement for statement in statements if "alert_percents" in statement or "model_policies" in statement]) == 3
@@ -338,9 +346,9 @@ async def test_a_sweep_tells_of_more_than_it_writes_at_once_and_the_next_writes_
     for number in range(count):
         await box.models.put(f"m{number}", Limits(tokens_per_day=1))
     await box.spender.budgets.sweep()
-    assert len(await box.told()) == 2 * count
+    assert len(await box.alerts_sent()) == 2 * count
     await box.tenants.update(box.charlie.tenant.id, TenantChanges(weight=2), access=WHOLE_BOX)
-    with statements_seen() as statements:
+    with record_statements() as statements:
         await box.spender.budgets.sweep()
     assert not [statement for statement in statements if "outbox" in statement]
 
@@ -350,6 +358,6 @@ async def test_more_owners_than_a_statement_names_are_summed_all_the_same(box: B
     await box.limit("key", monthly_budget=10 * UNIT)
     await box.spender.spend(box.charlie, 100)
     await box.spender.spend(box.bob, 7)
-    assert await box.told() == []
+    assert await box.alerts_sent() == []
     await box.spender.spend(box.bob, 1)
-    assert await box.told() == [(MONTH, 80)]
+    assert await box.alerts_sent() == [(MONTH, 80)]

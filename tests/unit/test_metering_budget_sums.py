@@ -1,4 +1,4 @@
-"""What a look at budgets reads: the sums of the owners that it looks at, and no others. What it finds, others test."""
+"""A budget check reads the sums of the owners concerned and no others. Its results are tested elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Days and months of the billing time zone, also where clocks change."""
+"""Days and months of the billing time zone, also at clock changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrections are new signed events: they add up with the one they correct, and never to less than nothing."""
+"""Corrections are new signed events: they add up with the corrected one, never to less than zero."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import all_events, euro_prices, running_ledger, settle, utc_admission, utc_corrections, utc_sums
-from tests.support.plans import plan_of
+from tests.support.query_plans import query_plan
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_what_stands_of_an_event_is_found_by_its_id_and_its_request(database: Database) -> None:
-    assert await plan_of(database, _recorded_sums_query(["cost_picos"], 5, "a request")) == [
+    assert await query_plan(database, _recorded_sums_query(["cost_picos"], 5, "a request")) == [
         "SEARCH usage_events USING INTEGER PRIMARY KEY (rowid=?)",
         "SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)",
     ]
@@ -264,4 +264,4 @@ async def test_what_stands_of_an_event_is_found_by_its_id_and_its_request(databa
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_the_corrections_of_an_event_are_found_by_its_request(database: Database, cast: Cast) -> None:
     query = _corrections_of(factories.adjustment(cast.bob, posting=2, cost_picos=1))
-    assert await plan_of(database, query) == ["SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)"]
+    assert await query_plan(database, query) == ["SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)"]

@@ -1,4 +1,4 @@
-"""What a million tokens cost here, and from which use on that is cheaper: every figure by hand, and none that is guessed."""
+"""The cost of a million tokens on this machine, and the break-even usage: every figure computed by hand."""
 
 from __future__ import annotations
 

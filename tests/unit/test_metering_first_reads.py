@@ -33,18 +33,18 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.factories import pending, posted, principal, voided
-from tests.support.ledgers import FailingDatabase, euro_prices, running_of, utc_admission, utc_ledger, utc_sums
-from tests.support.plans import plan_of
-from tests.support.spending import statements_seen
-from tests.support.sums import NothingYet
+from tests.support.ledgers import FailingDatabase, euro_prices, num_running, utc_admission, utc_ledger, utc_sums
+from tests.support.query_plans import query_plan
+from tests.support.spending import record_statements
 
 STATEMENTS_MAX = 5
 """Of one read: levels, sums by day, the last posting, events; PostgreSQL is told first that nothing will be written."""
 LIMITED = Limits(tokens_per_minute=1000, requests_per_minute=10)
 
 
-class SlowSums(NothingYet):
+class SlowSums(EmptySums):
     """A ledger that answers when it is told to. `broken` are those who cannot be read."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_o
     assert gone.cancelled()
     slow.go_on.set()
     await stays
-    assert running_of(admission, bob.tenant.id) == 1
+    assert num_running(admission, bob.tenant.id) == 1
     assert len(slow.reads) == 1
 
 
@@ -219,7 +219,7 @@ async def test_what_runs_counts_with_limits_that_are_new_whether_it_began_before
 
 
 def test_sums_that_are_read_over_midnight_are_of_the_day_before(clock: FakeClock) -> None:
-    calendar = utc_admission(clock, NothingYet())
+    calendar = utc_admission(clock, EmptySums())
     clock.advance(12 * 3600 - 1)
     evening = calendar._moment()
     allowance = Allowance(Owner("tenant", "bob"), "EUR", evening)
@@ -249,7 +249,7 @@ async def test_a_first_request_costs_as_many_statements_whatever_limits_it_has_a
         [everywhere(person.principal) for person in (cast.bob, cast.charlie)] + [asking(principal()) for _ in range(20)],
     ):
         admission = utc_admission(clock, utc_sums(database))
-        with statements_seen() as statements:
+        with record_statements() as statements:
             await asyncio.gather(*(admission.admit(asked) for asked in requests))
         counts.append(len(statements))
     assert counts == [counts[0]] * 3
@@ -266,7 +266,7 @@ async def test_many_are_read_as_each_of_them_alone_also_when_there_are_more_even
         clock.advance(1)
     owners = {Owner("tenant", cast.bob.tenant.id, model): "EUR" for model in (None, "demo", "other")}
     owners |= {Owner("key", cast.charlie.key.id): "EUR", Owner("model", ALL_TENANTS, "demo"): "EUR"}
-    sums, at = utc_sums(database), utc_admission(clock, NothingYet())._moment()
+    sums, at = utc_sums(database), utc_admission(clock, EmptySums())._moment()
     alone = {owner: (await sums.read({owner: currency}, at))[owner] for owner, currency in owners.items()}
     assert await sums.read(owners, at) == alone
     assert [len(found.recent) for found in alone.values()] == [8, 4, 4, 4, 6]
@@ -304,7 +304,7 @@ async def test_a_read_says_which_requests_of_those_that_have_just_ended_it_has(
     written, _pending, refused = (entry.request_id for entry in entries)
     await ledger.settle(posted(written, prompt=5, completion=0))
     await ledger.settle(voided(refused))
-    owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, NothingYet())._moment()
+    owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, EmptySums())._moment()
     found = (await utc_sums(database).read({owner: "EUR"}, at, lambda: [each.request_id for each in entries]))[owner]
     assert (found.tokens_today, found.counted) == (5, frozenset({written}))
 
@@ -318,7 +318,7 @@ async def test_what_was_spent_in_other_currencies_is_read_too(
         entry = pending(cast.bob, price=price, admitted_at=clock.now())
         await ledger.open(entry)
         await ledger.settle(posted(entry.request_id, completion=count))
-    owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, NothingYet())._moment()
+    owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, EmptySums())._moment()
     found = (await utc_sums(database).read({owner: "EUR"}, at))[owner]
     assert (found.cost_month_picos, found.other_costs_picos) == (5, {"USD": 7})
 
@@ -380,7 +380,7 @@ async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_ta
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_requests_that_have_just_ended_are_found_by_their_index(database: Database) -> None:
-    plan = await plan_of(database, settled_query(["a", "b"]))
+    plan = await query_plan(database, settled_query(["a", "b"]))
     assert plan == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]
 
 

@@ -1,4 +1,4 @@
-"""`gatehouse db check`: a sound ledger passes, and each promise that is broken by hand is found and named."""
+"""`gatehouse db check`: a sound ledger passes, and each invariant broken by hand is found and named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
 from tests.support.ledgers import euro_invoices, utc_corrections
-from tests.support.tampering import tamper, unkeep
+from tests.support.tampering import disable_triggers, tamper
 
 PROMISES = (
     "tables", "once", "pending", "settled", "counts", "cost", "sums", "corrections", "postings", "rollups", "invoices", "audit",
@@ -100,7 +100,7 @@ async def ledger(database: Database, cast: Cast, clock: FakeClock) -> str:
 async def change(database: Database, request_id: str, **values: Any) -> None:
     async with database.writing() as connection:
         events = tables.usage_events
-        await unkeep(connection)
+        await disable_triggers(connection)
         await connection.execute(update(events).where(events.c.request_id == request_id).values(**values))
 
 
@@ -144,7 +144,7 @@ async def test_an_event_without_a_price_costs_nothing(database: Database, databa
 
 async def change_price(database: Database, **values: Any) -> None:
     async with database.writing() as connection:
-        await unkeep(connection)
+        await disable_triggers(connection)
         await connection.execute(update(tables.prices).values(**values))
 
 
@@ -205,7 +205,7 @@ async def test_an_event_given_to_somebody_else_than_its_request_is_found(
 
 async def test_a_request_whose_event_is_gone_is_found(database: Database, database_url: str, ledger: str) -> None:
     async with database.writing() as connection:
-        await unkeep(connection)
+        await disable_triggers(connection)
         await connection.execute(delete(tables.usage_events).where(tables.usage_events.c.request_id == ledger))
     assert await broken(database_url) >= {"requests"}
 

@@ -1,4 +1,4 @@
-"""The PDF of an invoice: what stands on it, in any script, on as many pages as it takes, the same bytes each time."""
+"""The PDF of an invoice: its content in any script, on as many pages as needed, with the same bytes each time."""
 
 from __future__ import annotations
 

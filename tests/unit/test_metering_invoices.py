@@ -1,4 +1,4 @@
-"""Invoices: what is on which, what closing freezes, and what is refused."""
+"""Invoices: their content, what closing freezes, and what is refused."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import all_events, euro_invoices, running_ledger, utc_corrections, utc_recover
-from tests.support.plans import plan_of
+from tests.support.query_plans import query_plan
 
 POSTED_SINCE = "SEARCH usage_events USING INDEX ix_usage_events_tenant_id_posting (tenant_id=? AND posting>? AND posting<?)"
 OCTOBER = datetime(2026, 10, 31, 23, 59, tzinfo=UTC)
@@ -122,17 +122,17 @@ async def test_what_was_posted_since_a_sum_ahead_is_the_difference_of_two_sums(
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_what_was_posted_since_a_sum_ahead_is_found_by_its_postings(database: Database) -> None:
     (query,) = _queries("a tenant", Cover("2026-11", 1000), Cover("2026-11", 900))
-    assert await plan_of(database, query) == [POSTED_SINCE]
+    assert await query_plan(database, query) == [POSTED_SINCE]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_an_invoice_reads_its_month_and_what_was_posted_since_the_one_before(database: Database) -> None:
     month, late = _queries("a tenant", Cover("2026-11", 1000), Cover("2026-10", 900))
     index = "ix_usage_events_tenant_id_billing_day"
-    assert await plan_of(database, month) == [
+    assert await query_plan(database, month) == [
         f"SEARCH usage_events USING INDEX {index} (tenant_id=? AND billing_day>? AND billing_day<?)"
     ]
-    assert await plan_of(database, late) == [POSTED_SINCE]
+    assert await query_plan(database, late) == [POSTED_SINCE]
 
 
 async def test_what_is_corrected_to_zero_in_another_currency_is_not_on_the_invoice_and_stops_none(

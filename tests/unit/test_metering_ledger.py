@@ -1,4 +1,4 @@
-"""The ledger: durable before it answers, settled once, in groups, and honest about failure."""
+"""The ledger: durable before it acknowledges, settled once, in groups, and errors are reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, running_ledger, settle, until, utc_corrections, utc_ledger
+from tests.support.ledgers import FailingDatabase, all_events, poll_until, running_ledger, settle, utc_corrections, utc_ledger
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ async def test_a_commit_that_fails_refuses_the_request_and_leaves_no_entry(
         assert caught.value.retry_after_s is not None
         assert not ledger.healthy
         assert "disk full" in str(ledger.last_error)
-        await until(lambda: ledger.healthy)
+        await poll_until(lambda: ledger.healthy)
     assert await all_events(database) == []
 
 
@@ -231,7 +231,7 @@ async def test_an_entry_whose_commit_had_an_unknown_outcome_does_not_stay_pendin
     async with running_ledger(failing, clock, cast.epoch_id) as ledger:
         with pytest.raises(Overloaded):
             await ledger.open(pending(cast.bob))
-        await until(lambda: ledger.healthy)
+        await poll_until(lambda: ledger.healthy)
     (event,) = await all_events(database)
     assert (event.status, event.cost_picos) == ("voided", 0)
 
@@ -246,7 +246,7 @@ async def test_a_settlement_is_tried_until_it_is_written(
         await ledger.open(entry)
         setattr(failing, where, 3)
         settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
-        await until(lambda: not ledger.healthy)
+        await poll_until(lambda: not ledger.healthy)
         await settling
         assert ledger.healthy
         assert ledger.unrecorded_usage_tokens == 0
@@ -263,7 +263,7 @@ async def test_a_caller_that_is_cancelled_does_not_stop_the_settlement(
         await ledger.open(entry)
         gated.gate = asyncio.Event()
         settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
-        await until(lambda: gated.held == 1)
+        await poll_until(lambda: gated.held == 1)
         settling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await settling
@@ -281,7 +281,7 @@ async def test_an_open_that_is_cancelled_leaves_nothing_pending(
         opening = asyncio.create_task(ledger.open(pending(cast.bob)))
         await asyncio.sleep(0)
         if written_before:
-            await until(lambda: gated.held == 1)
+            await poll_until(lambda: gated.held == 1)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
@@ -296,7 +296,7 @@ async def test_an_open_that_is_cancelled_is_not_written_after_its_void(
     gated.gate = asyncio.Event()
     async with running_ledger(gated, clock, cast.epoch_id, settle_pause_s=0.0) as ledger:
         first = asyncio.create_task(ledger.open(pending(cast.bob)))
-        await until(lambda: gated.held == 1)
+        await poll_until(lambda: gated.held == 1)
         opening = asyncio.create_task(ledger.open(pending(cast.bob)))
         await asyncio.sleep(0)
         opening.cancel()
@@ -317,7 +317,7 @@ async def test_an_open_that_takes_too_long_is_refused_and_leaves_nothing_pending
     await ledger.start()
     if not written_before:
         blocking = asyncio.create_task(ledger.settle(voided("another")))
-        await until(lambda: gated.held == 1)
+        await poll_until(lambda: gated.held == 1)
     with pytest.raises(Overloaded, match="nothing was started"):
         await ledger.open(pending(cast.bob))
     gated.gate.set()
@@ -334,7 +334,7 @@ async def test_the_queue_of_opens_is_bounded(database: Database, clock: FakeCloc
     ledger = utc_ledger(gated, clock, cast.epoch_id, queued_opens_max=2)
     await ledger.start()
     opening = [asyncio.create_task(ledger.open(pending(cast.bob)))]
-    await until(lambda: gated.held == 1)
+    await poll_until(lambda: gated.held == 1)
     opening += [asyncio.create_task(ledger.open(pending(cast.bob))) for _ in range(3)]
     _done, _waiting = await asyncio.wait(opening, return_when=asyncio.FIRST_EXCEPTION)
     with pytest.raises(Overloaded):
@@ -368,11 +368,11 @@ async def test_a_ledger_whose_checkpoint_failed_is_not_healthy_before_something_
         await ledger.open(entry)
         failing.fail_before_commit = 1
         ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=1)])
-        await until(lambda: not ledger.healthy)
+        await poll_until(lambda: not ledger.healthy)
         await asyncio.sleep(3 * RETRY_S_MIN)
         assert not ledger.healthy
         clock.advance(60)
-        await until(lambda: ledger.healthy)
+        await poll_until(lambda: ledger.healthy)
     assert [event.completion_tokens for event in await all_events(database)] == [1]
 
 
@@ -393,7 +393,7 @@ async def test_stopping_writes_what_is_queued(database: Database, clock: FakeClo
     await ledger.open(entry)
     gated.gate = asyncio.Event()
     settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
-    await until(lambda: gated.held == 1)
+    await poll_until(lambda: gated.held == 1)
     stopping = asyncio.create_task(ledger.stop())
     await asyncio.sleep(0)
     gated.gate.set()
@@ -412,7 +412,7 @@ async def test_a_ledger_that_cannot_write_says_so_when_it_stops(database: Databa
     await ledger.open(entry)
     failing.fail_before_commit = 10**6
     settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
-    await until(lambda: not ledger.healthy)
+    await poll_until(lambda: not ledger.healthy)
     with pytest.raises(LedgerBroken, match="1 operations unwritten"):
         await ledger.stop(timeout_s=0.1)
     with pytest.raises(LedgerBroken):

@@ -1,4 +1,4 @@
-"""The ledger on databases that really fail: a file that cannot grow, a server that drops its connections."""
+"""The ledger on databases that really fail: a file that cannot grow, a server that drops connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
 from tests.support.factories import pending, posted
-from tests.support.ledgers import all_events, running_ledger, until
+from tests.support.ledgers import all_events, poll_until, running_ledger
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def test_a_full_disk_refuses_requests_settles_what_runs_and_heals(full_dis
         assert "full" in str(ledger.last_error)
         assert not ledger.healthy
         await _limit_pages(database, "1000000")
-        await until(lambda: ledger.healthy)
+        await poll_until(lambda: ledger.healthy)
         await ledger.settle(posted(running.request_id))
         late = pending(cast.bob)
         await ledger.open(late)
@@ -65,7 +65,7 @@ async def test_a_full_disk_refuses_requests_settles_what_runs_and_heals(full_dis
 
 @pytest.mark.postgres
 async def test_a_server_that_drops_its_connections_costs_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
-    url = postgresql.lend()
+    url = postgresql.acquire()
     database = Database.open(url)
     cast = await make_cast(database, clock)
     entries = [pending(cast.bob) for _ in range(20)]
@@ -80,7 +80,7 @@ async def test_a_server_that_drops_its_connections_costs_no_settlement(postgresq
     assert {event.status for event in await all_events(database)} == {"posted"}
     assert database.checked_out() == 0
     await database.close()
-    postgresql.give_back(url)
+    postgresql.release(url)
 
 
 def _drop_connections(url: str) -> None:
@@ -111,7 +111,7 @@ async def test_readers_that_take_every_connection_hold_up_no_request(database: D
 
 @pytest.mark.postgres
 async def test_tables_that_are_away_for_a_moment_cost_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
-    url = postgresql.lend()
+    url = postgresql.acquire()
     database = Database.open(url)
     cast = await make_cast(database, clock)
     entry = pending(cast.bob)
@@ -119,14 +119,14 @@ async def test_tables_that_are_away_for_a_moment_cost_no_settlement(postgresql: 
         await ledger.open(entry)
         await asyncio.to_thread(_execute, url, "ALTER TABLE usage_events RENAME TO away")
         settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
-        await until(lambda: ledger.last_error is not None or settling.done())
+        await poll_until(lambda: ledger.last_error is not None or settling.done())
         assert not ledger.healthy
         await asyncio.to_thread(_execute, url, "ALTER TABLE away RENAME TO usage_events")
         await settling
         assert ledger.unrecorded_usage_tokens == 0
     assert [event.status for event in await all_events(database)] == ["posted"]
     await database.close()
-    postgresql.give_back(url)
+    postgresql.release(url)
 
 
 def _execute(url: str, statement: str) -> None:

@@ -1,4 +1,4 @@
-"""The ledger with a journal: an open is durable with its line, its rows follow, and a death in between loses nothing."""
+"""The ledger with a journal: opening is durable with its line, rows follow, and a crash in between loses nothing."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from tests.support.ledgers import (
     DEADLINE_S,
     FailingDatabase,
     all_events,
-    die,
     euro_prices,
+    kill_ledger,
+    poll_until,
     settle,
-    until,
     utc_ledger,
     utc_recover,
 )
@@ -111,7 +111,7 @@ async def test_the_rows_of_an_entry_follow_by_themselves(
     entry = pending(cast.bob)
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await ledger.open(entry)
-        await until(lambda: entry.request_id in ledger._opened)
+        await poll_until(lambda: entry.request_id in ledger._opened)
         (event,) = await all_events(database)
         assert event.status == "pending"
         ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=9, cached_tokens=0, completion_tokens=2)])
@@ -127,7 +127,7 @@ async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
     await ledger.start()
     entries = [pending(cast.bob, admitted_at=START + timedelta(microseconds=number)) for number in range(40)]
     await asyncio.gather(*(ledger.open(entry) for entry in entries))
-    await die(ledger)
+    await kill_ledger(ledger)
     assert await all_events(database) == []
     events = await start_again(database, clock, tmp_path / "j")
     assert set(events) == {entry.request_id for entry in entries}
@@ -152,7 +152,7 @@ async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_
     await asyncio.gather(*(ledger.open(entry) for entry in (in_lines, refused, running)))
     await asyncio.gather(*(ledger.settle(posted(entry.request_id, completion=5)) for entry in (with_rows, in_lines)))
     await ledger.settle(voided(refused.request_id))
-    await die(ledger)
+    await kill_ledger(ledger)
     events = await start_again(database, clock, tmp_path / "j")
     for entry in (with_rows, in_lines):
         event = events[entry.request_id]
@@ -205,11 +205,11 @@ async def test_while_the_tables_fail_a_settlement_has_its_line_however_many_wait
     await ledger.caught_up()
     failing.fail_before_commit = 1_000_000
     await ledger.settle(posted(entries[0].request_id))
-    await until(lambda: not ledger.healthy)
+    await poll_until(lambda: not ledger.healthy)
     for entry in entries[1:]:
         async with asyncio.timeout(DEADLINE_S):
             await ledger.settle(posted(entry.request_id))
-    await die(ledger)
+    await kill_ledger(ledger)
     events = await start_again(database, clock, tmp_path / "j")
     assert {event.status for event in events.values()} == {"posted"}
 
@@ -246,7 +246,7 @@ async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_fo
     entry = pending(cast.bob)
     await ledger.open(entry)
     monkeypatch.setattr(ledger._waiting, "take", bug)
-    await until(lambda: not ledger.healthy)
+    await poll_until(lambda: not ledger.healthy)
     await ledger.settle(posted(entry.request_id, completion=5))
     assert ledger.unrecorded_usage_tokens == 0
     await journal.close()
@@ -262,9 +262,9 @@ async def test_a_round_that_hangs_is_waited_for_by_its_first_reader_alone(
     gated.gate = asyncio.Event()
     async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await ledger.open(pending(cast.bob))
-        await until(lambda: gated.held == 1)
+        await poll_until(lambda: gated.held == 1)
         await ledger.caught_up()
-        await until(lambda: ledger._round_lasts(0.05))
+        await poll_until(lambda: ledger._round_lasts(0.05))
         monkeypatch.setattr(asyncio, "wait", None)
         await ledger.caught_up()
         monkeypatch.undo()
@@ -318,7 +318,7 @@ async def test_what_stands_in_the_tables_already_is_not_written_again(
     entry = pending(cast.bob)
     await ledger.open(entry)
     event = await settle(ledger, posted(entry.request_id))
-    await die(ledger)
+    await kill_ledger(ledger)
     assert await start_again(database, clock, tmp_path / "j") == {entry.request_id: event}
 
 
@@ -330,10 +330,10 @@ async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
         failing.fail_after_commit, failing.fail_before_commit = 2, 1
         entries = [pending(cast.bob) for _ in range(5)]
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
-        await until(lambda: not ledger.healthy)
+        await poll_until(lambda: not ledger.healthy)
         with pytest.raises(Overloaded, match="nothing was started"):
             await ledger.open(pending(cast.bob))
-        await until(lambda: ledger.healthy)
+        await poll_until(lambda: ledger.healthy)
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
     assert [event.status for event in await all_events(database)] == ["posted"] * 5
 
@@ -351,7 +351,7 @@ async def test_a_journal_that_cannot_be_written_refuses_and_heals(
                 await ledger.open(pending(cast.bob))
             assert not ledger.healthy
             await ledger.settle(posted(running.request_id))
-        await until(lambda: ledger.healthy)
+        await poll_until(lambda: ledger.healthy)
         late = pending(cast.bob)
         await ledger.open(late)
         await ledger.settle(posted(late.request_id))
@@ -473,7 +473,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_d
         lives = [asyncio.create_task(live(ledger)) for _ in range(30)]
         failing.fail_before_commit, failing.fail_after_commit = chance.randrange(2), chance.randrange(3)
         await asyncio.sleep(chance.random() * 0.1)
-        await die(ledger)
+        await kill_ledger(ledger)
         failing.fail_before_commit = failing.fail_after_commit = 0
         for task in lives:
             task.cancel()
@@ -555,11 +555,11 @@ async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_says_so(
         entry = pending(cast.bob)
         await ledger.open(entry)
         monkeypatch.setattr(ledger, "_open_timeout_s", 0.05)  # from here on: the disk may take longer
-        await until(lambda: not ledger.healthy)
+        await poll_until(lambda: not ledger.healthy)
         with pytest.raises(Overloaded, match="nothing was started"):
             await ledger.open(pending(cast.bob))
         gated.gate.set()
-        await until(lambda: ledger.healthy)
+        await poll_until(lambda: ledger.healthy)
         await ledger.settle(posted(entry.request_id))
     assert [event.status for event in await all_events(database)] == ["posted"]
 
@@ -616,7 +616,7 @@ async def test_a_text_comes_through_the_journal_as_it_is_or_is_refused(
     with pytest.raises(InternalError, match="nothing was started"):
         await ledger.open(pending(cast.bob, model="half a \ud800"))
     await ledger.open(entry)
-    await die(ledger)
+    await kill_ledger(ledger)
     events = await start_again(database, clock, tmp_path / "j")
     assert events[entry.request_id].model == entry.model
 
@@ -662,7 +662,7 @@ async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
     written, left = pending(cast.bob), pending(cast.bob)
     await ledger.open(written)
     await settle(ledger, posted(written.request_id))
-    await die(ledger)
+    await kill_ledger(ledger)
     await journal.append(encode(Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=left)))
     for _ in range(2):
         async with database.reading() as connection:

@@ -16,14 +16,14 @@ from appliance.metering.prices import Price
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import START, FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.factories import price, principal
 from tests.support.ledgers import utc_admission
-from tests.support.sums import NothingYet
 
 
 @pytest.fixture
 def admission(clock: FakeClock) -> Admission:
-    return utc_admission(clock, NothingYet())
+    return utc_admission(clock, EmptySums())
 
 
 def with_tenant(who: Principal, **changes: object) -> Principal:
@@ -143,7 +143,7 @@ async def test_an_enforced_limit_refuses_whatever_stands_in_shadow_mode(admissio
 
 
 async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of_the_box(clock: FakeClock) -> None:
-    admission = utc_admission(clock, NothingYet(), currency="EUR")
+    admission = utc_admission(clock, EmptySums(), currency="EUR")
     francs = with_tenant(principal(Limits(monthly_budget=100)), currency="CHF")
     cost = dataclasses.replace(price(prompt=1_000_000, cached=0, completion=0), currency="CHF")
     await admit(admission, francs, 60, cost=cost, policy=policy(monthly_budget=10))  # francs are nothing to the model
@@ -155,7 +155,7 @@ async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of
 
 
 async def test_a_tier_that_pays_less_gets_further_with_its_budget(clock: FakeClock) -> None:
-    admission = utc_admission(clock, NothingYet())
+    admission = utc_admission(clock, EmptySums())
     cost = dataclasses.replace(price(prompt=1_000_000, cached=0, completion=0), tier_percents={"batch": 50})
     bob = with_tenant(principal(Limits(monthly_budget=100)), tier="batch")
     await admit(admission, bob, 200, cost=cost)
@@ -169,7 +169,7 @@ async def test_a_tier_that_pays_less_gets_further_with_its_budget(clock: FakeClo
 )
 async def test_a_day_ends_at_midnight_of_the_billing_zone_also_when_clocks_change(now: str, hours: float) -> None:
     clock = FakeClock(datetime.fromisoformat(now).replace(tzinfo=UTC))
-    admission = utc_admission(clock, NothingYet(), calendar=BillingCalendar("Europe/Zurich"))
+    admission = utc_admission(clock, EmptySums(), calendar=BillingCalendar("Europe/Zurich"))
     bob = principal(Limits(tokens_per_day=10))
     (await admit(admission, bob, 10)).settle(10)
     with pytest.raises(RateLimitExceeded) as refused:
@@ -184,7 +184,7 @@ async def test_a_day_ends_at_midnight_of_the_billing_zone_also_when_clocks_chang
 
 async def test_a_clock_that_steps_back_over_midnight_gives_no_second_day() -> None:
     clock = FakeClock(datetime(2026, 11, 22, 0, 0, 0, 100, tzinfo=UTC))
-    admission = utc_admission(clock, NothingYet())
+    admission = utc_admission(clock, EmptySums())
     bob = principal(Limits(tokens_per_day=10))
     (await admit(admission, bob, 10)).settle(10)
     clock.jump_wall(-1)

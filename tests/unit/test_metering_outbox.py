@@ -1,4 +1,4 @@
-"""The outbox: told once, claimed once, tried again later, given up in the end, and woken by what is durable."""
+"""The outbox: messages are enqueued once, claimed once, retried, given up in the end, and sent only when durable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts that ended long ago are forgotten, in small batches; what is pending, and what could be told again, stays."""
+"""Old ended alerts are deleted in small batches; pending ones, and those that could be repeated, are kept."""
 
 from __future__ import annotations
 

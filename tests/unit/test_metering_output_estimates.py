@@ -1,4 +1,4 @@
-"""What a start knows of the answers that a key got before it: the last ones of the ledger. No request waits for them."""
+"""Output estimates after a start come from a key's last answers in the ledger. No request waits for them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.factories import pending, posted, principal
 from tests.support.ledgers import utc_admission, utc_ledger, utc_sums
-from tests.support.sums import NothingYet
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ async def admit(admission: Admission, who: Principal, model: str = "demo") -> Re
     )
 
 
-class SlowHistory(NothingYet):
+class SlowHistory(EmptySums):
     """A ledger that gives the lengths of answers when it is told to, and an error instead of None."""
 
     def __init__(self, *histories: Sequence[int] | None) -> None:
@@ -153,7 +153,7 @@ async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_r
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 3)
-    admission, (bob, charlie, dora, eve) = utc_admission(clock, NothingYet()), [principal() for _ in range(4)]
+    admission, (bob, charlie, dora, eve) = utc_admission(clock, EmptySums()), [principal() for _ in range(4)]
     running = await admit(admission, bob)
     for who in (charlie, dora):
         for _ in range(OUTPUTS_MIN):
@@ -170,7 +170,7 @@ async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 1)
-    admission = utc_admission(clock, NothingYet())
+    admission = utc_admission(clock, EmptySums())
     bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
     first = await admit(admission, bob)
     asked = AdmissionRequest(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)

@@ -1,4 +1,4 @@
-"""The price book: which price is in force when, and that nothing is ever rated again."""
+"""The price book: which price is in effect when; usage is never rated again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a crash: every request that was admitted stands in the ledger once, and none stays pending."""
+"""After a crash every admitted request is in the ledger once, and none stays pending."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.ledgers import (
     utc_recover,
     utc_sums,
 )
-from tests.support.plans import plan_of
+from tests.support.query_plans import query_plan
 
 
 async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_checkpoint(
@@ -70,7 +70,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
 async def test_a_record_that_the_server_commits_after_its_gateway_died_is_recovered_too(
     postgresql: Cluster, clock: FakeClock
 ) -> None:
-    url = postgresql.lend()
+    url = postgresql.acquire()
     database = Database.open(url)
     cast = await make_cast(database, clock)
     epoch = await begin_epoch(database, clock, "next")
@@ -86,7 +86,7 @@ async def test_a_record_that_the_server_commits_after_its_gateway_died_is_recove
     assert await recovering == 1
     assert [event.status for event in await all_events(database)] == ["recovered"]
     await database.close()
-    postgresql.give_back(url)
+    postgresql.release(url)
 
 
 async def test_the_running_epoch_is_left_alone(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -201,7 +201,7 @@ async def test_an_epoch_that_another_one_followed_settles_nothing_of_it(
 
 @pytest.mark.postgres
 async def test_an_epoch_that_another_one_followed_opens_nothing(postgresql: Cluster, clock: FakeClock) -> None:
-    url = postgresql.lend()
+    url = postgresql.acquire()
     database = Database.open(url)
     cast = await make_cast(database, clock)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
@@ -212,11 +212,11 @@ async def test_an_epoch_that_another_one_followed_opens_nothing(postgresql: Clus
         assert not ledger.healthy
     assert await all_events(database) == []
     await database.close()
-    postgresql.give_back(url)
+    postgresql.release(url)
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_a_start_finds_what_was_left_behind_by_its_indexes(database: Database) -> None:
     events = EVENTS_WITH_PRICES.params(request_ids=["one", "another"])
-    assert await plan_of(database, recovery._left_behind("now")) == ["SCAN usage_events USING INDEX ix_usage_events_pending"]
-    assert await plan_of(database, events) == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]
+    assert await query_plan(database, recovery._left_behind("now")) == ["SCAN usage_events USING INDEX ix_usage_events_pending"]
+    assert await query_plan(database, events) == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]

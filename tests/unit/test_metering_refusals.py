@@ -1,4 +1,4 @@
-"""What a refused client reads: the limit, what it needs, and when to come back in words of people."""
+"""The message of a refusal: the limit, the required amount, and when to retry in words."""
 
 from __future__ import annotations
 

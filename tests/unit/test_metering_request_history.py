@@ -1,4 +1,4 @@
-"""The history of requests is forgotten by age, in small batches; money and what runs stay."""
+"""Request history is deleted by age, in small batches; billing records and running requests are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`retry-after` where only running requests stand in the way: an estimate from how far they are and how fast they go."""
+"""`retry-after` when only running requests are in the way: an estimate from their progress and speed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.running import WAIT_S_MAX, WAIT_S_MIN
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.factories import principal
 from tests.support.ledgers import utc_admission
-from tests.support.sums import NothingYet
 
 
 def asked(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> AdmissionRequest:
@@ -47,7 +47,7 @@ async def told_s(admission: Admission, who: Principal, output: int | None = 100,
 
 @pytest.fixture
 def admission(clock: FakeClock) -> Admission:
-    return utc_admission(clock, NothingYet())
+    return utc_admission(clock, EmptySums())
 
 
 async def test_who_waits_for_a_place_is_told_when_the_first_of_those_who_run_has_probably_ended(

@@ -1,4 +1,4 @@
-"""A model without a price in somebody's currency: counted, told of, and refused where the box says so."""
+"""A model without a price in a tenant's currency: counted, reported, and refused if the appliance is set to."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from appliance.tenancy.principals import Limits
 from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.generations import MODEL, serving, text_of
-from tests.support.ledgers import euro_prices, running_ledger, running_of, utc_admission
-from tests.support.sums import NothingYet
+from tests.support.ledgers import euro_prices, num_running, running_ledger, utc_admission
 
 
 async def test_what_was_used_without_a_price_is_named(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -43,7 +43,7 @@ async def test_a_request_without_a_price_is_served_and_counted_or_refused_before
             with pytest.raises(ModelNotPriced, match=f"{MODEL} has no price") as refused:
                 await box.start(cast.bob, "the answer")
             assert (refused.value.status, refused.value.code) == (403, "model_not_priced")
-            assert running_of(box.admission, cast.bob.tenant.id) == 0
+            assert num_running(box.admission, cast.bob.tenant.id) == 0
         else:
             await text_of(await box.start(cast.bob, "the answer"))
         counted = f'gatehouse_unpriced_requests_total{{model="{MODEL}"}} 1.0'
@@ -51,7 +51,7 @@ async def test_a_request_without_a_price_is_served_and_counted_or_refused_before
 
 
 async def test_a_spent_budget_is_told_in_money(clock: FakeClock) -> None:
-    admission, bob = utc_admission(clock, NothingYet()), factories.principal(Limits(monthly_budget=300))
+    admission, bob = utc_admission(clock, EmptySums()), factories.principal(Limits(monthly_budget=300))
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
     with pytest.raises(BudgetExceeded) as refused:
         await admission.admit(asked)

@@ -1,4 +1,4 @@
-"""What databases read for a report: from one place to another, never a table from its beginning, of a few no other's."""
+"""Query plans of reports: index ranges instead of full scans, and only the rows of the owners concerned."""
 
 from __future__ import annotations
 

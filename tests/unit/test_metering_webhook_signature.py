@@ -1,4 +1,4 @@
-"""Signatures as the Standard Webhooks specification has them, and where alerts may be sent."""
+"""Signatures according to the Standard Webhooks specification, and permitted targets."""
 
 from __future__ import annotations
 

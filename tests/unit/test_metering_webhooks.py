@@ -1,4 +1,4 @@
-"""Webhooks: what may be set, secrets that are shown once and sealed, rotation, and who is told of changes."""
+"""Webhooks: their settings, secrets shown once and sealed, rotation, and audit of changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database that an older version filled: what it holds comes through the upgrade whole, and back."""
+"""Data of an older version survives the upgrade completely, and the downgrade."""
 
 from __future__ import annotations
 

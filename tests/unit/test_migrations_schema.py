@@ -1,4 +1,4 @@
-"""The migrations lead to the tables that the code uses, and back."""
+"""The migrations produce the tables that the code uses, and can be reverted."""
 
 from __future__ import annotations
 

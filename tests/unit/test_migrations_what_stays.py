@@ -1,4 +1,4 @@
-"""The database refuses to change what was written for good, and lets everything else pass."""
+"""The database rejects changes of immutable rows, and permits all others."""
 
 from __future__ import annotations
 

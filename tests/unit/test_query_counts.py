@@ -1,4 +1,4 @@
-"""Every page and every list costs the same number of statements, however many tenants, keys and requests there are."""
+"""Every page and list needs the same number of statements, however many tenants, keys and requests exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.metering.ledger import rollups
 from appliance.tenancy.members import Member
 from tests.support.api_box import ApiBox, open_api_box_on
 from tests.support.cast import quick_hasher
-from tests.support.strangers import Route, Tenancy, make_tenancy, routes_of, signed_in
+from tests.support.tenant_isolation import PopulatedTenant, Route, make_populated_tenant, routes_of, session_headers
 
 FEW, MANY = 1, 6
 EVENTS = 240
@@ -81,9 +81,9 @@ def reads(box: ApiBox) -> list[Route]:
     return [route for route in gets if not route.path.endswith(STREAMS) and not route.path.startswith(ELSEWHERE)]
 
 
-async def counts(box: ApiBox, owner: Member, of: Tenancy) -> dict[str, int]:
+async def counts(box: ApiBox, owner: Member, of: PopulatedTenant) -> dict[str, int]:
     """Return how many statements each answer took; of lists as many rows as there are."""
-    headers, found = await signed_in(box.services, owner), {}
+    headers, found = await session_headers(box.services, owner), {}
     for route in reads(box):
         with statements() as sent:
             answer = await box.client.get(route.filled({**BOX_NAMES, **of.ids}), headers=headers)
@@ -99,7 +99,7 @@ async def counts(box: ApiBox, owner: Member, of: Tenancy) -> dict[str, int]:
     return found
 
 
-async def use(box: ApiBox, people: Sequence[Tenancy]) -> None:
+async def use(box: ApiBox, people: Sequence[PopulatedTenant]) -> None:
     """Let the keys of these tenants have been used all day: EVENTS events with their requests and sums."""
     now = box.services.clock.now()
     async with box.services.db.writing() as connection:
@@ -124,9 +124,9 @@ async def use(box: ApiBox, people: Sequence[Tenancy]) -> None:
 async def test_no_answer_asks_the_database_more_often_when_there_is_more_to_show(box: ApiBox) -> None:
     box.services.members._hasher = quick_hasher()
     owner = await box.services.members.create("alice@example.com", "a password of tests", "owner")
-    first = await make_tenancy(box.services, "tenant-0")
+    first = await make_populated_tenant(box.services, "tenant-0")
     few = await counts(box, owner, first)
-    await use(box, [first, *[await make_tenancy(box.services, f"tenant-{number}") for number in range(FEW, MANY)]])
+    await use(box, [first, *[await make_populated_tenant(box.services, f"tenant-{number}") for number in range(FEW, MANY)]])
     many = await counts(box, owner, first)
 
     assert len(few) > 60

@@ -1,4 +1,4 @@
-"""Delivery: at least once, later and later, many webhooks at once, and after a death again with the same id."""
+"""Alert delivery: at least once, with growing waits, in parallel, and with the same id after a crash."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
 from appliance.metering.alerts.webhooks import Webhooks
 from appliance.serving.alerting.delivery import SendFailed
 from appliance.tenancy.access import WHOLE_BOX
-from tests.support.alerts import LOOPBACK, TARGET, AlertBox, RememberingSender, alert_box
+from tests.support.alerts import LOOPBACK, TARGET, AlertBox, RecordingSender, alert_box
 from tests.support.clock import FakeClock
-from tests.support.ledgers import FailingDatabase, until
+from tests.support.ledgers import FailingDatabase, poll_until
 
 pytestmark = pytest.mark.on_either_database
 
@@ -38,7 +38,7 @@ def counted(alerts: AlertBox, name: str, **labels: str) -> float:
 async def test_a_message_that_is_taken_is_sent_once(alerts: AlertBox) -> None:
     await webhook(alerts)
     await alerts.enqueue()
-    sender = RememberingSender()
+    sender = RecordingSender()
     delivery = alerts.delivery(sender)
     assert await delivery.deliver_due() == 1
     assert await delivery.deliver_due() == 0
@@ -50,7 +50,7 @@ async def test_a_message_that_is_taken_is_sent_once(alerts: AlertBox) -> None:
 async def test_a_message_that_is_not_taken_comes_again_exactly_when_it_should(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
-    sender = RememberingSender(*(SendFailed("failed", "the receiver answered 500") for _ in range(3)))
+    sender = RecordingSender(*(SendFailed("failed", "the receiver answered 500") for _ in range(3)))
     delivery = alerts.delivery(sender)
     for wait_s in (10, 30, 90):
         assert await delivery.deliver_due() == 1
@@ -67,7 +67,7 @@ async def test_a_message_that_is_not_taken_comes_again_exactly_when_it_should(al
 async def test_randomness_spreads_the_waits(alerts: AlertBox, randomness: float, wait_s: float) -> None:
     await webhook(alerts)
     await alerts.enqueue()
-    await alerts.delivery(RememberingSender(SendFailed("timeout", "no answer")), randomness=randomness).deliver_due()
+    await alerts.delivery(RecordingSender(SendFailed("timeout", "no answer")), randomness=randomness).deliver_due()
     assert await alerts.outbox.next_due_s() == wait_s
 
 
@@ -75,7 +75,7 @@ async def test_a_receiver_is_left_alone_as_long_as_it_asks_but_not_for_ever(aler
     await webhook(alerts)
     for asked_s, waits_s in ((3600.0, 3600.0), (1.0, 10.0), (10**9, RETRY_S_MAX)):
         await alerts.enqueue(str(asked_s))
-        await alerts.delivery(RememberingSender(SendFailed("failed", "503", retry_after_s=asked_s))).deliver_due()
+        await alerts.delivery(RecordingSender(SendFailed("failed", "503", retry_after_s=asked_s))).deliver_due()
         assert await alerts.outbox.next_due_s() == waits_s
         message = next(message for message in await alerts.messages() if message.state == "pending")
         await alerts.outbox.delivered(message)
@@ -84,7 +84,7 @@ async def test_a_receiver_is_left_alone_as_long_as_it_asks_but_not_for_ever(aler
 async def test_after_the_last_attempt_it_is_given_up_and_said_so(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
-    sender = RememberingSender(*(SendFailed("connect", "no connection") for _ in range(ATTEMPTS_MAX)))
+    sender = RecordingSender(*(SendFailed("connect", "no connection") for _ in range(ATTEMPTS_MAX)))
     delivery = alerts.delivery(sender)
     began = clock.now()
     for _ in range(ATTEMPTS_MAX):
@@ -105,7 +105,7 @@ async def test_a_receiver_that_is_gone_is_disabled(alerts: AlertBox) -> None:
     webhook_id = await webhook(alerts)
     for subject in ("one", "two"):
         await alerts.enqueue(subject)
-    await alerts.delivery(RememberingSender(SendFailed("gone", "the receiver answered 410"))).deliver_due()
+    await alerts.delivery(RecordingSender(SendFailed("gone", "the receiver answered 410"))).deliver_due()
     assert (await alerts.webhooks.get(webhook_id, access=WHOLE_BOX)).disabled
     assert {message.state for message in await alerts.messages()} == {"failed"}
     assert await alerts.enqueue("three") == 0
@@ -118,23 +118,23 @@ async def test_a_slow_receiver_holds_up_nobody_else_and_gets_one_message_at_a_ti
         await alerts.enqueue(subject)
     await webhook(alerts, fast)
     await alerts.enqueue("four")
-    sender = RememberingSender()
+    sender = RecordingSender()
     gate = sender.gates[slow] = asyncio.Event()
     delivery = alerts.delivery(sender, parallel_max=2)
     delivery.start()
-    await until(lambda: [target for target, _ in sender.sent].count(fast) == 1)
+    await poll_until(lambda: [target for target, _ in sender.sent].count(fast) == 1)
     for subject in ("five", "six"):
         await alerts.enqueue(subject)
-    await until(lambda: [target for target, _ in sender.sent].count(fast) == 3)
+    await poll_until(lambda: [target for target, _ in sender.sent].count(fast) == 3)
     assert [target for target, _ in sender.sent].count(slow) == 1
     gate.set()
-    await until(lambda: [target for target, _ in sender.sent].count(slow) == 6)
+    await poll_until(lambda: [target for target, _ in sender.sent].count(slow) == 6)
     await delivery.stop()
     assert {message.state for message in await alerts.messages()} == {"delivered"}
 
 
 async def test_no_more_than_so_many_are_sent_to_at_once(alerts: AlertBox) -> None:
-    sender = RememberingSender()
+    sender = RecordingSender()
     targets = [f"https://receiver-{index}.example.com/" for index in range(5)]
     for target in targets:
         await webhook(alerts, target)
@@ -142,24 +142,24 @@ async def test_no_more_than_so_many_are_sent_to_at_once(alerts: AlertBox) -> Non
     await alerts.enqueue()
     delivery = alerts.delivery(sender, parallel_max=3)
     delivery.start()
-    await until(lambda: len(sender.sent) == 3)
+    await poll_until(lambda: len(sender.sent) == 3)
     await alerts.enqueue("another")  # which wakes it
-    await until(lambda: not alerts.db.outbox_written.is_set())
+    await poll_until(lambda: not alerts.db.outbox_written.is_set())
     assert len(sender.sent) == 3
     for gate in sender.gates.values():
         gate.set()
-    await until(lambda: len(sender.sent) == 10)
+    await poll_until(lambda: len(sender.sent) == 10)
     await delivery.stop()
 
 
 async def test_a_new_message_wakes_the_delivery_at_once(alerts: AlertBox) -> None:
     await webhook(alerts)
-    sender = RememberingSender()
+    sender = RecordingSender()
     delivery = alerts.delivery(sender)
     delivery.start()
-    await until(lambda: not alerts.db.outbox_written.is_set())
+    await poll_until(lambda: not alerts.db.outbox_written.is_set())
     await alerts.enqueue()
-    await until(lambda: counted(alerts, "alerts_delivered_total") == 1 and counted(alerts, "alerts_pending") == 0)
+    await poll_until(lambda: counted(alerts, "alerts_delivered_total") == 1 and counted(alerts, "alerts_pending") == 0)
     await delivery.stop()
     assert len(sender.sent) == 1
 
@@ -169,7 +169,7 @@ async def test_what_was_sent_and_not_noted_is_sent_again_with_the_same_id(databa
     alerts = alert_box(failing, clock)
     await webhook(alerts)
     await alerts.enqueue()
-    sender = RememberingSender()
+    sender = RecordingSender()
     delivery = alerts.delivery(sender)
     claim = alerts.outbox.claim
 
@@ -196,15 +196,15 @@ async def test_the_next_run_sends_at_once_what_the_dead_one_was_sending_and_leav
 ) -> None:
     await webhook(alerts)
     await alerts.enqueue("waits")
-    await alerts.delivery(RememberingSender(SendFailed("failed", "500"))).deliver_due()
+    await alerts.delivery(RecordingSender(SendFailed("failed", "500"))).deliver_due()
     await webhook(alerts, "https://other.example.com/")
     await alerts.enqueue("is being sent")
     claimed = {delivery.id for delivery in await alerts.outbox.claim(10)}
     assert len(claimed) == 2
-    sender = RememberingSender()
+    sender = RecordingSender()
     delivery = alerts.delivery(sender)
     delivery.start()
-    await until(lambda: counted(alerts, "alerts_delivered_total") == 2)
+    await poll_until(lambda: counted(alerts, "alerts_delivered_total") == 2)
     await delivery.stop()
     assert set(sender.ids) == claimed
     assert [message.attempts for message in await alerts.messages() if message.id in claimed] == [2, 2]
@@ -214,11 +214,11 @@ async def test_the_next_run_sends_at_once_what_the_dead_one_was_sending_and_leav
 async def test_a_stop_ends_attempts_that_hang_and_loses_nothing(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
-    sender = RememberingSender()
+    sender = RecordingSender()
     sender.gates[TARGET] = asyncio.Event()
     delivery = alerts.delivery(sender)
     delivery.start()
-    await until(lambda: len(sender.sent) == 1)
+    await poll_until(lambda: len(sender.sent) == 1)
     await delivery.stop(timeout_s=0.0)
     assert (await alerts.messages())[0].state == "pending"
     clock.advance(LEASE_S)
@@ -230,7 +230,7 @@ async def test_a_secret_that_cannot_be_read_is_said_and_tried_again(alerts: Aler
     await webhook(alerts)
     await alerts.enqueue()
     alerts.webhooks = Webhooks(alerts.db, alerts.clock, Sealer(b"y" * 32, "x"), reach=LOOPBACK, mail=True)
-    sender = RememberingSender()
+    sender = RecordingSender()
     await alerts.delivery(sender).deliver_due()
     (message,) = await alerts.messages()
     assert (message.state, sender.sent) == ("pending", [])
@@ -241,7 +241,7 @@ async def test_a_secret_that_cannot_be_read_is_said_and_tried_again(alerts: Aler
 async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox) -> None:
     await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
     await alerts.enqueue()
-    delivery = alerts.delivery(RememberingSender())
+    delivery = alerts.delivery(RecordingSender())
     delivery._senders = {}
     await delivery.deliver_due()
     assert "smtp_url" in str((await alerts.messages())[0].last_error)
@@ -250,7 +250,7 @@ async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox)
 async def test_a_bug_in_a_sender_ends_its_attempt_alone(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
-    sender = RememberingSender(RuntimeError("a bug"))
+    sender = RecordingSender(RuntimeError("a bug"))
     delivery = alerts.delivery(sender)
     await delivery.deliver_due()
     clock.advance(LEASE_S)
@@ -261,7 +261,7 @@ async def test_a_bug_in_a_sender_ends_its_attempt_alone(alerts: AlertBox, clock:
 async def test_a_message_that_ends_every_attempt_in_a_bug_is_given_up_too(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
-    sender = RememberingSender(*(RuntimeError("a bug") for _ in range(ATTEMPTS_MAX)))
+    sender = RecordingSender(*(RuntimeError("a bug") for _ in range(ATTEMPTS_MAX)))
     delivery = alerts.delivery(sender)
     for _ in range(ATTEMPTS_MAX + 1):
         await delivery.deliver_due()

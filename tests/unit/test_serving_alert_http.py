@@ -1,4 +1,4 @@
-"""Alerts over HTTP: signed, to the address that was checked, without redirects, and done within their time."""
+"""Alerts over HTTP: signed, to the checked address, without redirects, and within their deadline."""
 
 from __future__ import annotations
 

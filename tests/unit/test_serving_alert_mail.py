@@ -1,4 +1,4 @@
-"""Alerts by e-mail: what is in the message, TLS in both ways, sign-in, and a mail server that refuses or hangs."""
+"""Alerts by e-mail: content, both kinds of TLS, authentication, and mail servers that refuse or hang."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ async def test_a_server_without_starttls_gets_nothing_when_it_was_asked_for() ->
     assert server.taken == []
 
 
-async def test_tls_from_the_first_byte(certificate: Certificate) -> None:
+async def test_mail_is_sent_over_tls_from_the_first_byte(certificate: Certificate) -> None:
     async with mail_server(MailServer(), implicit=certificate.server()) as server:
         await send(f"smtps://127.0.0.1:{server.port}", tls=certificate.client())
     assert len(server.taken) == 1

@@ -1,4 +1,4 @@
-"""What is looked for now and then: keys that expire, engines that stay away, and a task that outlives a broken database."""
+"""Periodic checks: expiring keys, engines that stay down, and a task that survives database failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Watched:
         key, _ = await self.keys.create(person.tenant.id, name="ci", expires_at=expires_at, access=WHOLE_BOX)
         return key.id
 
-    async def told(self) -> list[dict[str, Any]]:
+    async def alerts_sent(self) -> list[dict[str, Any]]:
         """Look, and return what has been told so far."""
         await self.watch.check()
         return [message.payload["data"] for message in await self.alerts.messages()]
@@ -71,26 +71,26 @@ async def watched(database: Database, clock: FakeClock) -> Watched:
 
 async def test_a_key_is_told_of_a_week_before_it_expires_and_once(watched: Watched, cast: Cast, clock: FakeClock) -> None:
     key_id = await watched.new_key(cast.bob, 30)
-    assert await watched.told() == []
+    assert await watched.alerts_sent() == []
     clock.advance(23 * DAY_S - 1)
-    assert await watched.told() == []
+    assert await watched.alerts_sent() == []
     clock.advance(SWEEP_INTERVAL_S)
-    (data,) = await watched.told()
+    (data,) = await watched.alerts_sent()
     assert (data["key_id"], data["tenant_name"], data["key_name"]) == (key_id, "bob", "ci")
     assert data["expires_at"] == "2026-12-21T12:00:00.000Z"
     for _ in range(5):
         clock.advance(DAY_S)
-        assert len(await watched.told()) == 1
+        assert len(await watched.alerts_sent()) == 1
 
 
 async def test_a_key_that_was_prolonged_is_told_of_again(watched: Watched, cast: Cast, clock: FakeClock) -> None:
     key_id = await watched.new_key(cast.bob, 10)
     clock.advance(4 * DAY_S)
-    assert len(await watched.told()) == 1
+    assert len(await watched.alerts_sent()) == 1
     await watched.keys.update(key_id, KeyChanges(expires_at=clock.now() + timedelta(days=20)), access=WHOLE_BOX)
-    assert len(await watched.told()) == 1
+    assert len(await watched.alerts_sent()) == 1
     clock.advance(15 * DAY_S)
-    assert len(await watched.told()) == 2
+    assert len(await watched.alerts_sent()) == 2
 
 
 async def test_keys_that_need_nobody_are_not_told_of(
@@ -104,36 +104,36 @@ async def test_keys_that_need_nobody_are_not_told_of(
     await Tenants(database, clock).archive(cast.charlie.tenant.id, access=WHOLE_BOX)
     await watched.new_key(cast.bob, 2)  # was never to live for long
     clock.advance(3000)
-    assert await watched.told() == []
+    assert await watched.alerts_sent() == []
     clock.advance(3 * DAY_S)
-    told = [data["key_id"] for data in await watched.told()]
+    told = [data["key_id"] for data in await watched.alerts_sent()]
     assert len(told) == 1, "the successor of the rotated key alone"
     assert told[0] not in (revoked, rotated)
 
 
 async def test_a_model_that_stays_away_is_told_of_once_until_it_was_back(watched: Watched, clock: FakeClock) -> None:
     client = watched.engines.client
-    assert await watched.told() == []
+    assert await watched.alerts_sent() == []
     client.state, client.error = "failed", "out of memory"
-    assert await watched.told() == []
+    assert await watched.alerts_sent() == []
     clock.advance(ENGINE_DOWN_S - 1)
-    assert await watched.told() == []
+    assert await watched.alerts_sent() == []
     clock.advance(1)
-    assert await watched.told() == [{"model": "demo", "state": "failed", "down_s": 60, "error": "out of memory"}]
+    assert await watched.alerts_sent() == [{"model": "demo", "state": "failed", "down_s": 60, "error": "out of memory"}]
     clock.advance(3600)
-    assert len(await watched.told()) == 1
+    assert len(await watched.alerts_sent()) == 1
     client.state = "ready"
-    await watched.told()
+    await watched.alerts_sent()
     client.state = "restarting"
-    await watched.told()
+    await watched.alerts_sent()
     clock.advance(ENGINE_DOWN_S)
-    assert len(await watched.told()) == 2
+    assert len(await watched.alerts_sent()) == 2
 
 
 async def test_a_model_that_is_back_in_time_is_not_told_of(watched: Watched, clock: FakeClock) -> None:
     for _ in range(3):
         watched.engines.client.state = "restarting"
-        await watched.told()
+        await watched.alerts_sent()
         clock.advance(ENGINE_DOWN_S - 1)
         watched.engines.client.state = "ready"
-        assert await watched.told() == []
+        assert await watched.alerts_sent() == []

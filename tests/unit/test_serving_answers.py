@@ -21,7 +21,7 @@ from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, serving
-from tests.support.ledgers import running_of, until
+from tests.support.ledgers import num_running, poll_until
 
 pytestmark = pytest.mark.on_either_database
 
@@ -61,7 +61,7 @@ async def test_each_answer_has_its_own_text_and_the_prompt_is_billed_once(box: S
     assert event.prompt_tokens == len(ids)
     assert event.completion_tokens == outcome.usage.completion_tokens == 3 * len(ids)
     assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_a_stop_string_ends_its_own_answer_alone(box: Serving, cast: Cast) -> None:
@@ -85,7 +85,7 @@ async def test_when_every_answer_has_met_its_stop_string_the_request_is_over(box
 
     assert outcome.finish_reasons == ("stop", "stop")
     assert (await box.event(generation)).finish_reason == "stop"
-    await until(lambda: not box.engine._live)
+    await poll_until(lambda: not box.engine._live)
 
 
 async def test_an_answer_that_ends_before_its_siblings_says_so_at_once(box: Serving, cast: Cast) -> None:
@@ -106,8 +106,8 @@ async def test_one_answer_that_fails_ends_the_request_and_its_siblings(box: Serv
 
     assert isinstance(outcome.error, InternalError)
     assert (await box.event(generation)).finish_reason == "error"
-    await until(lambda: not box.engine._live)
-    await until(lambda: box.client._client.open_requests == 0)
+    await poll_until(lambda: not box.engine._live)
+    await poll_until(lambda: box.client._client.open_requests == 0)
 
 
 async def test_a_request_with_several_answers_that_is_refused_as_a_whole_is_told_at_once(box: Serving, cast: Cast) -> None:
@@ -166,7 +166,7 @@ async def test_whoever_reads_the_ledger_is_told_of_what_ended_and_is_not_recorde
     monkeypatch.setattr(box.ledger, "settle", settle_seen)
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
-    await until(lambda: not box.admission._first_reads._ended)
+    await poll_until(lambda: not box.admission._first_reads._ended)
     assert told == [[generation.request_id]]
 
 

@@ -1,4 +1,4 @@
-"""A claim on the database that had ended and was taken again: what commands have changed in between is read anew."""
+"""A lost and reacquired database claim: changes made by commands in between are read again."""
 
 from __future__ import annotations
 

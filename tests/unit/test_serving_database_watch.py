@@ -1,4 +1,4 @@
-"""Whether the database takes writes is asked seldom, and why it does not is told in the log."""
+"""Database writability is checked rarely, and the reason for a failure is logged."""
 
 from __future__ import annotations
 

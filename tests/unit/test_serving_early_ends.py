@@ -1,4 +1,4 @@
-"""However and wherever a running request ends, its event has the tokens that the engine counted, and says why it ended."""
+"""However a running request ends, its event has the engine's token count and the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, serving, text_of
-from tests.support.ledgers import euro_prices, running_of, until
+from tests.support.ledgers import euro_prices, num_running, poll_until
 
 pytestmark = pytest.mark.on_either_database
 
@@ -43,9 +43,9 @@ async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) 
 
 async def begun(box: Serving, person: Person, position: int, **sampling: object) -> Generation:
     """Return a generation of which the engine has made exactly `position` tokens, and the gateway knows them all."""
-    box.engine.allow(position)
+    box.engine.allow_steps(position)
     generation = await box.start(person, TEXT, max_tokens=1000, **sampling)
-    await until(lambda: generation.live.completion_tokens == position)
+    await poll_until(lambda: generation.live.completion_tokens == position)
     return generation
 
 
@@ -58,7 +58,7 @@ async def check(box: Serving, generation: Generation, reason: str, cause: str | 
     assert event.completion_tokens == outcome.usage.completion_tokens == counted
     assert event.status == ("posted" if computed else "voided")
     assert event.prompt_tokens == computed
-    assert running_of(box.admission, event.tenant_id) == running
+    assert num_running(box.admission, event.tenant_id) == running
 
 
 @pytest.mark.parametrize("why", EARLY_ENDS)
@@ -72,17 +72,17 @@ async def test_at_every_position_of_an_early_end_the_tokens_are_the_engines(box:
 async def test_tokens_that_cross_the_end_on_their_way_count_too(box: Serving, cast: Cast) -> None:
     for position in POSITIONS:
         generation = await begun(box, cast.bob, position)
-        box.engine.allow(3)  # it goes on while nobody has told it yet
+        box.engine.allow_steps(3)  # it goes on while nobody has told it yet
         generation.end_early("disconnected")
         await check(box, generation, "disconnected", "client")
 
 
 @pytest.mark.parametrize("position", POSITIONS[::2])
 async def test_of_several_answers_every_token_counts(box: Serving, cast: Cast, position: int) -> None:
-    box.engine.allow(position)
+    box.engine.allow_steps(position)
     generation = await box.start(cast.bob, TEXT, max_tokens=1000, n=3)
-    await until(lambda: generation.live.completion_tokens == 3 * position)
-    box.engine.allow(2)
+    await poll_until(lambda: generation.live.completion_tokens == 3 * position)
+    box.engine.allow_steps(2)
     generation.end_early("aborted")
     await check(box, generation, "aborted", "administrator")
 
@@ -176,7 +176,7 @@ async def test_a_key_that_was_revoked_between_its_check_and_the_start_is_noticed
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_BOX)
-    box.engine.allow(0)
+    box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT)  # with the principal as it was before
 
     await check(box, generation, "aborted", "key_revoked")
@@ -196,11 +196,11 @@ async def test_a_hard_budget_ends_the_answer_at_the_token_that_uses_it_up(
 ) -> None:
     prompt = len(box.ids(TEXT))
     bob = await hard_budget(database, clock, cast.bob, prompt + 300)
-    box.engine.allow(299)
+    box.engine.allow_steps(299)
     generation = await box.start(bob, TEXT, max_tokens=1000)
-    await until(lambda: generation.live.completion_tokens == 299)
+    await poll_until(lambda: generation.live.completion_tokens == 299)
     assert not generation.outcome.done()
-    box.engine.allow(1)
+    box.engine.allow_steps(1)
     outcome = await generation.outcome
 
     assert outcome.error is not None
@@ -213,9 +213,9 @@ async def test_what_several_requests_cost_together_uses_a_hard_budget_up(
 ) -> None:
     prompt = len(box.ids(TEXT))
     bob = await hard_budget(database, clock, cast.bob, 2 * prompt + 600)
-    box.engine.allow(0)
+    box.engine.allow_steps(0)
     both = [await box.start(bob, TEXT, max_tokens=300), await box.start(bob, TEXT, max_tokens=1000)]
-    box.engine.allow(1000)
+    box.engine.allow_steps(1000)
     outcomes = [await generation.outcome for generation in both]
 
     assert [outcome.finish_reason for outcome in outcomes] == ["length", "aborted"]
@@ -232,7 +232,7 @@ async def test_a_hard_budget_that_is_lowered_ends_what_runs_at_its_next_token(
     lowered = TenantChanges(limits=Limits(monthly_budget=prompt + 5))
     await Tenants(database, clock).update(cast.bob.tenant.id, lowered, access=WHOLE_BOX)
     await box.generations._watch.check()
-    box.engine.allow(1)
+    box.engine.allow_steps(1)
     await check(box, generation, "aborted", "budget_exceeded")
 
 
@@ -241,14 +241,14 @@ async def test_whether_a_budget_is_hard_can_be_changed_under_a_running_request(
     box: Serving, database: Database, clock: FakeClock, cast: Cast, before: bool, end: tuple[str, str | None]
 ) -> None:
     bob = await hard_budget(database, clock, cast.bob, len(box.ids(TEXT)) + 300, cut=before)
-    box.engine.allow(0)
+    box.engine.allow_steps(0)
     generation = await box.start(bob, TEXT, max_tokens=1000)
-    box.engine.allow(290)
-    await until(lambda: generation.live.completion_tokens == 290)
+    box.engine.allow_steps(290)
+    await poll_until(lambda: generation.live.completion_tokens == 290)
 
     await Tenants(database, clock).update(bob.tenant.id, TenantChanges(cut_at_budget=not before), access=WHOLE_BOX)
     await box.generations._watch.check()
-    box.engine.allow(710)
+    box.engine.allow_steps(710)
     await check(box, generation, *end)
 
 
@@ -271,7 +271,7 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_room(
     bob = dataclasses.replace(cast.bob, tenant=tenant)
     running = await begun(box, bob, 2)
     first, second = (asyncio.create_task(box.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
-    await until(lambda: len(box.admission.waiting) == 2)
+    await poll_until(lambda: len(box.admission.waiting) == 2)
 
     await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)), access=WHOLE_BOX)
     admitted = await first
@@ -299,6 +299,6 @@ async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
         monkeypatch.setattr(box.generations, "checkpoint", fail_once)
         with structlog.testing.capture_logs() as logs:
             box.generations.start_watching()
-            await until(lambda: len(calls) > 1)
+            await poll_until(lambda: len(calls) > 1)
             await box.generations.stop(5.0)
     assert [line["event"] for line in logs] == ["how far running requests are could not be noted"]

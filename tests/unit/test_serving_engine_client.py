@@ -1,4 +1,4 @@
-"""The gateway's end of the engine's socket: one frame per turn, events to their requests, an answer to everybody at the end."""
+"""The gateway's end of the engine socket: one frame per loop iteration, routing of events, and a result for every request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.serving.engine_client import EngineClient
 from appliance.serving.event_stream import EVENTS_MAX, EventStream
 from engine.protocol import EngineFrame, FinishReason, GenerationRequest, InvalidOption, SamplingParams, TokenEvent
 from engine.transport import TransportError, encode_frame
-from tests.support.fake_engine import STALL, FakeEngine, connected_pair, event
+from tests.support.fake_engine import STALL, FakeEngine, connected_pair, make_event
 
 DEADLINE_S = 60.0
 FRAMES_AT_ONCE = 50  # a socket takes so many
@@ -117,7 +117,7 @@ def test_all_that_a_killed_engine_has_sent_is_heard_though_we_write_to_it(
         stream = client.submit(request)
         await asyncio.sleep(0)
         for number in range(1, FRAMES_AT_ONCE + 1):
-            theirs.sendall(encode_frame(EngineFrame(events=[event(request, [number], number)])))
+            theirs.sendall(encode_frame(EngineFrame(events=[make_event(request, [number], number)])))
         theirs.close()  # with what we have sent unread in it, as one that is killed
         client.shut_down()  # writes at once, to nobody
         async with asyncio.timeout(DEADLINE_S):
@@ -134,7 +134,7 @@ def test_all_that_a_killed_engine_has_sent_is_heard_though_we_write_to_it(
 
 async def test_events_before_the_end_are_delivered_before_the_error() -> None:
     stream = EventStream("req_1")
-    stream.put(event(wanted("req_1", [5]), [5], 1))
+    stream.put(make_event(wanted("req_1", [5]), [5], 1))
     stream.fail("gone")
 
     assert len(await stream.take()) == 1
@@ -144,7 +144,7 @@ async def test_events_before_the_end_are_delivered_before_the_error() -> None:
 
 async def test_an_answer_that_goes_on_is_one_token_longer_and_else_as_it_was() -> None:
     stream = EventStream("req_1", 2)
-    first = event(wanted("req_1", [5]), [5], 3, index=1)
+    first = make_event(wanted("req_1", [5]), [5], 3, index=1)
     stream.put(first)
     stream.put_token(1, 6)
     stream.put_token(1, 7)
@@ -175,7 +175,7 @@ async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
     request = wanted("req_1", [5])
     count = EVENTS_MAX * 2
     for number in range(1, count + 1):
-        stream.put(event(request, [number], number))
+        stream.put(make_event(request, [number], number))
     events = await stream.take()
 
     assert len(events) == EVENTS_MAX
@@ -187,7 +187,7 @@ async def test_events_of_several_answers_are_merged_each_with_its_own() -> None:
     stream = EventStream("req_1", 2)
     request = wanted("req_1", [5])
     for number in range(1, EVENTS_MAX * 2 + 1):
-        stream.put(event(request, [number], (number + 1) // 2, index=number % 2))
+        stream.put(make_event(request, [number], (number + 1) // 2, index=number % 2))
     events = await stream.take()
 
     assert len(events) == EVENTS_MAX

@@ -1,4 +1,4 @@
-"""What an engine prints is in our log at the engine's own level: a warning of it is not lost where only warnings are shown."""
+"""Engine output is logged at the engine's own level, so its warnings appear when only warnings are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sentence says where the time of a request went, for live and past ones."""
+"""One sentence explains where a request's time went, for live and past requests."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_longest_stage_is_named(changes: dict[str, object], expected: str) -
 
 
 @pytest.mark.parametrize(("count", "words"), [(1, "preempted once"), (3, "preempted 3 times")])
-def test_preemptions_are_told(count: int, words: str) -> None:
+def test_preemptions_are_explained(count: int, words: str) -> None:
     assert words in explain(dataclasses.replace(DONE, preemptions=count))
 
 

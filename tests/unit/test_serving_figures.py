@@ -1,4 +1,4 @@
-"""How fast a request wrote: the engine's clock where the gateway read its tokens later than they came. Who came before it."""
+"""A request's speed comes from the engine's clock, because the gateway may read tokens later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import serving
-from tests.support.scheduling import finish, make_request, make_scheduler, step
+from tests.support.scheduling import apply_outputs, make_request, make_scheduler, step
 
 NOW = datetime(2026, 11, 29, tzinfo=UTC)
 
@@ -65,7 +65,7 @@ def test_the_last_event_of_an_answer_tells_its_time_from_the_first_token_to_the_
     while scheduler.has_requests:
         batch = scheduler.schedule()
         clock.advance(0.25)
-        events += finish(scheduler, batch)
+        events += apply_outputs(scheduler, batch)
     assert [event.decode_s for event in events] == [0.0, 0.0, 0.5]
 
 

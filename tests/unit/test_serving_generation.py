@@ -1,4 +1,4 @@
-"""A generation ends once, whatever happens: text for its reader, one settlement for its tenant, nothing left behind."""
+"""A generation ends once, whatever happens: text for the reader, one settlement for the tenant, nothing left behind."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams
 from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import FAIL, STALL, engine_status, event
+from tests.support.fake_engine import FAIL, STALL, engine_status, make_event
 from tests.support.generations import Serving, serving, text_of
-from tests.support.ledgers import running_of, until
+from tests.support.ledgers import num_running, poll_until
 from tests.support.served_model import make_hollow_model
 
 pytestmark = pytest.mark.on_either_database
@@ -51,7 +51,7 @@ async def test_text_usage_record_and_quota_agree(box: Serving, cast: Cast) -> No
     assert event.status == "posted"
     assert event.completion_tokens == outcome.usage.completion_tokens == len(box.ids(TEXT))
     assert event.prompt_tokens == len(box.ids(TEXT))
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_the_record_is_settled_before_the_reader_hears_of_the_end(box: Serving, cast: Cast) -> None:
@@ -134,7 +134,7 @@ def test_a_stop_string_ends_at_the_same_token_however_events_are_merged(tmp_path
     chunks: list[Chunk] = []
     for begin in range(0, len(ids), merged):
         part = ids[begin : begin + merged]
-        chunks.append(output.push(event(request, part, begin + len(part))))
+        chunks.append(output.push(make_event(request, part, begin + len(part))))
         if output.stopped:
             break
     expected = next(n for n in range(1, 99) if "quick" in prompting._tokenizer.decode(ids[:n]))
@@ -154,7 +154,7 @@ def test_a_token_that_ends_an_answer_and_is_no_text_of_it_has_no_logprob(
     ids = [*prompting._tokenizer.encode("a b", add_special_tokens=False).ids[-2:], end]
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams(logprobs=0))
     output = TextOutput(prompting, stop=[], min_tokens=0, stop_token_ids=stop_token_ids)
-    chunk = output.push(event(request, ids, len(ids), finish_reason=FinishReason.STOP))
+    chunk = output.push(make_event(request, ids, len(ids), finish_reason=FinishReason.STOP))
 
     assert (chunk.completion_tokens, len(chunk.logprobs)) == (3, named)
 
@@ -164,7 +164,7 @@ def test_a_stop_string_in_what_was_held_back_ends_the_answer_too(tmp_path: Path)
     ids = prompting._tokenizer.encode("the \N{PARROT}", add_special_tokens=False).ids[:-1]  # the last character lacks a byte
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams())
     answer = Answer(0, TextOutput(prompting, stop=[" \N{REPLACEMENT CHARACTER}"], min_tokens=0))
-    last = event(request, ids, len(ids), finish_reason=FinishReason.LENGTH)
+    last = make_event(request, ids, len(ids), finish_reason=FinishReason.LENGTH)
 
     text = answer.push(last).text + answer.finish(last).text
 
@@ -212,7 +212,7 @@ async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, ca
     event = await box.event(generation)
 
     assert (event.status, event.prompt_tokens, event.cost_picos) == ("voided", 0, 0)
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_an_administrator_can_end_it(box: Serving, cast: Cast) -> None:
@@ -299,7 +299,7 @@ async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
         await box.start(cast.bob, TEXT)
 
     assert [frame for frame in box.engine.frames if frame.submit] == []
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engine_never_hears_of_it(
@@ -318,7 +318,7 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
     event = await box.event(generation)
     assert (event.status, event.finish_reason, event.cause) == ("voided", "aborted", "administrator")
     assert [frame for frame in box.engine.frames if frame.submit] == []
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_a_full_queue_refuses_before_admission(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ async def test_a_full_queue_refuses_before_admission(database: Database, clock: 
                 await box.start(cast.bob, TEXT)
             for generation in held:
                 generation.end_early("disconnected")
-            await until(lambda: not box.generations.live(access=WHOLE_BOX))
+            await poll_until(lambda: not box.generations.live(access=WHOLE_BOX))
 
 
 async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
@@ -371,7 +371,7 @@ async def test_draining_refuses_new_ones_and_waits_for_the_rest(box: Serving, ca
 async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [STALL, 5])
     live = box.generations.live(access=WHOLE_BOX)[generation.request_id]
-    await until(lambda: live.kv_blocks > 0)
+    await poll_until(lambda: live.kv_blocks > 0)
 
     assert (live.state, live.queue_position, live.tenant_name) == ("queued", 0, "bob")
     assert "Waiting for a place" in live.explanation
@@ -408,24 +408,24 @@ async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
     assert [line["event"] for line in logs] == ["generation could not be settled"]  # and no second settlement refused
     assert (event.status, event.finish_reason) == ("posted", reason)
     assert event.completion_tokens == generation.live.completion_tokens >= 1
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" in box.metrics.render().decode()
 
 
 async def test_a_fault_beside_the_engine_ends_the_request_there_too_and_bills_what_was_counted(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    box.engine.allow(0)
+    box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     monkeypatch.setattr(generation, "_show", None)
-    box.engine.allow(3)
+    box.engine.allow_steps(3)
     outcome = await generation.outcome
 
     assert isinstance(outcome.error, InternalError)
     event = await box.event(generation)
     assert (event.status, event.finish_reason, event.cause) == ("posted", "error", "internal_error")
     assert 1 <= event.completion_tokens == outcome.usage.completion_tokens == generation.live.completion_tokens <= 3
-    await until(lambda: generation.request_id in [name for frame in box.engine.frames for name in frame.abort])
+    await poll_until(lambda: generation.request_id in [name for frame in box.engine.frames for name in frame.abort])
 
 
 async def test_a_fault_before_the_reservation_ends_gives_it_back(
@@ -441,7 +441,7 @@ async def test_a_fault_before_the_reservation_ends_gives_it_back(
     assert (generation.live.state, generation.live.error) == ("finished", outcome.error.message)
     event = await box.event(generation)
     assert (event.status, event.finish_reason, event.cause) == ("voided", "error", "internal_error")
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +452,7 @@ async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast:
         assert await box.generations.drain(5.0)
 
     assert [line["event"] for line in [*logs, *later]] == ["generation could not be settled"]
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_a_fault_before_anybody_owns_the_generation_gives_the_reservation_back(
@@ -461,7 +461,7 @@ async def test_a_fault_before_anybody_owns_the_generation_gives_the_reservation_
     monkeypatch.setattr(box.generations, "_generation_request", None)
     with pytest.raises(TypeError):
         await box.start(cast.bob, TEXT)
-    assert running_of(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_usage_that_even_the_last_attempt_cannot_record_is_counted(

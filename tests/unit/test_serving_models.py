@@ -1,4 +1,4 @@
-"""A folder is a model or says what it lacks; names are unique; recommended sampling comes from the folder."""
+"""A folder is a model or the error names what it lacks; names are unique; sampling defaults come from the folder."""
 
 from __future__ import annotations
 

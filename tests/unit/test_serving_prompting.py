@@ -1,4 +1,4 @@
-"""Prompts are what the model's own template and tokenizer make of the messages, and the template cannot do harm."""
+"""Prompts are rendered by the model's own template and tokenizer, and the template is sandboxed."""
 
 from __future__ import annotations
 

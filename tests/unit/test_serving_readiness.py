@@ -1,4 +1,4 @@
-"""A model counts as ready when it has lately generated a token, by traffic or by a probe that nobody pays for."""
+"""A model is ready if it has generated a token lately, for traffic or for an unbilled probe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from appliance.serving.readiness import Readiness
 from appliance.serving.supervisor import Supervisor
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import engine_status
-from tests.support.ledgers import until
+from tests.support.ledgers import poll_until
 from tests.support.served_model import make_hollow_model
 from tests.unit.test_serving_supervisor import command
 
@@ -59,7 +59,7 @@ async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(mo
     await model.client.wait_for_state("ready")
     assert readiness.problem(model) == "engine of tiny has not generated a token yet"
     readiness.start()
-    await until(lambda: readiness.problem(model) is None)
+    await poll_until(lambda: readiness.problem(model) is None)
     await readiness.stop()
 
     clock.advance(INTERVAL_S + 1)
@@ -69,12 +69,12 @@ async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(mo
 async def test_probes_stand_in_no_figure(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     await model.client.wait_for_state("ready")
-    await until(lambda: model.client.status is not None)
+    await poll_until(lambda: model.client.status is not None)
     readiness.start()
-    await until(lambda: readiness.problem(model) is None)
-    await until(lambda: (model.client.status or engine_status()).generation_tokens_total == 1)
+    await poll_until(lambda: readiness.problem(model) is None)
+    await poll_until(lambda: (model.client.status or engine_status()).generation_tokens_total == 1)
     clock.advance(1.0)
-    await until(lambda: len(model.client.figures._totals) > 1)
+    await poll_until(lambda: len(model.client.figures._totals) > 1)
     await readiness.stop()
 
     assert model.client.figures.tokens_per_second(clock.monotonic_s()) == 0.0
@@ -84,10 +84,10 @@ async def test_probes_stand_in_no_figure(model: ServedModel, clock: FakeClock) -
 async def test_a_probe_comes_before_the_interval_is_over(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     readiness.start()
-    await until(lambda: readiness.problem(model) is None)
+    await poll_until(lambda: readiness.problem(model) is None)
     before = model.client.last_token_monotonic_s
     clock.advance(INTERVAL_S / 2)
-    await until(lambda: model.client.last_token_monotonic_s != before)
+    await poll_until(lambda: model.client.last_token_monotonic_s != before)
     await readiness.stop()
 
     assert readiness.problem(model) is None
@@ -104,7 +104,7 @@ async def test_a_probe_that_ends_by_an_error_is_logged_and_stops_nothing_else(
     monkeypatch.setattr(readiness, "_keep_fresh", fail)
     with structlog.testing.capture_logs() as logs:
         readiness.start()
-        await until(lambda: bool(logs))
+        await poll_until(lambda: bool(logs))
         await readiness.stop()
     assert [(line["task"], repr(line["exc_info"])) for line in logs if "task" in line] == [
         ("probe tiny", "ValueError('a bug')")

@@ -1,4 +1,4 @@
-"""Engine processes are started, watched and started again; whoever waits for one is told what happens."""
+"""Engine processes are started, monitored and restarted; those waiting for one are informed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants take turns: a flood waits behind itself, and no turn is lost, whoever leaves when."""
+"""Tenants take turns: a flood delays only itself, and no turn is lost when requests leave."""
 
 from __future__ import annotations
 

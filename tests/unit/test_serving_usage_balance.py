@@ -1,4 +1,4 @@
-"""What engines counted is set against what the ledger holds: both sides meet whenever nothing runs."""
+"""The engines' token counts are compared with the ledger: they agree whenever nothing runs."""
 
 from __future__ import annotations
 

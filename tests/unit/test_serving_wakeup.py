@@ -1,4 +1,4 @@
-"""One task that waits for another: it is woken, or its time is up, and a timer of an earlier wait disturbs no later one."""
+"""One task waits for another: woken or timed out; an earlier timer never affects a later wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bars between tenants, held on short traffic of the kinds that break them: floods, long answers, too little memory."""
+"""Fairness bounds on short traffic of the kinds that would break them: floods, long answers, too little memory."""
 
 from __future__ import annotations
 

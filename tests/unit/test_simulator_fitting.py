@@ -1,4 +1,4 @@
-"""`gatehouse plan` of a folder against the forecast of the engine that would serve it: one prediction, not two."""
+"""`gatehouse plan` for a folder agrees with the forecast of the engine that would serve it."""
 
 from __future__ import annotations
 

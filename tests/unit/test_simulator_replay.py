@@ -1,4 +1,4 @@
-"""The replay: the product's scheduler under a virtual clock, held against what can be worked out by hand, and odd traffic."""
+"""The replay: the product's scheduler under a virtual clock, against results computed by hand, and unusual traffic."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def test_an_answer_beyond_the_context_ends_there() -> None:
     assert replay.scheduler.totals.generation_tokens == 3
 
 
-def test_everything_at_once() -> None:
+def test_a_trace_that_arrives_at_once_has_no_rate_and_fills_the_batch() -> None:
     report = report_of([chat(0.0, tenant=f"tenant-{i % 7}", prompt=50, answer=60) for i in range(600)])
     assert report["load"]["req_per_s"] is None
     assert report["throughput"]["running_max"] == 256
 
 
-def test_a_thousand_tenants_with_one_request_each() -> None:
+def test_a_thousand_tenants_with_one_request_each_are_all_reported() -> None:
     report = report_of([chat(i / 500, tenant=f"tenant-{i}", prompt=64, answer=3) for i in range(1000)])
     assert len(report["tenants"]) == 1000
 

@@ -1,4 +1,4 @@
-"""The report: figures of small cases worked out by hand, and the bounds on what a cache can find."""
+"""The report: figures of small cases computed by hand, and bounds on a cache's hits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step-time model against figures worked out by hand, and the step budget against the model."""
+"""The step-time model against figures computed by hand, and the step budget against the model."""
 
 from __future__ import annotations
 

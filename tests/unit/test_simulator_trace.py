@@ -1,4 +1,4 @@
-"""Traces: every format is read, odd rows are legal or named by file, line and field."""
+"""Traces: every format is read; unusual rows are valid, or rejected with file, line and field."""
 
 from __future__ import annotations
 

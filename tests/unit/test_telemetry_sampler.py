@@ -1,4 +1,4 @@
-"""One sampler serves every live page: the newest reading at once, never an old one, and nobody is held up."""
+"""One sampler serves every live page: the newest reading at once, never a stale one, without delays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit log: what an entry holds, that nobody can change one, and that the chain shows who did."""
+"""The audit log: the content of entries, immutability, and a chain that reveals tampering."""
 
 from __future__ import annotations
 

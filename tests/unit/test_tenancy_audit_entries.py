@@ -1,4 +1,4 @@
-"""Each change of tenants, keys, people, tokens and prices is one entry: by whom, of what, from what to what, and no secret."""
+"""Each change of tenants, keys, people, tokens and prices is one entry: actor, subject, old and new value, no secret."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def told(database: Database) -> list[tuple[str, str | None, Any, Any]]:
     ]
 
 
-async def test_the_life_of_a_tenant(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_changes_of_a_tenant_are_audited(database: Database, clock: FakeClock, cast: Cast) -> None:
     tenants = Tenants(database, clock)
     with acting(ALICE):
         made = await tenants.create(name="dora", tier="batch", access=WHOLE_BOX)
@@ -64,7 +64,7 @@ async def test_the_life_of_a_tenant(database: Database, clock: FakeClock, cast: 
     assert (archived[0], archived[2]["archived"], archived[3]["archived"]) == ("tenant.archive", False, True)
 
 
-async def test_the_life_of_a_key(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_changes_of_a_key_are_audited(database: Database, clock: FakeClock, cast: Cast) -> None:
     keys = Keys(database, clock, PEPPER)
     with acting(ALICE):
         made, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_BOX)
@@ -82,7 +82,7 @@ async def test_the_life_of_a_key(database: Database, clock: FakeClock, cast: Cas
     await nothing_secret_is_in(database, secret, fresh_secret, secret.rpartition("_")[2])
 
 
-async def test_people_and_their_sessions(database: Database, clock: FakeClock) -> None:
+async def test_changes_of_members_and_sessions_are_audited(database: Database, clock: FakeClock) -> None:
     members, sessions = Members(database, clock, hasher=quick_hasher()), Sessions(database, clock)
     with acting(ALICE):
         made = await members.create("dora@example.com", "dora's long password", "viewer")
@@ -106,7 +106,7 @@ async def test_a_password_in_the_wrong_field_is_not_written(database: Database, 
     await nothing_secret_is_in(database, "dora's long password")
 
 
-async def test_administrator_tokens_and_prices(database: Database, clock: FakeClock) -> None:
+async def test_changes_of_administrator_tokens_and_prices_are_audited(database: Database, clock: FakeClock) -> None:
     tokens = AdminTokens(database, clock)
     with acting(ALICE):
         made, secret = await tokens.create("ci", "admin")

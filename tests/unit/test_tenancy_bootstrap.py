@@ -1,4 +1,4 @@
-"""The first start makes what a newcomer needs, once, also when it was interrupted; and the pepper survives."""
+"""The first start creates what a new operator needs, once, even if it was interrupted; the pepper is kept."""
 
 from __future__ import annotations
 

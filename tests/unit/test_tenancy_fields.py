@@ -1,4 +1,4 @@
-"""What may be a name: what people write, in any script, and nothing that changes how the text around it reads."""
+"""Valid names: any script, but no characters that change how the surrounding text reads."""
 
 from __future__ import annotations
 

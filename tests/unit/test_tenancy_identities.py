@@ -1,4 +1,4 @@
-"""Links between members and who they are at a provider: which member a sign-in there opens the door for."""
+"""Links between members and provider identities: which member a provider's sign-in authenticates."""
 
 from __future__ import annotations
 

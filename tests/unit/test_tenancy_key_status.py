@@ -1,4 +1,4 @@
-"""What has become of the keys of requests that were admitted a while ago."""
+"""The current status of keys of requests that were admitted earlier."""
 
 from __future__ import annotations
 

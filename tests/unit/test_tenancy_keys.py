@@ -1,4 +1,4 @@
-"""API keys: shown once, checked by digest, and refused by the very next call after a change."""
+"""API keys: shown once, verified by digest, and rejected by the next call after a change."""
 
 from __future__ import annotations
 

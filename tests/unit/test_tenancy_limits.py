@@ -1,4 +1,4 @@
-"""What a tenant, a key, a tier and a model may be limited to. A wrong limit is refused with its name and its bounds."""
+"""Possible limits of tenants, keys, tiers and models. An invalid limit is rejected with its name and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who belongs to which tenant, what follows from it, and that somebody who may do everything is always left."""
+"""Memberships in tenants, the resulting access, and that an owner always remains."""
 
 from __future__ import annotations
 

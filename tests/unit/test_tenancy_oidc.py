@@ -1,4 +1,4 @@
-"""The provider's word: what is believed of it."""
+"""Verification of an OpenID Connect provider's responses."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ async def test_a_client_without_a_secret_is_protected_by_pkce_alone(fake: FakePr
 
 async def test_a_token_that_does_not_name_its_key_is_tried_with_each(fake: FakeProvider) -> None:
     fake.rotate(ec_key("second"), keep_old=True)
-    fake.names_its_key = False
+    fake.includes_key_id = False
 
     assert await identify(fake) == ALICE
 
@@ -256,7 +256,7 @@ async def test_a_key_that_the_provider_shows_no_more_counts_no_more(fake: FakePr
     fake.rotate(rsa_key("second"))
     clock.advance(KEPT_S)
     await identify(fake, ours)
-    fake._signing = rsa_key("first")
+    fake._signing_key = rsa_key("first")
 
     with pytest.raises(TokenRefused):
         await identify(fake, ours)

@@ -1,4 +1,4 @@
-"""Cursors are opaque, and whatever is no cursor of the list is refused by name."""
+"""Cursors are opaque, and invalid ones are rejected by name."""
 
 from __future__ import annotations
 

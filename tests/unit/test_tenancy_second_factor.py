@@ -1,4 +1,4 @@
-"""Codes of the second factor: right ones once, others never; recovery codes; what each change ends."""
+"""Codes of the second factor: valid once; recovery codes; and what each change revokes."""
 
 from __future__ import annotations
 

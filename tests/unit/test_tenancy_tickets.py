@@ -1,4 +1,4 @@
-"""Tickets: which of them a browser may use again, and which were never ours."""
+"""Tickets: which ones a browser may reuse, and which are not ours."""
 
 from __future__ import annotations
 

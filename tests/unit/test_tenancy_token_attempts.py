@@ -1,4 +1,4 @@
-"""Administrator tokens cannot be guessed at any speed, and whoever guesses locks nobody out."""
+"""Administrator tokens cannot be guessed at any rate, and guessing locks nobody out."""
 
 from __future__ import annotations
 

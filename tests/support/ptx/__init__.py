@@ -1,8 +1,8 @@
-"""PTX, the machine-level code that Triton compiles a kernel into, executed without a GPU.
+"""An emulator of PTX, the virtual machine code that Triton compiles kernels into, for machines without a GPU.
 
-`card` stands where Triton expects a driver: the product's launchers are called with tensors of the CPU, Triton binds and
-compiles as it does for an H200, and what it would have handed to the card is executed on the memory of those tensors.
-`program` reads the text, `block` runs one block of threads after another with numpy, a register of all threads in an array, and
-`memory` refuses what a card would fault on or what would depend on chance. An instruction, a modifier or an operand that is not
-known is an error before anything runs. Results follow the PTX ISA, version 8.7; each module names its sections.
+`card` replaces Triton's driver: the product's launchers are called with CPU tensors, Triton specialises and compiles as for an
+H200, and the PTX is executed on the memory of those tensors. `program` parses the text, `block` executes thread blocks one
+after another with numpy (a register of all threads is one array), and `memory` detects accesses that would fault on a card or
+whose result would be undefined. Unknown instructions, modifiers and operands are errors before anything runs. Semantics follow
+the PTX ISA, version 8.7; each module names its sections.
 """

@@ -1,8 +1,7 @@
-"""Numbers of integers and floats (PTX ISA 9.7.1, 9.7.3 to 9.7.5).
+"""Integer and floating-point arithmetic (PTX ISA 9.7.1, 9.7.3 to 9.7.5).
 
-Narrow floats are computed with in float32 and rounded once, which for one sum or product is what the instruction does. A
-fused product and sum goes through float64. Approximations (`.approx`, `.full`) are as near as float32 comes; a card may be a
-unit off.
+Narrow floats are computed in float32 and rounded once, which equals the instruction for a single sum or product. Fused
+multiply-add is computed in float64. Approximations (`.approx`, `.full`) have float32 accuracy; a card may differ by a unit.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _TINY = np.float32(2.0**-126)
 
 
 def _flushed(values: Array) -> Array:
-    """What is too small to be normal becomes zero (`.ftz`)."""
+    """Flush subnormal numbers to zero (`.ftz`)."""
     return np.where(np.abs(values) < _TINY, np.copysign(np.float32(0), values), values)
 
 
@@ -82,7 +81,7 @@ def compute(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("min max", "NaN ftz")
 def least_or_most(block: Block, code: Instruction, active: Array) -> None:
-    """Without `.NaN` a number wins over what is none."""
+    """Without `.NaN`, the operand that is a number wins over NaN."""
     a, b = _operands(block, code)
     smaller, larger = (np.minimum, np.maximum) if "NaN" in code.modifiers or a.dtype.kind != "f" else (np.fmin, np.fmax)
     _write(block, code, (smaller if code.opcode == "min" else larger)(a, b), active)
@@ -90,7 +89,7 @@ def least_or_most(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("mul mad", "lo hi wide rn ftz")
 def multiply(block: Block, code: Instruction, active: Array) -> None:
-    """Integers keep the lower half of a product, the upper, or all of it."""
+    """Integer products keep the lower half, the upper half, or all bits."""
     kind, width = code.type, code.type.width
     a, b = (block.read(operand, kind) for operand in code.operands[1:3])
     if kind.kind == "f":

@@ -26,7 +26,7 @@ _RELATIONS: dict[str, Callable[..., Array]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-_OF_UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+_UNSIGNED_RELATIONS = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
 @instruction("and or xor not")
@@ -41,7 +41,7 @@ def logic(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("shl shr")
 def shift(block: Block, code: Instruction, active: Array) -> None:
-    """Of as many bits as there are, or more: zeros, or the sign of what is signed."""
+    """Shifts by the width or more give zeros, or the sign of signed operands."""
     kind, bits = code.type, 8 * code.type.width
     values, distance = block.read(code.operands[1], kind), code.operands[2]
     count = block.raw(distance, 4)
@@ -64,7 +64,7 @@ def funnel_shift(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("bfe")
 def extract_field(block: Block, code: Instruction, active: Array) -> None:
-    """As if the number went on with its sign, or with zeros, for ever."""
+    """Bits beyond the operand are its sign if signed, else zeros."""
     kind = code.type
     values = block.read(code.operands[1], kind).astype(np.int64)
     begin, length = (block.raw(operand, 4).astype(np.int64) & 255 for operand in code.operands[2:4])
@@ -96,7 +96,7 @@ def count_bits(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("lop3")
 def any_logic(block: Block, code: Instruction, active: Array) -> None:
-    """A table of 8 bits says what three bits become."""
+    """An 8-bit table maps three bits to one."""
     a, b, c = (block.raw(operand, 4) for operand in code.operands[1:4])
     table = int(block.raw(code.operands[4], 4)[0])
     found = np.zeros_like(a)
@@ -108,7 +108,7 @@ def any_logic(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("prmt")
 def permute_bytes(block: Block, code: Instruction, active: Array) -> None:
-    """Each four bits of a selector choose one byte of eight, or with the highest its sign all over."""
+    """Each four bits of the selector choose one of eight bytes or, with the highest bit set, its replicated sign."""
     lower, upper, selector = (block.raw(operand, 4) for operand in code.operands[1:4])
     taken = np.concatenate([lower[:, None].view(np.uint8), upper[:, None].view(np.uint8)], axis=1)
     choices = (selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)) & np.uint32(15)
@@ -120,14 +120,14 @@ def permute_bytes(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("setp", "eq ne lt le gt ge equ neu ltu leu gtu geu lo ls hi hs num nan and or xor ftz")
 def compare(block: Block, code: Instruction, active: Array) -> None:
-    """Ordered relations do not hold of what is no number, unordered ones (`…u`) do."""
+    """With NaN, ordered relations are false and unordered ones (`…u`) are true."""
     kind, relation = code.type, code.modifiers[0]
     a, b = (block.read(operand, kind) for operand in code.operands[1:3])
     neither: Any = np.isnan(a) | np.isnan(b) if kind.kind == "f" else np.False_
     if relation in ("num", "nan"):
         holds = neither if relation == "nan" else ~neither
-    elif relation in _RELATIONS or relation in _OF_UNSIGNED:
-        holds = _RELATIONS[_OF_UNSIGNED.get(relation, relation)](a, b) & ~neither
+    elif relation in _RELATIONS or relation in _UNSIGNED_RELATIONS:
+        holds = _RELATIONS[_UNSIGNED_RELATIONS.get(relation, relation)](a, b) & ~neither
     else:
         holds = _RELATIONS[relation[:-1]](a, b) | neither
     for name in ("and", "or", "xor"):

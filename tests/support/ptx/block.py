@@ -1,8 +1,8 @@
-"""One block of threads at work: registers, who runs when, branches and barriers (PTX ISA 6, operands; 9.7.12 and 9.7.13).
+"""Execution of one thread block: registers, scheduling, branches and barriers (PTX ISA 6, operands; 9.7.12 and 9.7.13).
 
-Threads that run together are a crew: the whole block (`LOCKSTEP`, the quickest), or each warp by itself up to the next barrier,
-from the first warp on (`FORWARD`) or from the last (`REVERSE`). In a crew those at the lowest instruction run first, so that
-branches meet again behind them.
+Threads that execute together form a crew: the whole block (`LOCKSTEP`, the fastest), or each warp separately up to the next
+barrier, in order (`FORWARD`) or in reverse order (`REVERSE`). Within a crew, threads at the lowest instruction run first, so
+that branches reconverge.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Action = Callable[["Block", Instruction, Array], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """arguments: a number for each parameter of the program. `early`: before the wait of griddepcontrol no memory is touched.
-    `adds_waits`: the result of a product that is read too early is waited for."""
+    """arguments: a number for each parameter of the program. `early`: memory must not be accessed before griddepcontrol.wait.
+    `adds_waits`: wait for a product whose result is read too early."""
 
     program: Program
     actions: list[Action | None]
@@ -73,8 +73,8 @@ class Block:
         self._constants: dict[tuple[int, int], Array] = {}
 
     def run(self) -> None:
-        """To the end of all threads. Raises Fault."""
-        crews = [self._work(number, members) for number, members in enumerate(self._crews())]
+        """Run all threads to their end. Raises Fault."""
+        crews = [self._run_crew(number, members) for number, members in enumerate(self._crews())]
         while crews:
             stops = {next(crew, None) for crew in crews}
             if len(stops) > 1:
@@ -91,50 +91,50 @@ class Block:
         warps = [self.warps == warp for warp in range(self.num_threads // WARP)]
         return warps if self.order == FORWARD else warps[::-1]
 
-    def _work(self, crew: int, members: Array) -> Iterator[int]:
-        """Runs one crew; yields the instruction of each barrier that it comes to."""
+    def _run_crew(self, crew: int, members: Array) -> Iterator[int]:
+        """Run one crew; yield the instruction of each barrier that it reaches."""
         program, actions = self.launch.program, self.launch.actions
-        standing = {0: members}  # who is at which instruction
-        while standing:
-            place = min(standing)
-            active = standing.pop(place)
+        parked = {0: members}  # threads by the instruction at which they continue
+        while parked:
+            place = min(parked)
+            active = parked.pop(place)
             self.crew, self.members = crew, members
-            others = min(standing, default=-1)
+            others = min(parked, default=-1)
             while place != others and (action := actions[place]) is not None:
                 self._perform(action, program.instructions[place], active)
                 place += 1
-            if place == others:  # they go on together
-                self._stand(standing, place, active)
+            if place == others:  # they reconverge
+                self._park(parked, place, active)
                 continue
             code = program.instructions[place]
-            taking = active if code.guard is None else active & self.read_predicate(code.guard)
+            taken = active if code.guard is None else active & self.read_predicate(code.guard)
             if code.opcode == "bra":
                 assert isinstance(code.operands[0], Symbol)
-                self._divide(standing, program.labels[code.operands[0].name], taking)
-                self._divide(standing, place + 1, active & ~taking)
+                self._branch(parked, program.labels[code.operands[0].name], taken)
+                self._branch(parked, place + 1, active & ~taken)
             elif code.opcode in ENDS:
-                self._divide(standing, place + 1, active & ~taking)
+                self._branch(parked, place + 1, active & ~taken)
             else:
-                if standing or not np.array_equal(taking, members):
+                if parked or not np.array_equal(taken, members):
                     raise Fault(f"{program.name}: not all threads come to {code.text}")
                 yield place
-                self._stand(standing, place + 1, active)
+                self._park(parked, place + 1, active)
 
-    def _stand(self, standing: dict[int, Array], place: int, threads: Array) -> None:
-        there = standing.get(place)
-        standing[place] = threads if there is None else self._named(there | threads)
+    def _park(self, parked: dict[int, Array], place: int, threads: Array) -> None:
+        there = parked.get(place)
+        parked[place] = threads if there is None else self._canonical_mask(there | threads)
 
-    def _divide(self, standing: dict[int, Array], place: int, threads: Array) -> None:
+    def _branch(self, parked: dict[int, Array], place: int, threads: Array) -> None:
         if threads.any():
-            self._stand(standing, place, self._named(threads))
+            self._park(parked, place, self._canonical_mask(threads))
 
-    def _named(self, threads: Array) -> Array:
-        """Everyone is known by being `everyone`, which saves a selection at each instruction."""
+    def _canonical_mask(self, threads: Array) -> Array:
+        """Return the object `everyone` for a full mask, which avoids a selection at each instruction."""
         return self.everyone if threads.all() else threads
 
     def _perform(self, action: Action, code: Instruction, active: Array) -> None:
         if code.guard is not None:
-            active = self._named(active & self.read_predicate(code.guard))
+            active = self._canonical_mask(active & self.read_predicate(code.guard))
             if active is not self.everyone and not active.any():
                 return
         try:
@@ -146,11 +146,11 @@ class Block:
             raise
 
     def read(self, operand: Operand, kind: Type) -> Array:
-        """[T], or [2, T] of a packed type: what is computed with."""
+        """Operand values: [T], or [2, T] of a packed type."""
         return kind.unpack(self.raw(operand, kind.width))
 
     def raw(self, operand: Operand, width: int) -> Array:
-        """[T] raw bits. A register must be as wide as the instruction says."""
+        """[T] raw bits. A register must have the width of the instruction."""
         if isinstance(operand, Register):
             bits = self.registers.get(operand.name)
             if bits is None:
@@ -158,14 +158,14 @@ class Block:
             if operand.width != width:
                 raise Fault(f"{operand.name} has {8 * operand.width} bits, {8 * width} are read")
             return bits
-        key = (id(operand), width)  # which lives as long as the program
+        key = (id(operand), width)  # operands live as long as the program
         known = self._constants.get(key)
         if known is None:
             known = self._constants[key] = self._constant(operand, width)
         return known
 
     def raw_as(self, operand: Operand, width: int) -> Array:
-        """As `raw`, the lower bits of a register that is wider, as `st` and `cvt` read (PTX ISA 9.4.1)."""
+        """`raw`, or the lower bits of a wider register, as read by `st` and `cvt` (PTX ISA 9.4.1)."""
         if isinstance(operand, Register) and operand.width > width:
             return self.raw(operand, operand.width).astype(RAW[width])
         return self.raw(operand, width)
@@ -181,7 +181,7 @@ class Block:
         return ~held if operand.negated else held
 
     def write(self, operand: Operand, bits: Array, active: Array) -> None:
-        """bits: [T], raw and as wide as the register, for those threads that are active."""
+        """bits: [T] raw, of the register's width; only active threads write."""
         if not isinstance(operand, Register):
             assert operand == Symbol("_"), operand
             return
@@ -195,24 +195,24 @@ class Block:
         self.registers[operand.name] = bits
 
     def write_wider(self, operand: Operand, values: Array, active: Array) -> None:
-        """Integers [T] extended by their sign, or zeros, to a register that may be wider, as `ld` and `cvt` write."""
+        """Integers [T], sign- or zero-extended to a possibly wider register, as written by `ld` and `cvt`."""
         if isinstance(operand, Register) and operand.width > values.dtype.itemsize:
             values = values.astype(NUMBERS[values.dtype.kind, operand.width])
         self.write(operand, values.view(RAW[values.dtype.itemsize]), active)
 
     def addresses(self, operand: Operand, active: Array) -> Array:
-        """[n] int64, of those threads that are active."""
+        """[n] int64, of active threads."""
         assert isinstance(operand, Address), operand
         width = operand.base.width if isinstance(operand.base, Register) else 8
         base = self.raw(operand.base, width)
-        return self.chosen(base, active).astype(np.int64) + operand.offset
+        return self.select_active(base, active).astype(np.int64) + operand.offset
 
-    def chosen(self, values: Array, active: Array) -> Array:
-        """[T, …] → [n, …], of those threads that are active."""
+    def select_active(self, values: Array, active: Array) -> Array:
+        """[T, …] → [n, …], of active threads."""
         return values if active is self.everyone else values[active]
 
-    def whole_warps(self, active: Array) -> Array:
-        """[W]: which warps are active. Raises Fault where a part of one is."""
+    def active_warps(self, active: Array) -> Array:
+        """[W] bool: the active warps. Raises Fault if only a part of a warp is active."""
         warps = active.reshape(-1, WARP)
         if (warps.any(1) != warps.all(1)).any():
             raise Fault("a part of a warp comes to what a whole warp must do together")
@@ -225,7 +225,7 @@ class Block:
             return self._poison(operand)
         if not self.launch.adds_waits:
             raise Fault(f"{operand.name} is read while wgmma is still writing it")
-        products.finish(self)
+        products.wait_all(self)
         return self.registers[operand.name]
 
     def _poison(self, operand: Register) -> Array:
@@ -239,7 +239,7 @@ class Block:
         return self._special(operand.name).astype(RAW[width])
 
     def _special(self, name: str) -> Array:
-        """Threads of these kernels have one dimension."""
+        """Value of a special register; blocks of these kernels are one-dimensional."""
         register, _, axis = name.lstrip("%").partition(".")
         number = "xyz".index(axis or "x")
         if register == "tid":
@@ -253,5 +253,5 @@ class Block:
 
 
 def parts_of(operand: Operand) -> tuple[Operand, ...]:
-    """Those of a vector; anything else is its own only part."""
+    """The parts of a vector; any other operand is its only part."""
     return operand.parts if isinstance(operand, Vector) else (operand,)

@@ -1,7 +1,7 @@
-"""Copies that arrive later, fences, and kernels that start before the one in front has ended (PTX ISA 9.7.9.25: cp.async;
-9.7.13: membar, fence, griddepcontrol).
+"""Asynchronous copies, fences, and kernels that start before their predecessor has ended (PTX ISA 9.7.9.25: cp.async; 9.7.13:
+membar, fence, griddepcontrol).
 
-A copy reads and writes at its `wait_group`, as late as a card may; until then nobody reads or writes where it goes.
+A copy reads and writes at its `wait_group`, as late as is possible on a card; until then no access to its target is allowed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.support.ptx.types import Array
 
 @dataclass(frozen=True)
 class Copy:
-    """sources: [n] in global memory where `taken` [n], zeros elsewhere; targets: [n] in shared memory."""
+    """sources: [n] in global memory where `is_filled` [n], zeros elsewhere; targets: [n] in shared memory."""
 
     sources: Array
-    taken: Array
+    is_filled: Array
     targets: Array
     size: int
     threads: Array
@@ -30,29 +30,29 @@ class Copy:
 
     def arrive(self, block: Block) -> None:
         values = np.zeros((self.sources.size, self.size), np.uint8)
-        values[self.taken] = block.launch.memory.load(self.sources[self.taken], 4, self.size // 4).view(np.uint8)
+        values[self.is_filled] = block.launch.memory.load(self.sources[self.is_filled], 4, self.size // 4).view(np.uint8)
         block.shared.end_copy(self.targets, self.granules, values, self.threads)
 
 
 @dataclass
 class Copies:
-    """Of one crew: those that were begun since the last commit, and those that were committed."""
+    """Copies of one crew: those since the last commit, and the committed groups."""
 
-    begun: list[Copy] = field(default_factory=list)
+    uncommitted: list[Copy] = field(default_factory=list)
     groups: list[list[Copy]] = field(default_factory=list)
 
 
 @instruction("cp", "async ca cg shared global L2 commit_group wait_group wait_all")
 def copy(block: Block, code: Instruction, active: Array) -> None:
-    """The threads of a crew commit and wait together."""
+    """All threads of a crew must commit and wait together."""
     copies = block.copies.setdefault(block.crew, Copies())
     if "shared" in code.modifiers:
-        return copies.begun.append(_begun(block, code, active))
+        return copies.uncommitted.append(_begin_copy(block, code, active))
     if not np.array_equal(active, block.members):
         raise UnknownPtx("threads that wait for copies by themselves")
     if "commit_group" in code.modifiers or "wait_all" in code.modifiers:
-        copies.groups.append(copies.begun)
-        copies.begun = []
+        copies.groups.append(copies.uncommitted)
+        copies.uncommitted = []
     if "commit_group" not in code.modifiers:
         left = int(block.raw(code.operands[0], 4)[0]) if code.operands else 0
         while len(copies.groups) > left:
@@ -61,8 +61,8 @@ def copy(block: Block, code: Instruction, active: Array) -> None:
     return None
 
 
-def _begun(block: Block, code: Instruction, active: Array) -> Copy:
-    """A number behind the size says how many bytes count: all, or none for a place that is filled with zeros."""
+def _begin_copy(block: Block, code: Instruction, active: Array) -> Copy:
+    """An operand after the size is the number of bytes to read: all, or none for a target filled with zeros."""
     if block.launch.early and not block.waited[active].all():
         raise Fault("memory is touched before griddepcontrol.wait")
     target, source, size = code.operands[:3]
@@ -77,13 +77,13 @@ def _begun(block: Block, code: Instruction, active: Array) -> Copy:
 
 @instruction("fence membar", "proxy async shared acq_rel sc gpu sys cta gl")
 def fence(block: Block, code: Instruction, active: Array) -> None:
-    """Blocks run one after another, so that each sees what those before it did; wgmma reads what was stored before a fence."""
+    """Blocks run one after another, so each sees the stores of those before it; wgmma may read what precedes a proxy fence."""
     if "proxy" in code.modifiers:
         block.shared.fence_proxies()
 
 
 @instruction("griddepcontrol", "wait launch_dependents")
 def depend(block: Block, code: Instruction, active: Array) -> None:
-    """What comes next waits by itself, so that letting it start changes nothing here."""
+    """`launch_dependents` has no effect here, because dependents wait for themselves."""
     if "wait" in code.modifiers:
         block.waited |= active

@@ -1,7 +1,7 @@
-"""Matrices in the registers of a warp (PTX ISA 9.7.14.5: mma with .m16n8k16 and .m16n8k32, ldmatrix, stmatrix).
+"""Matrix fragments in the registers of a warp (PTX ISA 9.7.14.5: mma with .m16n8k16 and .m16n8k32, ldmatrix, stmatrix).
 
-Lane l of a warp is in group g = l / 4 and has place t = l % 4 there. An accumulator of 16 rows and 8 columns holds rows g and
-g + 8, columns 2t and 2t + 1; of what is multiplied a register holds 4 bytes that are neighbours along the summed dimension.
+Lane l of a warp is in group g = l / 4, at position t = l % 4. In a 16 x 8 accumulator it holds rows g and g + 8, columns 2t and
+2t + 1; a register of an operand holds 4 bytes that are consecutive along the summed dimension.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ def elements(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
     return widen(raw.reshape(len(registers), -1, WARP, 1).view(RAW[width]))
 
 
-def left(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
-    """[W, 16, k]: four registers, rows g and g + 8 of the first half of the columns, then of the second."""
+def a_operand(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
+    """Operand A: [W, 16, k] from four registers: rows g and g + 8 of the first half of the columns, then of the second."""
     held = elements(block, registers, kind)
     warps, each = held.shape[1], held.shape[-1]
     halves = held.reshape(2, 2, warps, 8, 4, each)  # of the columns, of the rows
     return halves.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, 8 * each)
 
 
-def right(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
-    """[W, k, 8]: two registers, column g of the first half of the rows, then of the second."""
+def b_operand(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
+    """Operand B: [W, k, 8] from two registers: column g of the first half of the rows, then of the second."""
     held = elements(block, registers, kind)
     warps, each = held.shape[1], held.shape[-1]
     halves = held.reshape(2, warps, 8, 4, each)  # of the rows
     return halves.transpose(1, 0, 3, 4, 2).reshape(warps, 8 * each, 8)
 
 
-def accumulated(raws: list[Array]) -> Array:
+def unpack_accumulators(raws: list[Array]) -> Array:
     """[W, 16, 2n] float32 from the registers of n / 2 tiles of 8 columns, each [T] raw."""
     values = np.stack(raws).view(np.float32).reshape(-1, 2, 2, raws[0].size // WARP, 8, 4)
     return np.ascontiguousarray(values.transpose(3, 1, 4, 0, 5, 2)).reshape(raws[0].size // WARP, 16, -1)
 
 
-def accumulators(matrix: Array) -> Array:
-    """The reverse of `accumulated`: [W, 16, c] float32 → [c / 2, T] raw."""
+def pack_accumulators(matrix: Array) -> Array:
+    """The reverse of `unpack_accumulators`: [W, 16, c] float32 → [c / 2, T] raw."""
     warps = matrix.shape[0]
     values = matrix.reshape(warps, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
     return np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(-1, warps * WARP)
@@ -55,22 +55,22 @@ def accumulators(matrix: Array) -> Array:
 
 @instruction("mma", "sync aligned m16n8k16 m16n8k32 row col e4m3")
 def multiply(block: Block, code: Instruction, active: Array) -> None:
-    """D = A · B + C, summed in float64 and rounded to float32: a card sums in an order of its own."""
+    """D = A · B + C, summed in float64 and rounded to float32; the order of summation on a card is unspecified."""
     result, kinds, addend = code.modifiers[-4], code.modifiers[-3:-1], code.modifiers[-1]
     if (result, addend) != ("f32", "f32") or kinds[0] != kinds[1]:
         raise UnknownPtx(code.text)
-    block.whole_warps(active)
+    block.active_warps(active)
     targets, a, b, c = (parts_of(operand) for operand in code.operands)
-    product = left(block, a, kinds[0]).astype(np.float64) @ right(block, b, kinds[1])
-    summed = accumulated([block.raw(register, TYPES["f32"].width) for register in c]) + product
-    for target, bits in zip(targets, accumulators(summed), strict=True):
+    product = a_operand(block, a, kinds[0]).astype(np.float64) @ b_operand(block, b, kinds[1])
+    summed = unpack_accumulators([block.raw(register, TYPES["f32"].width) for register in c]) + product
+    for target, bits in zip(targets, pack_accumulators(summed), strict=True):
         block.write(target, bits, active)
 
 
 @instruction("ldmatrix stmatrix", "sync aligned m8n8 x1 x2 x4 trans shared")
 def move_matrices(block: Block, code: Instruction, active: Array) -> None:
-    """Lanes 8i to 8i + 7 name the rows of matrix i; lane l holds two neighbours of row l / 4, with .trans of column l / 4."""
-    block.whole_warps(active)
+    """Lanes 8i to 8i + 7 give the row addresses of matrix i; lane l holds two elements of row l / 4 (with .trans: column)."""
+    block.active_warps(active)
     is_load = code.opcode == "ldmatrix"
     operand, address = code.operands if is_load else code.operands[::-1]
     registers = parts_of(operand)

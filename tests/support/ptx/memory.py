@@ -1,8 +1,8 @@
-"""Memory that refuses what a card would fault on or answer with chance (PTX ISA 5.1, state spaces; 8, memory consistency).
+"""Memory that detects faults and undefined results of a card (PTX ISA 5.1, state spaces; 8, memory consistency).
 
-Global memory is that of tensors of the CPU at their own addresses, tables of addresses among them hold what is meant; nothing
-outside of what a launch may reach is touched. Shared memory begins as poison, and remembers for each granule which thread wrote
-and read it last: an access that no barrier orders behind another's is a fault, in whatever order the threads ran here.
+Global memory is that of CPU tensors at their own addresses, so tables of addresses work; nothing outside the tensors of a
+launch is accessed. Shared memory starts as poison and records the last writer and reader of each granule: an access that no
+barrier orders after a conflicting one is a fault, whatever the order of execution here.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import torch
 from tests.support.ptx.types import POISON, RAW, Array
 
 WARPS_MAX = 32  # of a block
-WORD = 4  # bytes of global memory that count as stored by whoever stored any of them
-NO_WORDS = np.zeros(0, np.int64)
-GRANULE = 1  # bytes of shared memory that have one owner: e4m3 values are written one by one, by threads of several warps
-_WHO_BITS = 11  # of an owner: a thread below 1024, or one of these
-_OF_WARP = 1024  # several threads of this warp or a later one, each for itself
-_AS_WARP = 1056  # this warp or a later one, as one
-_SEVERAL = _WHO = 2**_WHO_BITS - 1  # several warps; all bits of an owner
+WORD = 4  # bytes of global memory: granularity of recorded stores
+NO_STORES = np.zeros(0, np.int64)
+GRANULE = 1  # bytes of shared memory with one owner: threads of several warps write single e4m3 values
+_WHO_BITS = 11  # of an owner id: a thread below 1024, or one of these
+_OF_WARP = 1024  # + warp: several threads of the warp, individually
+_AS_WARP = 1056  # + warp: the warp as a whole
+_SEVERAL = _WHO = 2**_WHO_BITS - 1  # several warps; also the mask of an owner id
 
 
 class Fault(Exception):
-    """What a card would refuse, or what its result would depend on by chance."""
+    """An access that a card would reject, or whose result would be undefined."""
 
 
 class GlobalMemory:
-    """The storages of `tensors`, each up to its own end. `unseen`: words that the launch in front of this one has stored, which
-    nobody may count on who has not waited for it; None where nobody asks, nor what this one stores."""
+    """The storages of `tensors`, each with its own bounds. `unsynchronised`: words stored by the previous launch, which must
+    not be read before waiting for it; None if neither this nor the stores of this launch are tracked."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor], unseen: Array | None = None) -> None:
-        self._unseen = unseen
+    def __init__(self, tensors: Iterable[torch.Tensor], unsynchronised: Array | None = None) -> None:
+        self._unsynchronised = unsynchronised
         self._stored: list[Array] = []
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         spans = sorted((begin, begin + size) for begin, size in storages.items() if size)
         self._begins = np.array([begin for begin, _ in spans], np.int64)
         self._ends = np.array([end for _, end in spans], np.int64)
-        if spans:  # one array over everything in between, of which only the spans are touched
+        if spans:  # one array over the whole range, of which only the spans are accessed
             self._origin = spans[0][0] & ~255
             size = int(self._ends.max()) - self._origin
             self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * (size + -size % 8)).from_address(self._origin))
 
     def check(self, addresses: Array, size: int, alignment: int) -> None:
-        """addresses: [n] int64. Raises Fault unless each begins `size` bytes of one storage."""
+        """addresses: [n] int64. Raises Fault unless `size` bytes from each lie within one storage."""
         if addresses.size == 0:
             return
         if (addresses % alignment).any():
@@ -67,12 +67,12 @@ class GlobalMemory:
 
     @property
     def stored(self) -> Array:
-        """The words that were stored so far, each once, in order."""
-        return np.unique(np.concatenate(self._stored)) if self._stored else NO_WORDS
+        """The words stored so far, unique and sorted."""
+        return np.unique(np.concatenate(self._stored)) if self._stored else NO_STORES
 
-    def check_seen(self, addresses: Array, size: int) -> None:
-        """Raises Fault if any of so many bytes at each address was stored by the launch in front."""
-        if self._unseen is not None and np.isin(_words_of(addresses, size), self._unseen).any():
+    def check_visible(self, addresses: Array, size: int) -> None:
+        """Raises Fault if any of `size` bytes at each address was stored by the previous launch."""
+        if self._unsynchronised is not None and np.isin(_words_of(addresses, size), self._unsynchronised).any():
             raise Fault("what the kernel in front has stored is read before griddepcontrol.wait")
 
     def load(self, addresses: Array, width: int, count: int) -> Array:
@@ -89,7 +89,7 @@ class GlobalMemory:
         width, count = values.dtype.itemsize, values.shape[1]
         self.check(addresses, width * count, width * count)
         if addresses.size:
-            if self._unseen is not None:
+            if self._unsynchronised is not None:
                 self._stored.append(_words_of(addresses, width * count))
             self._words(width)[((addresses - self._origin) // width)[:, None] + np.arange(count)] = values
 
@@ -98,38 +98,38 @@ class GlobalMemory:
 
 
 def _words_of(addresses: Array, size: int) -> Array:
-    """Numbers of the words that so many bytes at each address, aligned, lie in."""
+    """Indices of the words that contain `size` bytes at each (aligned) address."""
     found: Array = (addresses[:, None] + np.arange(0, size, WORD)).ravel() // WORD
     return found
 
 
 class SharedMemory:
-    """Of one block, so many bytes as its launch asks for. `threads` below: [n], whom each address belongs to. An owner says who
-    did something, and when, in barriers passed by anybody."""
+    """Shared memory of one block. `threads` below: [n], the thread of each address. An owner encodes who accessed a granule,
+    and when, as a count of barriers."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.bytes = np.full(size + -size % 16, POISON, np.uint8)
         granules = self.bytes.size // GRANULE
-        self._time = 1
-        self._block_met = 1
-        self._warps_met = np.ones(WARPS_MAX, np.int64)
+        self._epoch = 1
+        self._last_block_barrier = 1
+        self._last_warp_barriers = np.ones(WARPS_MAX, np.int64)
         self._writers = np.zeros(granules, np.int64)
         self._readers = np.zeros(granules, np.int64)
-        self._arriving = np.zeros(granules, np.uint8)  # copies under way to here
-        self._multiplied = np.zeros(granules, np.uint8)  # products under way that read this
+        self._arriving = np.zeros(granules, np.uint8)  # pending copies to this granule
+        self._multiplied = np.zeros(granules, np.uint8)  # pending products that read this granule
         self._unfenced = np.zeros(granules, bool)  # written since the last fence between the proxies
 
     def pass_barrier(self) -> None:
-        """Every thread sees now what every other did."""
-        self._time += 1
-        self._block_met = self._time
-        self._warps_met[:] = self._time
+        """A block barrier: all earlier accesses are ordered before later ones."""
+        self._epoch += 1
+        self._last_block_barrier = self._epoch
+        self._last_warp_barriers[:] = self._epoch
 
     def pass_warp_barrier(self, warps: Array) -> None:
-        """In each of these warps every thread does."""
-        self._time += 1
-        self._warps_met[warps] = self._time
+        """A barrier within each of these warps."""
+        self._epoch += 1
+        self._last_warp_barriers[warps] = self._epoch
 
     def load(self, addresses: Array, width: int, count: int, threads: Array) -> Array:
         """[n] addresses → [n, count] raw numbers of `width` bytes each."""
@@ -140,7 +140,7 @@ class SharedMemory:
         return found
 
     def store(self, addresses: Array, values: Array, threads: Array) -> None:
-        """values: [n, count], raw. Several may store the same at one place."""
+        """values: [n, count], raw. Several threads may store the same value at one address."""
         width, count = values.dtype.itemsize, values.shape[1]
         granules = self._granules(addresses, width * count, width * count)
         places = (addresses // width)[:, None] + np.arange(count)
@@ -153,7 +153,7 @@ class SharedMemory:
             raise Fault("two threads store different values at one place")
 
     def begin_copy(self, addresses: Array, size: int, threads: Array) -> Array:
-        """A copy of `size` bytes to each of `addresses` may arrive from now on. Returns its granules for `end_copy`."""
+        """Begin a copy of `size` bytes to each of `addresses`. → its granules, for `end_copy`"""
         granules = self._granules(addresses, size, size)
         self._note_writes(granules, threads, np.ones(addresses.size, bool))
         self._arriving[granules] += 1
@@ -166,7 +166,7 @@ class SharedMemory:
         self._writers[granules] = self._owners(threads)
 
     def begin_product(self, addresses: Array, width: int, warps: Array) -> tuple[Array, Array]:
-        """A product of `warps` reads elements of `width` bytes from now on: their raw values, granules for `end_product`."""
+        """Begin a product of `warps` that reads elements of `width` bytes. → their raw values; granules for `end_product`"""
         granules = self._granules(addresses, width, width)
         if self._unfenced[granules].any():
             raise Fault("wgmma reads what was stored behind the last fence.proxy.async")
@@ -175,15 +175,15 @@ class SharedMemory:
         if len(warps) == 1:
             self._note_reads(granules, np.full(addresses.size, warps[0] * 32), _AS_WARP + warps[0])
         else:
-            self._readers[granules] = (self._time << _WHO_BITS) + _SEVERAL
-        self._multiplied[granules] += 1  # by one for each granule, however often it is named
+            self._readers[granules] = (self._epoch << _WHO_BITS) + _SEVERAL
+        self._multiplied[granules] += 1  # by one per granule, even if it occurs repeatedly
         return self.bytes.view(RAW[width])[addresses // width], granules
 
     def end_product(self, granules: Array) -> None:
         self._multiplied[granules] -= 1
 
     def fence_proxies(self) -> None:
-        """What was stored may be read by wgmma."""
+        """Make earlier stores readable by wgmma."""
         self._unfenced[:] = False
 
     def _granules(self, addresses: Array, size: int, alignment: int) -> Array:
@@ -196,23 +196,23 @@ class SharedMemory:
         return granules
 
     def _owners(self, threads: Array) -> Array:
-        owners: Array = (self._time << _WHO_BITS) + threads.astype(np.int64)[:, None]
+        owners: Array = (self._epoch << _WHO_BITS) + threads.astype(np.int64)[:, None]
         return owners
 
     def _races(self, earlier: Array, threads: Array) -> tuple[Array, Array]:
-        """[n, granules]: what no barrier orders before those threads, and what their own warp did."""
-        who, warps = earlier & _WHO, (threads // 32)[:, None]
-        in_warp = _warp_of(who) == warps
-        met = np.where(in_warp, self._warps_met[warps], self._block_met)
-        is_own = (who == threads[:, None]) | (in_warp & (who >= _AS_WARP))
+        """[n, granules]: accesses not ordered before those of `threads`, and accesses by the same warp."""
+        owner_ids, warps = earlier & _WHO, (threads // 32)[:, None]
+        in_warp = _warp_of(owner_ids) == warps
+        met = np.where(in_warp, self._last_warp_barriers[warps], self._last_block_barrier)
+        is_own = (owner_ids == threads[:, None]) | (in_warp & (owner_ids >= _AS_WARP))
         return ~is_own & (earlier >> _WHO_BITS >= met), in_warp
 
-    def _is_over(self, earlier: Array) -> bool:
-        """Whether a barrier of the block orders all of this before whatever comes now, which is the quickest answer."""
-        return earlier.size == 0 or bool(earlier.max() < self._block_met << _WHO_BITS)
+    def _is_ordered(self, earlier: Array) -> bool:
+        """Whether a block barrier orders all these accesses before later ones: a fast sufficient check."""
+        return earlier.size == 0 or bool(earlier.max() < self._last_block_barrier << _WHO_BITS)
 
-    def _refuse(self, earlier: Array, threads: Array, what: str) -> None:
-        if self._is_over(earlier):
+    def _refuse_race(self, earlier: Array, threads: Array, what: str) -> None:
+        if self._is_ordered(earlier):
             return
         racing, in_warp = self._races(earlier, threads)
         if racing.any():
@@ -222,36 +222,36 @@ class SharedMemory:
     def _check_reads(self, granules: Array, threads: Array) -> None:
         if self._arriving[granules].any():
             raise Fault("reads what a copy is still under way to")
-        self._refuse(self._writers[granules], threads, "reads what {other} wrote")
+        self._refuse_race(self._writers[granules], threads, "reads what {other} wrote")
 
     def _note_reads(self, granules: Array, threads: Array, as_warp: int | None = None) -> None:
-        """as_warp: the owner, where a warp reads as one."""
-        time, of_warp = self._time << _WHO_BITS, _OF_WARP + (threads // 32)[:, None]
+        """as_warp: the owner if a warp reads as a whole."""
+        time, of_warp = self._epoch << _WHO_BITS, _OF_WARP + (threads // 32)[:, None]
         noted = self._owners(threads) if as_warp is None else time + as_warp
         readers = self._readers[granules]
-        if not self._is_over(readers):  # reads do not race, they are several
+        if not self._is_ordered(readers):  # concurrent reads do not race: record several readers
             racing, in_warp = self._races(readers, threads)
             noted = np.where(racing, time + np.where(in_warp, of_warp, _SEVERAL), noted)
         self._readers[granules] = noted
-        kept = self._readers[granules]
-        lost = kept != noted
-        if lost.any():  # of several threads in this very instruction, one was noted
-            in_warp = _warp_of(kept & _WHO) == of_warp - _OF_WARP
-            self._readers[granules[lost & in_warp]] = (time + np.broadcast_to(of_warp, kept.shape))[lost & in_warp]
+        noted_owners = self._readers[granules]
+        lost = noted_owners != noted
+        if lost.any():  # several threads of this instruction read a granule, and only one was recorded
+            in_warp = _warp_of(noted_owners & _WHO) == of_warp - _OF_WARP
+            self._readers[granules[lost & in_warp]] = (time + np.broadcast_to(of_warp, noted_owners.shape))[lost & in_warp]
             self._readers[granules[lost & ~in_warp]] = time + _SEVERAL
 
     def _note_writes(self, granules: Array, threads: Array, changed: Array) -> None:
-        """changed: [n], what is stored differs from what is there."""
+        """changed: [n], whether the stored value differs from the present one."""
         if self._arriving[granules].any():
             raise Fault("writes where a copy is still under way to")
         if self._multiplied[granules].any():
             raise Fault("writes what wgmma is still reading")
-        for owners, did in ((self._readers, "reads"), (self._writers, "wrote")):
-            if not self._is_over(owners[granules]):
-                self._refuse(owners[granules[changed]], threads[changed], f"writes what {{other}} {did}")
+        for owners, action in ((self._readers, "reads"), (self._writers, "wrote")):
+            if not self._is_ordered(owners[granules]):
+                self._refuse_race(owners[granules[changed]], threads[changed], f"writes what {{other}} {action}")
         self._writers[granules] = self._owners(threads)
 
 
-def _warp_of(who: Array) -> Array:
-    """Of an owner; what no warp is for several."""
-    return np.where(who < _OF_WARP, who // 32, np.where(who < _SEVERAL, who % 32, _SEVERAL))
+def _warp_of(owner_ids: Array) -> Array:
+    """The warp of an owner; _SEVERAL for several warps."""
+    return np.where(owner_ids < _OF_WARP, owner_ids // 32, np.where(owner_ids < _SEVERAL, owner_ids % 32, _SEVERAL))

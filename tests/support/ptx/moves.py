@@ -1,4 +1,4 @@
-"""Between registers and memory (PTX ISA 9.7.9: mov, ld, st, prefetch, createpolicy; 9.7.13.5: atom)."""
+"""Data movement between registers and memory (PTX ISA 9.7.9: mov, ld, st, prefetch, createpolicy; 9.7.13.5: atom)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.ptx.types import NUMBERS, RAW, Array
 
 CACHES = "L1 L2 ca cg cs wt nc v2 v4 v8"
 READ_EARLY = ("L1::evict_first", "L1::evict_last")
-"""How a kernel says that no kernel in front of it writes what it reads: `kernels.triton.early_launch`."""
+"""Cache policies by which a kernel marks inputs that no preceding kernel writes: `kernels.triton.early_launch`."""
 ORDERS = "volatile weak relaxed acquire release acq_rel gpu sys cta"
 
 
@@ -40,18 +40,18 @@ def load(block: Block, code: Instruction, active: Array) -> None:
         return _load_parameter(block, code, active)
     targets, addresses = parts_of(code.operands[0]), block.addresses(code.operands[1], active)
     if "shared" in space:
-        found = block.shared.load(addresses, kind.width, len(targets), block.chosen(block.threads, active))
+        found = block.shared.load(addresses, kind.width, len(targets), block.select_active(block.threads, active))
     elif "global" in space:
         if any(policy in code.text for policy in READ_EARLY):
             if block.launch.early and not block.waited[active].all():
-                block.launch.memory.check_seen(addresses, kind.width * len(targets))
+                block.launch.memory.check_visible(addresses, kind.width * len(targets))
         else:
             _check_waited(block, active)
         found = block.launch.memory.load(addresses, kind.width, len(targets))
     else:
         raise UnknownPtx("another space of addresses")
     for number, target in enumerate(targets):
-        values = np.empty(block.num_threads, kind.raw)  # of those that are not active nothing is written
+        values = np.empty(block.num_threads, kind.raw)  # inactive threads write nothing
         values[... if active is block.everyone else active] = found[:, number]
         block.write_wider(target, values.view(NUMBERS[kind.kind, kind.width]), active)
     return None
@@ -75,9 +75,9 @@ def _load_parameter(block: Block, code: Instruction, active: Array) -> None:
 def store(block: Block, code: Instruction, active: Array) -> None:
     addresses = block.addresses(code.operands[0], active)
     sources = parts_of(code.operands[1])
-    values = np.stack([block.chosen(block.raw_as(part, code.type.width), active) for part in sources], axis=1)
+    values = np.stack([block.select_active(block.raw_as(part, code.type.width), active) for part in sources], axis=1)
     if "shared" in code.modifiers:
-        block.shared.store(addresses, values, block.chosen(block.threads, active))
+        block.shared.store(addresses, values, block.select_active(block.threads, active))
     elif "global" in code.modifiers:
         _check_waited(block, active)
         block.launch.memory.store(addresses, values)
@@ -87,13 +87,13 @@ def store(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("prefetch", "global L2")
 def prefetch(block: Block, code: Instruction, active: Array) -> None:
-    """Nothing is read, but what would be read is there. Allowed before the wait for the kernel in front."""
+    """Check the address only. Allowed before the wait for the preceding kernel."""
     block.launch.memory.check(block.addresses(code.operands[0], active), 1, 1)
 
 
 @instruction("createpolicy", "fractional L2")
 def create_policy(block: Block, code: Instruction, active: Array) -> None:
-    """A hint for the cache, which holds no numbers of its own here."""
+    """A cache hint, without effect here."""
     block.write(code.operands[0], np.zeros(block.num_threads, np.uint64), active)
 
 
@@ -102,7 +102,7 @@ _ATOMIC = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwis
 
 @instruction("atom red", f"global add min max exch and or cas {ORDERS}")
 def atomic(block: Block, code: Instruction, active: Array) -> None:
-    """One thread after another."""
+    """Executed thread by thread."""
     kind, has_result = code.type, code.opcode == "atom"
     address, *sources = code.operands[1:] if has_result else code.operands
     _check_waited(block, active)
@@ -114,13 +114,13 @@ def atomic(block: Block, code: Instruction, active: Array) -> None:
         old = memory.load(place, kind.width, 1)
         before[thread] = old[0, 0]
         given = [value[number : number + 1, None] for value in values]
-        memory.store(place, _exchanged(code, old, given))
+        memory.store(place, _atomic_result(code, old, given))
     if has_result:
         block.write(code.operands[0], before, active)
 
 
-def _exchanged(code: Instruction, old: Array, given: list[Array]) -> Array:
-    """What stands there afterwards. [1, 1] raw, all."""
+def _atomic_result(code: Instruction, old: Array, given: list[Array]) -> Array:
+    """The new value in memory. All are [1, 1] raw."""
     if "cas" in code.modifiers:
         return np.where(old == given[0], given[1], old)
     if "exch" in code.modifiers:

@@ -1,4 +1,4 @@
-"""Which instructions there are: each module of a group enters its own, and a program that has another one is refused."""
+"""The registry of instructions: modules register theirs, and programs with any other instruction are rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BARRIERS = {("bar", "sync"), ("barrier", "sync"), ("barrier", "sync", "aligned"
 
 
 def instruction(opcodes: str, modifiers: str = "") -> Callable[[Action], Action]:
-    """Enters what executes `opcodes`, with any of `modifiers` and of the types, all separated by spaces."""
+    """Register the action of `opcodes`, with any of `modifiers` and types; both are separated by spaces."""
 
     def enter(action: Action) -> Action:
         for opcode in opcodes.split():
@@ -26,7 +26,7 @@ def instruction(opcodes: str, modifiers: str = "") -> Callable[[Action], Action]
 
 
 def actions_of(program: Program) -> list[Action | None]:
-    """One for each instruction; None for branches, ends and barriers, which are the block's. Raises UnknownPtx."""
+    """The action of each instruction; None for branches, ends and barriers, which the block handles. Raises UnknownPtx."""
     return [_action_of(code, program.name) for code in program.instructions]
 
 

@@ -1,4 +1,4 @@
-"""The text of one kernel as instructions with their operands (PTX ISA 4, syntax; 6, operands; 11.2, kernel entry points)."""
+"""Parses the text of one kernel into instructions and operands (PTX ISA 4, syntax; 6, operands; 11.2, kernel entry points)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from tests.support.ptx.types import TYPES, Type
 
-SHARED_SYMBOL = "global_smem"  # what Triton calls the shared memory that a launch is given; it begins at 0
+SHARED_SYMBOL = "global_smem"  # Triton's name for the shared memory of a launch; its address is 0
 
 
 class UnknownPtx(Exception):
-    """The emulator does not know an instruction, a modifier or a piece of syntax. It skips nothing."""
+    """An instruction, modifier or syntax unknown to the emulator, which ignores nothing."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Register:
 
 @dataclass(frozen=True)
 class Constant:
-    """`bits` as they are written, of whatever width is read; negative integers are negative here."""
+    """`bits` as written, for any operand width; negative integers stay negative."""
 
     bits: int
 
 
 @dataclass(frozen=True)
 class Special:
-    """A register that says who a thread is: %tid.x, %ctaid.y, %laneid …"""
+    """A special register that identifies a thread: %tid.x, %ctaid.y, %laneid …"""
 
     name: str
 
@@ -54,18 +54,18 @@ class Vector:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A label, a parameter, or `_` for a result that nobody wants."""
+    """A label, a parameter, or `_` for a discarded result."""
 
     name: str
 
 
 Operand = Register | Constant | Special | Address | Vector | Symbol
-UNWANTED = Symbol("_")
+DISCARDED = Symbol("_")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """`guard`: the predicate that says which threads take part. `modifiers` are all behind the first point."""
+    """`guard`: the predicate of participating threads. `modifiers`: everything after the first dot."""
 
     text: str
     opcode: str
@@ -75,7 +75,7 @@ class Instruction:
 
     @cached_property
     def type(self) -> Type:
-        """That of the result and the operands, by the last modifier."""
+        """Type of result and operands: the last modifier."""
         return TYPES[self.modifiers[-1]]
 
     @property
@@ -85,7 +85,7 @@ class Instruction:
 
 @dataclass
 class Program:
-    """One kernel. `parameters` are the types of what a launch passes, in order; `labels` the places that branches name."""
+    """One kernel. `parameters`: types of a launch's arguments, in order; `labels`: instruction indices of branch targets."""
 
     name: str
     parameters: list[Type]
@@ -110,8 +110,8 @@ _DECIMAL = re.compile(r"\d+\.\d+$")
 _SPECIAL = re.compile(r"%(?:n?tid|n?ctaid)\.[xyz]$|%laneid$|%warpid$")
 
 
-def read_program(ptx: str) -> Program:
-    """The only kernel of a module. Raises UnknownPtx."""
+def parse_program(ptx: str) -> Program:
+    """Parse the only kernel of a module. Raises UnknownPtx."""
     text = re.sub(r"//[^\n]*", "", ptx)
     entry = _ENTRY.search(text)
     if entry is None:
@@ -128,7 +128,7 @@ def read_program(ptx: str) -> Program:
 
 
 def _body(text: str, begin: int) -> str:
-    """Up to the brace that closes the one before `begin`."""
+    """The text up to the brace that matches the one before `begin`."""
     depth = 1
     for place in re.finditer(r"[{}]", text[begin:]):
         depth += 1 if place[0] == "{" else -1
@@ -140,14 +140,14 @@ def _body(text: str, begin: int) -> str:
 class _Reader:
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._widths: dict[str, int] = {}  # by a register's name, or by its name without the number
-        self._operands: dict[str, Operand] = {}  # by their text, as most are named again
+        self._widths: dict[str, int] = {}  # by a register's name, or its name without the number
+        self._operands: dict[str, Operand] = {}  # by their text, as most recur
 
     def read(self, statement: str) -> None:
         while label := _LABEL.match(statement):
             self._program.labels[label[1]] = len(self._program.instructions)
             statement = statement[label.end() :].strip()
-        if statement[:1] in ("{", "}"):  # where names declared in between are valid
+        if statement[:1] in ("{", "}"):  # a scope of declarations
             return self.read(statement[1:].strip())
         if declared := _DECLARED.match(statement):
             return self._declare(declared[1], declared[2])
@@ -172,12 +172,12 @@ class _Reader:
         if not opcode:
             raise UnknownPtx(statement)
         try:
-            operands = tuple([self._known(part.strip()) for part in _OPERANDS.findall(rest)])
+            operands = tuple([self._cached_operand(part.strip()) for part in _OPERANDS.findall(rest)])
         except UnknownPtx as error:
             raise UnknownPtx(f"{self._program.name}: {error} in: {statement}") from error
         return Instruction(statement, opcode, tuple(part.split("::")[0] for part in modifiers), operands, guard)
 
-    def _known(self, text: str) -> Operand:
+    def _cached_operand(self, text: str) -> Operand:
         known = self._operands.get(text)
         if known is None:
             known = self._operands[text] = self._operand(text)
@@ -185,12 +185,12 @@ class _Reader:
 
     def _operand(self, text: str) -> Operand:
         if text[0] == "{":
-            return Vector(tuple(self._known(part) for part in _parts(text[1:-1])))
+            return Vector(tuple(self._cached_operand(part) for part in _parts(text[1:-1])))
         if text[0] == "[":
             return self._address(text)
         if number := _FLOAT.match(text):
             return Constant(int(number[1], 16))
-        if _DECIMAL.match(text):  # a fraction of createpolicy, the only one that is written so
+        if _DECIMAL.match(text):  # the fraction of createpolicy, the only decimal operand
             return Constant(int(np.float32(text).view(np.uint32)))
         if _INTEGER.match(text):
             return Constant(int(text.rstrip("U"), 0))

@@ -1,8 +1,8 @@
-"""Types of PTX as numpy sees them (PTX ISA 5.2, fundamental, packed and alternate floating-point types).
+"""PTX types in numpy (PTX ISA 5.2, fundamental, packed and alternate floating-point types).
 
-A register holds raw bits, an unsigned integer of its width for each thread. `unpack` makes of them what is computed with:
-integers as they are, narrow floats as float32, which holds each of them exactly; two packed numbers become two rows. `pack`
-rounds back, to nearest even.
+A register holds raw bits: an unsigned integer of its width per thread. `unpack` converts them to values for computation:
+integers unchanged, narrow floats to float32, which represents them exactly; two packed numbers become two rows. `pack` rounds
+back, to nearest even.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 RAW: dict[int, Any] = {0: np.bool_, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""What registers of so many bytes hold, 0 for predicates."""
+"""Raw dtype by register width in bytes; 0 for predicates."""
 DTYPES = {width: np.dtype(raw) for width, raw in RAW.items()}
 NUMBERS = {(kind, width): np.dtype(f"{kind}{width}") for kind in "iuf" for width in (1, 2, 4, 8) if (kind, width) != ("f", 1)}
-POISON = 0xCD  # every byte of what nobody has written
+POISON = 0xCD  # every byte of uninitialised data
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def widen_bf16(bits: Array) -> Array:
 
 
 def round_bf16(values: Array) -> Array:
-    """float32 → uint16; NaN becomes 0x7FFF, as `cvt` has it."""
+    """float32 → uint16; NaN becomes 0x7FFF, as by `cvt`."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
@@ -70,20 +70,20 @@ def widen_e4m3(codes: Array) -> Array:
 
 
 def round_e4m3(values: Array) -> Array:
-    """float32 → uint8, with what is larger than 448 at 448 (`.satfinite`); NaN stays NaN."""
+    """float32 → uint8, saturating at ±448 (`.satfinite`); NaN stays NaN."""
     bounded = torch.from_numpy(np.clip(values, -448, 448).astype(np.float32))
     return bounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
-def halves(bits: Array) -> Array:
-    """[…, T] → [2, …, T] of half the width: the lower bits first."""
+def split_halves(bits: Array) -> Array:
+    """[…, T] → [2, …, T] of half the width, lower bits first."""
     half = RAW[bits.dtype.itemsize // 2]
     shift = bits.dtype.type(8 * half().itemsize)
     return np.stack([bits.astype(half), (bits >> shift).astype(half)])
 
 
-def joined(lower: Array, upper: Array) -> Array:
-    """The reverse of `halves`."""
+def join_halves(lower: Array, upper: Array) -> Array:
+    """The inverse of `split_halves`."""
     wide = RAW[2 * lower.dtype.itemsize]
     bits: Array = lower.astype(wide) | (upper.astype(wide) << wide(8 * lower.dtype.itemsize))
     return bits
@@ -105,7 +105,11 @@ def _float(name: str, made: Any) -> Type:
 
 def _pair(name: str, width: int, widen: Callable[[Array], Array], rounded: Callable[[Array], Array]) -> Type:
     return Type(
-        name, width, "f", lambda bits: widen(halves(bits)), lambda values: joined(rounded(values[0]), rounded(values[1]))
+        name,
+        width,
+        "f",
+        lambda bits: widen(split_halves(bits)),
+        lambda values: join_halves(rounded(values[0]), rounded(values[1])),
     )
 
 
@@ -131,4 +135,4 @@ MATRIX_WIDENED: dict[str, tuple[int, Callable[[Array], Array]]] = {
     "f16": (2, widen_f16),
     "e4m3": (1, widen_e4m3),
 }
-"""Elements of matrices: bytes each, and how their bits become float32."""
+"""Matrix element types: bytes per element, and the conversion of bits to float32."""

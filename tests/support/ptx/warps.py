@@ -1,4 +1,4 @@
-"""What the threads of a warp do together (PTX ISA 9.7.9: shfl; 9.7.13: vote, redux, match, elect, bar.warp)."""
+"""Warp-level operations (PTX ISA 9.7.9: shfl; 9.7.13: vote, redux, match, elect, bar.warp)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _REDUCTIONS = {
 
 @instruction("shfl", "sync bfly idx up down")
 def shuffle(block: Block, code: Instruction, active: Array) -> None:
-    """Each thread takes the value of another lane, its own where that would be outside of the warp."""
+    """Each thread reads another lane's value, or its own if that lane is outside the warp."""
     target, source, distance, clamp, _ = code.operands
     mode = code.modifiers[1]
-    block.whole_warps(active)
+    block.active_warps(active)
     if clamp != Constant(0 if mode == "up" else WARP - 1):
         raise UnknownPtx("parts of a warp")
-    by, lanes = block.raw(distance, 4).astype(np.int64), block.lanes
-    lane = {"bfly": lanes ^ by, "idx": by % WARP, "up": lanes - by, "down": lanes + by}[mode]
+    offsets, lanes = block.raw(distance, 4).astype(np.int64), block.lanes
+    lane = {"bfly": lanes ^ offsets, "idx": offsets % WARP, "up": lanes - offsets, "down": lanes + offsets}[mode]
     lane = np.where((lane >= 0) & (lane < WARP), lane, lanes)
     block.write(target, block.raw(source, 4)[block.warps * WARP + lane], active)
 
 
 @instruction("redux", "sync add min max and or xor")
 def reduce(block: Block, code: Instruction, active: Array) -> None:
-    block.whole_warps(active)
+    block.active_warps(active)
     values = block.read(code.operands[1], code.type).reshape(-1, WARP)
     made = _REDUCTIONS[code.modifiers[1]].reduce(values, axis=1, dtype=values.dtype)
     block.write(code.operands[0], code.type.pack(np.repeat(made, WARP)), active)
@@ -40,21 +40,23 @@ def reduce(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("vote", "sync any all ballot")
 def vote(block: Block, code: Instruction, active: Array) -> None:
-    block.whole_warps(active)
-    said = block.read_predicate(code.operands[1]).reshape(-1, WARP)
+    block.active_warps(active)
+    predicates = block.read_predicate(code.operands[1]).reshape(-1, WARP)
     if "ballot" in code.modifiers:
-        ballot = np.packbits(said, axis=1, bitorder="little").view(np.uint32)[:, 0]
+        ballot = np.packbits(predicates, axis=1, bitorder="little").view(np.uint32)[:, 0]
         return block.write(code.operands[0], np.repeat(ballot, WARP), active)
-    return block.write(code.operands[0], np.repeat(said.any(1) if "any" in code.modifiers else said.all(1), WARP), active)
+    return block.write(
+        code.operands[0], np.repeat(predicates.any(1) if "any" in code.modifiers else predicates.all(1), WARP), active
+    )
 
 
 @instruction("bar", "warp sync")
 def wait_for_warp(block: Block, code: Instruction, active: Array) -> None:
-    """The threads of a warp run together here, but see by right what another did only behind this."""
-    block.shared.pass_warp_barrier(np.flatnonzero(block.whole_warps(active)))
+    """Threads of a warp execute in lockstep here, but accesses within a warp are only ordered by this barrier."""
+    block.shared.pass_warp_barrier(np.flatnonzero(block.active_warps(active)))
 
 
 @instruction("trap")
 def trap(block: Block, code: Instruction, active: Array) -> None:
-    """What a kernel that finds something wrong does (PTX ISA 9.7.19)."""
+    """A kernel detected an error (PTX ISA 9.7.19)."""
     raise Fault("trap")

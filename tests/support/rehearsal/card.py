@@ -1,7 +1,8 @@
-"""The state of a card that is not there: streams as queues of work, events, captures, memory, and what the host waited for.
+"""The state of an emulated card: streams as queues of work, events, captures, memory, and the host's synchronisations.
 
-Nothing runs when it is launched. A stream is a queue, and who waits for it runs it, no further than he waits: so the device is
-always as late as it may be, and what the host overwrites, frees or reads too early shows. `Schedule` may hurry it instead.
+Launched work does not run at once. A stream is a queue, and waiting for it runs it up to the awaited position only. So the
+device is as late as it can be, which exposes data that the host overwrites, frees or reads too early. `Schedule` can select
+other timings.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ PACKAGE = f"{Path(__file__).resolve().parent}/"
 DEFAULT_BYTES = 1 << 30
 CONTEXT_BYTES = 64 << 20
 ELAPSED_MS = 100.0
-"""Between any two events: so much that nobody repeats what he times."""
+"""Between any two events: so long that timing loops need no repetition."""
 ALLOCATION_BYTES = 512
 LAUNCH_BYTES = 24 << 10
-"""That the driver keeps for each launch of a captured graph."""
+"""Driver memory for each launch in a captured graph."""
 SEGMENT_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a card says of itself: its name and the bytes of its second-level cache. Both are Hopper's, of capability 9.0."""
+    """A card model: name and bytes of L2 cache. All have capability 9.0 (Hopper)."""
 
     name: str
     l2_bytes: int
@@ -47,7 +48,7 @@ H100 = Kind("NVIDIA H100 80GB HBM3", 50 << 20)
 
 
 class Schedule(Enum):
-    """When launched work runs: only when somebody waits for it, at once, or at times that a seed decides."""
+    """When launched work runs: only when the host waits for it, at once, or at seeded random times."""
 
     LATE = "late"
     EARLY = "early"
@@ -56,19 +57,19 @@ class Schedule(Enum):
 
 @dataclass(frozen=True)
 class Sync:
-    """The host waited for the device. `where` are the lines of this repository that led there, the innermost last."""
+    """A wait of the host for the device. `where`: the stack within this repository, innermost last."""
 
     kind: str
     where: tuple[str, ...]
 
     @property
     def innermost(self) -> str:
-        """As `engine/runner/staging.py:100 tokens`."""
+        """For example `engine/runner/staging.py:100 tokens`."""
         return self.where[-1] if self.where else "?"
 
 
 class Stream:
-    """A queue of work. Also what `torch.cuda.Stream` is while a card is rehearsed."""
+    """A queue of work; replaces `torch.cuda.Stream` during a rehearsal."""
 
     def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
         self.card = current_card()
@@ -79,22 +80,22 @@ class Stream:
         self.card.streams.append(self)
 
     def add(self, work: Work) -> None:
-        """Launch work behind everything in this stream, or write it into the graph that is captured on it."""
+        """Append work to this stream, or to the graph being captured on it."""
         graph = self.card.capture
-        if graph is not None and graph.takes(self):
+        if graph is not None and graph.captures(self):
             graph.works.append(work)
             return
         assert graph is None, "work is launched on a stream that does not belong to the capture under way"
-        self.put(work)
+        self.enqueue(work)
         self.card.progress(self)
 
-    def put(self, work: Work) -> None:
-        """To the end of the queue, capture or not: what the allocator knows but no stream sees."""
+    def enqueue(self, work: Work) -> None:
+        """Append work regardless of captures: actions of the allocator, which no stream records."""
         self.queue.append(work)
         self.launched += 1
 
     def run_to(self, position: int) -> None:
-        """Run the queue up to a count of works since the beginning."""
+        """Run the queue up to this number of works since its creation."""
         if self.done >= position:
             return
         if self.card.broken is not None:
@@ -133,12 +134,12 @@ class Stream:
 
 
 class Event:
-    """A place in a stream. Also what `torch.cuda.Event` is while a card is rehearsed."""
+    """A position in a stream; replaces `torch.cuda.Event` during a rehearsal."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: object) -> None:
         self.card = current_card()
-        self.times = enable_timing
-        self.sleeps = blocking
+        self.has_timing = enable_timing
+        self.is_blocking = blocking
         self.stream: Stream | None = None
         self.graph: Graph | None = None
         self.position = 0
@@ -146,7 +147,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.card.stream
         capture = self.card.capture
-        if capture is not None and capture.takes(stream):
+        if capture is not None and capture.captures(stream):
             self.graph, self.stream = capture, None
         else:
             self.graph, self.stream, self.position = None, stream, stream.launched
@@ -155,7 +156,7 @@ class Event:
         (stream or self.card.stream).wait_event(self)
 
     def query(self) -> bool:
-        """Whether it has passed; the device does a little whenever it is asked."""
+        """Whether it has passed; each query lets the device run one work."""
         self.card.refuse_in_capture("a query of an event")
         if self.stream is None or self.stream.done >= self.position:
             return True
@@ -167,8 +168,8 @@ class Event:
             self.card.wait("event", self.stream, self.position)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds, which mean nothing here."""
-        if not (self.times and end.times):
+        """A constant number of milliseconds."""
+        if not (self.has_timing and end.has_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         assert self.stream is not None, "the first event was never recorded"
         assert end.stream is not None, "the second event was never recorded"
@@ -178,7 +179,7 @@ class Event:
 
 @dataclass
 class Card:
-    """One rehearsed device."""
+    """One emulated device."""
 
     schedule: Schedule = Schedule.LATE
     seed: int = 0
@@ -188,17 +189,17 @@ class Card:
     capture: Graph | None = None
     syncs: list[Sync] = field(default_factory=list)
     computed_early: set[str] = field(default_factory=set)
-    """Operations whose results have shapes that torch cannot tell without values: the stream is run before each."""
+    """Operations whose output shapes depend on values: the stream is run before each."""
     broken: Exception | None = None
     allocated_bytes: int = 0
     peak_bytes: int = 0
     reserved_bytes: int = 0
     graph_bytes: int = 0
     others_bytes: int = 0
-    """Of other processes on the card."""
+    """Memory of other processes on the card."""
     num_pools: int = 0
     recording: set[object] = field(default_factory=set)
-    """Pools of memory that a capture allocates from, or did when it was spoilt."""
+    """Memory pools of captures that are under way or were invalidated."""
     num_captures: int = 0
     num_replays: int = 0
     num_launches: int = 0
@@ -209,7 +210,7 @@ class Card:
         self.stream: Stream
 
     def progress(self, stream: Stream) -> None:
-        """Let the device do what it does meanwhile."""
+        """Let the device run work, according to the schedule."""
         if self.schedule is Schedule.EARLY:
             stream.run_to(stream.launched)
         elif self.schedule is Schedule.RANDOM and self._random.random() < 0.1:
@@ -217,64 +218,64 @@ class Card:
             chosen.run_to(min(chosen.launched, chosen.done + self._random.randint(1, 40)))
 
     def wait(self, kind: str, stream: Stream, position: int) -> None:
-        """The host waits for a place in a stream; it is no wait where the device has come past it."""
+        """Wait for a position in a stream; not recorded as a wait if the device has passed it."""
         self.refuse_in_capture(f"a wait for the device ({kind})")
         if stream.done < position:
             self.note(kind)
             stream.run_to(position)
 
     def wait_for_value(self, kind: str) -> None:
-        """The host waits for the current stream, and would if nothing were launched."""
+        """Wait for the current stream; always recorded as a wait."""
         self.refuse_in_capture(f"a wait for the device ({kind})")
         self.note(kind)
         self.drain()
 
     def wait_for_all(self, kind: str) -> None:
-        """The host waits for everything launched."""
+        """Wait for all launched work."""
         self.refuse_in_capture(f"a wait for the device ({kind})")
         self.note(kind)
         for stream in self.streams:
             stream.run_to(stream.launched)
 
     def drain(self) -> None:
-        """Run the current stream; of the rehearsal itself, no wait of the host."""
+        """Run the current stream for the emulation itself, without recording a wait."""
         self.stream.run_to(self.stream.launched)
 
     def note(self, kind: str) -> None:
-        self.syncs.append(Sync(kind, lines_of_repo()))
+        self.syncs.append(Sync(kind, repo_stack()))
 
     def refuse_in_capture(self, what: str) -> None:
         if self.capture is not None:
             error = f"CUDA error: operation not permitted when stream is capturing: {what}"
-            self.capture.spoil(error)
+            self.capture.invalidate(error)
             raise RuntimeError(error)
 
     def make_pool(self) -> tuple[int, int]:
         self.num_pools += 1
         return (0, self.num_pools)
 
-    def check_room(self, num_bytes: int) -> None:
-        """Raise torch.OutOfMemoryError where there is none."""
+    def check_memory(self, num_bytes: int) -> None:
+        """Raise torch.OutOfMemoryError if `num_bytes` are not free."""
         if self.allocated_bytes + num_bytes + CONTEXT_BYTES > self.total_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes of {self.total_bytes}")
 
     @property
-    def taken_bytes(self) -> int:
-        """As the driver tells it."""
+    def used_bytes(self) -> int:
+        """Used memory as the driver reports it."""
         return self.reserved_bytes + self.graph_bytes + self.others_bytes + CONTEXT_BYTES
 
-    def take_memory(self, num_bytes: int) -> int:
-        """Count an allocation as torch's allocator does, in units. Raises torch.OutOfMemoryError. → bytes taken"""
-        taken = -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        self.check_room(taken)
-        self.allocated_bytes += taken
+    def allocate(self, num_bytes: int) -> int:
+        """Count an allocation, rounded up as by torch's allocator. Raises torch.OutOfMemoryError. → bytes allocated"""
+        rounded = -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        self.check_memory(rounded)
+        self.allocated_bytes += rounded
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, -(-self.allocated_bytes // SEGMENT_BYTES) * SEGMENT_BYTES)
-        return taken
+        return rounded
 
 
-def lines_of_repo() -> tuple[str, ...]:
-    """Where the host stands, without this package."""
+def repo_stack() -> tuple[str, ...]:
+    """The current call stack within this repository, without this package."""
     found = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -298,7 +299,7 @@ def is_rehearsing() -> bool:
 
 
 def begin(card: Card) -> None:
-    """Make it the card of this process."""
+    """Make it the current card of this process."""
     assert not _cards, "one card is rehearsed at a time"
     _cards.append(card)
     card.stream = Stream()

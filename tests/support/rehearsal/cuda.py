@@ -1,4 +1,4 @@
-"""What stands in for `torch.cuda` while a card is rehearsed: an H200 or an H100 by name, with a gigabyte of memory."""
+"""Replaces `torch.cuda` during a rehearsal: an H200 or H100 by name, with a gigabyte of memory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy as np
 import torch
 
 from tests.support.rehearsal.card import SEGMENT_BYTES, Card, Event, Stream
-from tests.support.rehearsal.graphs import Graph, captured_in, on_stream
-from tests.support.rehearsal.memory import locked
+from tests.support.rehearsal.graphs import Graph, capture_graph, on_stream
+from tests.support.rehearsal.memory import make_page_locked
 from tests.support.rehearsal.tensors import DEVICE
 
 CAPABILITY = (9, 0)
 MULTIPROCESSORS = 4
-"""As few as under the interpreter: kernels with a fixed grid stay cheap."""
+"""As few as under the interpreter, so that kernels with a fixed grid stay cheap."""
 
 
 class HostGenerator(torch.Generator):
-    """What draws for the card draws here."""
+    """A CPU generator in place of one on the card."""
 
     def __new__(cls, device: object = None) -> HostGenerator:
         return super().__new__(cls)
 
 
-def stand_ins(card: Card) -> dict[str, Any]:
-    """By name in `torch.cuda`."""
+def cuda_replacements(card: Card) -> dict[str, Any]:
+    """Replacements by their name in `torch.cuda`."""
     properties = SimpleNamespace(
         name=card.kind.name, major=9, minor=0, multi_processor_count=MULTIPROCESSORS, total_memory=card.total_bytes,
         L2_cache_size=card.kind.l2_bytes, shared_memory_per_block_optin=227 << 10, warp_size=32,
@@ -53,7 +53,7 @@ def stand_ins(card: Card) -> dict[str, Any]:
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: properties,
-        "mem_get_info": lambda *_: (card.total_bytes - card.taken_bytes, card.total_bytes),
+        "mem_get_info": lambda *_: (card.total_bytes - card.used_bytes, card.total_bytes),
         "memory_allocated": lambda *_: card.allocated_bytes,
         "max_memory_allocated": lambda *_: card.peak_bytes,
         "memory_reserved": lambda *_: card.reserved_bytes,
@@ -66,28 +66,28 @@ def stand_ins(card: Card) -> dict[str, Any]:
         "current_stream": lambda *_: card.stream,
         "default_stream": lambda *_: card.streams[0],
         "stream": on_stream,
-        "graph": captured_in,
+        "graph": capture_graph,
         "graph_pool_handle": card.make_pool,
         "is_current_stream_capturing": lambda: card.capture is not None,
     }
 
 
 @contextmanager
-def in_place_of_cuda(card: Card) -> Iterator[None]:
-    """torch sees the card, and makes tensors of Python's numbers for it."""
+def replace_torch_cuda(card: Card) -> Iterator[None]:
+    """Let torch use the card, also for tensors made from Python numbers."""
     with ExitStack() as stack:
-        for name, stand_in in stand_ins(card).items():
+        for name, stand_in in cuda_replacements(card).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         for name in ("tensor", "as_tensor"):
-            stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(getattr(torch, name))))
+            stack.enter_context(mock.patch.object(torch, name, _from_python_numbers(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
-        stack.enter_context(mock.patch.object(torch.Tensor, "to", _with_index(torch.Tensor.to)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", _with_device_index(torch.Tensor.to)))
         yield
 
 
-def _made_of_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch makes these in main memory, page-locked where that is asked for, and copies them from there. It locks none that it
-    makes of an array (`internal_new_from_data` in torch/csrc/utils/tensor_new.cpp)."""
+def _from_python_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch creates these tensors in main memory, page-locked if requested, and copies them to the device. It cannot pin those
+    made from an array (`internal_new_from_data` in torch/csrc/utils/tensor_new.cpp)."""
 
     def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, is_locked = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
@@ -95,14 +95,14 @@ def _made_of_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             raise RuntimeError("Can't pin tensor constructed from numpy")
         found = make(data, *args, **kwargs)
         if is_locked:
-            found = locked(found)
+            found = make_page_locked(found)
         return found if device is None else found.to(DEVICE if torch.device(device).type == "cuda" else device)
 
     return made
 
 
-def _with_index(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch asks its CUDA library which card `cuda` is: it is the first."""
+def _with_device_index(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Resolve `cuda` to the first card, for which torch would ask its CUDA library."""
 
     def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return to(tensor, *(_first(each) for each in args), **{name: _first(each) for name, each in kwargs.items()})

@@ -1,9 +1,9 @@
-"""Captured work: what `torch.cuda.CUDAGraph` is while a card is rehearsed.
+"""Captured work: replaces `torch.cuda.CUDAGraph` during a rehearsal.
 
-A capture keeps the operations with the memory and the numbers that they were launched with, and a replay launches these again:
-a number that Python computed, a tensor that was made anew or freed since, shows as a wrong result. What no capture may do
-raises: to wait for the device, to copy from pageable memory, to lock memory. A capture fails at its end if it was asked for
-such a thing or if another graph was destroyed meanwhile, and torch 2.11 then goes on recording into its pool of memory.
+A capture stores operations with the memory and scalars that they were launched with, and a replay launches these again: scalars
+computed in Python and tensors reallocated or freed since then lead to wrong results. Operations that no capture permits raise:
+waiting for the device, copying from pageable memory, pinning memory. A capture fails at its end after such an operation, or if
+another graph was destroyed meanwhile, and torch 2.11 then keeps recording into its memory pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.rehearsal.card import LAUNCH_BYTES, Stream, Work, current_car
 
 
 class Graph:
-    """Works in the order in which they were captured, flattened where a capture forks."""
+    """Captured works in order, flattened where a capture forks."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.card = current_card()
@@ -23,27 +23,27 @@ class Graph:
         self.streams: list[Stream] = []
         self._pool: object = None
         self._captured = False
-        self._spoilt = ""
+        self._invalid_reason = ""
 
     def __del__(self) -> None:
         if self._captured:
-            self._spoil_other()
-            self._give_back()
+            self._invalidate_other_capture()
+            self._release_memory()
 
-    def _give_back(self) -> None:
+    def _release_memory(self) -> None:
         self.card.graph_bytes -= len(self.works) * LAUNCH_BYTES
 
-    def _spoil_other(self) -> None:
+    def _invalidate_other_capture(self) -> None:
         capture = self.card.capture
         if capture is not None and capture is not self:
-            capture.spoil("another graph was destroyed meanwhile")
+            capture.invalidate("another graph was destroyed meanwhile")
 
-    def spoil(self, why: str) -> None:
-        """Have the capture under way fail at its end."""
-        self._spoilt = self._spoilt or why
+    def invalidate(self, why: str) -> None:
+        """Make the current capture fail at its end."""
+        self._invalid_reason = self._invalid_reason or why
 
-    def takes(self, stream: Stream) -> bool:
-        """Whether work on this stream belongs to the capture."""
+    def captures(self, stream: Stream) -> bool:
+        """Whether work on this stream belongs to this capture."""
         return stream in self.streams
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
@@ -67,8 +67,8 @@ class Graph:
         if self.card.stream is not self.streams[0]:
             raise RuntimeError("the capture must end on the stream on which it began")
         self.card.capture = None
-        if self._spoilt:
-            raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {self._spoilt}")
+        if self._invalid_reason:
+            raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {self._invalid_reason}")
         self.card.recording.remove(self._pool)
         self.card.num_captures += 1
         self.card.graph_bytes += len(self.works) * LAUNCH_BYTES
@@ -83,9 +83,9 @@ class Graph:
             self.card.stream.add(work)
 
     def reset(self) -> None:
-        self._spoil_other()
+        self._invalidate_other_capture()
         if self._captured:
-            self._give_back()
+            self._release_memory()
         self.works, self._captured = [], False
 
     def pool(self) -> tuple[int, int]:
@@ -107,10 +107,10 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 @contextmanager
-def captured_in(
+def capture_graph(
     graph: Graph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
-    """`torch.cuda.graph`: waits for the device first."""
+    """`torch.cuda.graph`; waits for the device first."""
     card = current_card()
     card.wait_for_all("torch.cuda.graph")
     with on_stream(stream or Stream()):

@@ -1,4 +1,4 @@
-"""torch's indexing in Python: its own asks for a CUDA device before a tensor's class is asked."""
+"""torch's indexing in Python: its own implementation needs a CUDA device before it dispatches to a tensor subclass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 aten = torch.ops.aten
 
 
-def at(tensor: torch.Tensor, key: Any) -> torch.Tensor:
-    place, indices = taken_apart(tensor, key)
+def get_item(tensor: torch.Tensor, key: Any) -> torch.Tensor:
+    place, indices = split_index(tensor, key)
     return aten.index.Tensor(place, indices) if indices else place
 
 
-def taken_apart(tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """torch's indexing in two steps: a view by numbers, slices, None and dots; then tensors by dimension."""
+def split_index(tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Split an index in two steps: a view by integers, slices, None and Ellipsis; then index tensors by dimension."""
     keys = list(key) if isinstance(key, tuple) else [key]
     spent = sum(0 if each is None or each is Ellipsis else each.dim() if is_mask(each) else 1 for each in keys)
     if not any(each is Ellipsis for each in keys):

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on a rehearsed card: the interpreter runs them when the stream comes to them."""
+"""Triton kernels on an emulated card: the interpreter runs them when the stream reaches them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from unittest import mock
 
 from tests.support.rehearsal.card import current_card
-from tests.support.rehearsal.leaves import mapped
+from tests.support.rehearsal.leaves import map_leaves
 from tests.support.rehearsal.tensors import refuse_host, to_host
 
 
 @contextmanager
-def launched_by_triton(*, runs: bool = True) -> Iterator[None]:
-    """Kernels are launched, and run when the stream comes to them, or, unless `runs`, never: their outputs stay garbage.
-    Addresses of the host are refused as Triton does, but for page-locked memory."""
+def launch_interpreted_kernels(*, runs: bool = True) -> Iterator[None]:
+    """Launch kernels on the stream, which run when it reaches them or, unless `runs`, never, so that outputs stay garbage. Like
+    Triton, reject host pointers except to page-locked memory."""
     executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
     execute = executor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse_host((args, kwargs))
-        host_args, host_kwargs = mapped(to_host, (args, kwargs))
+        host_args, host_kwargs = map_leaves(to_host, (args, kwargs))
         card = current_card()
         card.num_launches += 1
         card.stream.add(lambda: execute(self, *host_args, **host_kwargs) if runs else None)

@@ -1,6 +1,6 @@
-"""Values in lists, tuples and dictionaries, as operations take them; `torch.utils._pytree` knows more kinds and is slower.
+"""Leaves of nested lists, tuples and dictionaries, as in arguments; `torch.utils._pytree` is more general and slower.
 
-A rehearsal takes a good part of its time here: what is of one of Python's own three kinds is known by that.
+A rehearsal spends much of its time here, hence the fast paths for Python's own three container types.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 PLAIN = {int, float, bool, str, slice, type(None), torch.dtype, torch.layout, torch.memory_format}
-"""No operation on a rehearsed card makes anything else of these: no function is asked about them."""
+"""Types of leaves that are never replaced: functions are not called for them."""
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """All values, in order."""
+    """All leaves, in order."""
     found: list[Any] = []
     _gather(value, found)
     return found
@@ -36,18 +36,18 @@ def _gather(value: Any, found: list[Any]) -> None:
         found.append(value)
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same with every value replaced that is not plain. Named tuples stay what they are, sizes become tuples."""
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `function` to every leaf that is not PLAIN. Named tuples keep their type, torch.Size becomes a tuple."""
     kind = type(value)
     if kind in PLAIN:
         return value
     if kind is tuple:
-        return tuple([each if type(each) in PLAIN else mapped(function, each) for each in value])
+        return tuple([each if type(each) in PLAIN else map_leaves(function, each) for each in value])
     if kind is list or isinstance(value, list):
-        return [each if type(each) in PLAIN else mapped(function, each) for each in value]
+        return [each if type(each) in PLAIN else map_leaves(function, each) for each in value]
     if kind is dict or isinstance(value, dict):
-        return {name: mapped(function, each) for name, each in value.items()} if value else {}
+        return {name: map_leaves(function, each) for name, each in value.items()} if value else {}
     if isinstance(value, tuple):
-        found = [mapped(function, each) for each in value]
+        found = [map_leaves(function, each) for each in value]
         return kind(*found) if hasattr(value, "_fields") else tuple(found)
     return function(value)

@@ -1,8 +1,7 @@
-"""Memory of a rehearsed card and page-locked memory of the host: both are CPU tensors that hold garbage until somebody writes.
+"""Memory of an emulated card and page-locked host memory: both are CPU tensors that contain garbage until they are written.
 
-What the host lets go of on the card is taken by somebody else at once: garbage is written over it in the stream that it was
-allocated on, behind what was launched there, as torch's allocator gives it out again. So another stream that still works with
-it, or a graph that was captured with it, comes to wrong results.
+Freed device memory is overwritten with garbage, in the stream of its allocation and after all work launched there, as if
+torch's allocator reused it at once. So another stream that still uses it, or a graph captured with it, produces wrong results.
 """
 
 from __future__ import annotations
@@ -16,62 +15,62 @@ import torch
 
 from tests.support.rehearsal.card import Card, Stream, current_card
 
-PLAUSIBLE = 61
-"""Garbage among integers: wrong wherever it is used, but no address that ends the process."""
+GARBAGE_INTEGER = 61
+"""Garbage for integers: wrong as a value, but as an index it does not crash the process."""
 
 
 class Memory:
-    """An allocation on the card, alive as long as a tensor of the host stands on it."""
+    """A device allocation, alive as long as any tensor uses it."""
 
     def __init__(self, card: Card, data: torch.Tensor) -> None:
-        taken = card.take_memory(data.nbytes)
+        num_bytes = card.allocate(data.nbytes)
         self.streams: list[Stream] = []  # of `record_stream`
-        graph = card.capture if card.capture is not None and card.capture.takes(card.stream) else None
-        weakref.finalize(self, _let_go, card, card.stream, graph, self.streams, data, taken).atexit = False
+        graph = card.capture if card.capture is not None and card.capture.captures(card.stream) else None
+        weakref.finalize(self, _free, card, card.stream, graph, self.streams, data, num_bytes).atexit = False
 
 
-def _let_go(card: Card, stream: Stream, graph: object, users: list[Stream], data: torch.Tensor, taken: int) -> None:
+def _free(card: Card, stream: Stream, graph: object, users: list[Stream], data: torch.Tensor, num_bytes: int) -> None:
     if card.closed:
         return
-    card.allocated_bytes -= taken
+    card.allocated_bytes -= num_bytes
     if graph is not None:
         if card.capture is graph:
-            card.capture.works.append(lambda: spoil(data))  # type: ignore[union-attr]
-        return  # memory of a graph stays its own
+            card.capture.works.append(lambda: fill_with_garbage(data))  # type: ignore[union-attr]
+        return  # a graph keeps its memory
     for user in users:
         position = user.launched
-        stream.put(lambda user=user, position=position: user.run_to(position))  # type: ignore[misc]
-    stream.put(lambda: spoil(data))
+        stream.enqueue(lambda user=user, position=position: user.run_to(position))  # type: ignore[misc]
+    stream.enqueue(lambda: fill_with_garbage(data))
 
 
-def spoil(data: torch.Tensor) -> None:
-    """Fill with garbage: NaN, or a number that could be one."""
+def fill_with_garbage(data: torch.Tensor) -> None:
+    """Fill with NaN, or with GARBAGE_INTEGER."""
     if data.dtype.itemsize == 1 and data.dtype.is_floating_point:
         data.view(torch.uint8).fill_(0x7F)  # NaN in e4m3 and e5m2
     elif data.dtype.is_floating_point or data.dtype.is_complex:
         data.fill_(float("nan"))
     else:
-        data.fill_(PLAUSIBLE)
+        data.fill_(GARBAGE_INTEGER)
 
 
-def empty_on_card(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The memory of a new tensor, as it is found. Raises torch.OutOfMemoryError."""
-    current_card().check_room(math.prod(size) * dtype.itemsize)
+def allocate_garbage(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a new tensor, filled with garbage. Raises torch.OutOfMemoryError."""
+    current_card().check_memory(math.prod(size) * dtype.itemsize)
     data = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
-    spoil(data)
+    fill_with_garbage(data)
     return data
 
 
-_locked: dict[int, int] = {}
+_page_locked_bytes: dict[int, int] = {}
 
 
-def locked(like: torch.Tensor) -> torch.Tensor:
-    """A page-locked tensor of the host with the values of `like`."""
+def make_page_locked(like: torch.Tensor) -> torch.Tensor:
+    """A page-locked host tensor with the values of `like`."""
     current_card().refuse_in_capture("to lock memory of the host")
     memory = np.empty(max(1, like.nbytes), dtype=np.uint8)
     address = memory.ctypes.data
-    _locked[address] = memory.nbytes
-    weakref.finalize(memory, _locked.pop, address, None).atexit = False
+    _page_locked_bytes[address] = memory.nbytes
+    weakref.finalize(memory, _page_locked_bytes.pop, address, None).atexit = False
     flat = torch.from_numpy(memory)
     del memory
     found = flat[: like.nbytes].view(like.dtype) if like.numel() else torch.empty(0, dtype=like.dtype)
@@ -80,5 +79,5 @@ def locked(like: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def is_locked(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() in _locked
+def is_page_locked(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _page_locked_bytes

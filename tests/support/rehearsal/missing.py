@@ -1,9 +1,9 @@
-"""Operations that torch has for CPUs and not for CUDA, by what they would be computed on: the rehearsed card refuses them too.
+"""Operations and dtypes that torch implements on CPUs but not on CUDA; the emulated card rejects them too.
 
-Found by calling each of some hundred operations with each dtype in torch 2.11 for CUDA 13, whose functions of the host choose a
-kernel by the dtype and raise before anything is launched (the AT_DISPATCH macros of aten/src/ATen/native/cuda), and beside it
-in the torch of these tests on a CPU. What neither has need not stand here. All that serving and the bench call on a card, some
-480 pairs of an operation and dtypes, is implemented there.
+Found by calling some hundred operations with each dtype in torch 2.11 for CUDA 13, whose host functions choose a kernel by
+dtype and raise before any launch (the AT_DISPATCH macros of aten/src/ATen/native/cuda), and in the torch of these tests on a
+CPU. What neither implements is not listed. Everything that serving and the bench call on a card, some 480 pairs of an operation
+and dtypes, is implemented there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ KERNELS: dict[str, tuple[str, frozenset[torch.dtype]]] = {
     "aten::bitwise_xor": ("bitwise_xor_cuda", UNSIGNED),
     "aten::signbit": ("signbit_cuda", UNSIGNED),
 }
-"""By operation, in place or not: the name that torch calls its kernel by, and the dtypes that the kernel is not there for."""
+"""Operation (in place or not) → torch's name of its kernel, and the dtypes for which there is none."""
 
 
 def refuse_missing(name: str, args: object) -> None:
-    """Raises RuntimeError with torch's words for an operation of that name on tensors of the card among `args`."""
+    """Raise torch's RuntimeError if the operation is not implemented for a device tensor among `args`."""
     kernel, missing = KERNELS.get(name.removesuffix("_"), ("", frozenset()))
     for each in leaves_of(args) if missing else ():
         if isinstance(each, torch.Tensor) and each.is_cuda and each.dtype in missing:

@@ -1,4 +1,4 @@
-"""Products with quantised weights for `table`: the exact references, with the weights spelt out once when they are bound."""
+"""Products with quantised weights for `table`: the exact references, with weights dequantised once when they are bound."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["bind_fp8", "bind_int4", "bind_int8", "quantize_rows_fp8"]
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _spelt_out(weight: Any) -> torch.Tensor:
-    """[N, K] float32 on the card; read on the host, as some layouts are read number by number."""
+def _dequantise_on_host(weight: Any) -> torch.Tensor:
+    """[N, K] float32 on the card; dequantised on the host, as some layouts are read element by element."""
     tensors = {each.name: getattr(weight, each.name) for each in fields(weight)}
     here = {name: value.cpu() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     return dequantise(replace(weight, **here)).to(DEVICE)
@@ -31,17 +31,17 @@ def _product(x: torch.Tensor, wide: torch.Tensor, bias: torch.Tensor | None, dty
 
 
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> Product:
-    wide = _spelt_out(weight)
+    wide = _dequantise_on_host(weight)
     return lambda x: _product(x, wide, bias, x.dtype)
 
 
 def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Product:
-    wide = _spelt_out(weight)
+    wide = _dequantise_on_host(weight)
     return lambda x: _product(x, wide, bias, x.dtype)
 
 
 def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-    wide = _spelt_out(weight)
+    wide = _dequantise_on_host(weight)
 
     def multiply(
         x: torch.Tensor, *, x_scales: torch.Tensor | None = None, out_dtype: torch.dtype | None = None

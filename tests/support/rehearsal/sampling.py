@@ -1,4 +1,4 @@
-"""The choice of tokens for `table`: the one for CPUs, launched whole, as it looks at values."""
+"""Sampling for `table`: the CPU implementation as one launch, because it depends on values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernels.cpu import sampling
-from tests.support.rehearsal.table import launched_into
+from tests.support.rehearsal.table import launch_with_output
 
 sampling_workspace = sampling.sampling_workspace
 
@@ -16,4 +16,4 @@ def _tokens(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
-sample = launched_into(sampling.sample, _tokens)
+sample = launch_with_output(sampling.sample, _tokens)

@@ -1,9 +1,9 @@
-"""The operations of a rehearsed card in torch instead of Triton: what histories of many steps are rehearsed with.
+"""Operations of an emulated card in torch instead of Triton, for rehearsals of many steps.
 
-The interpreter takes a tenth of a second for a layer, too much for hundreds of steps. Here an operation is the one of the table
-for CPUs: most of these look at no value and are launched by torch, operation by operation. Those that look at values, as no
-kernel on a card may, are launched whole: RETURNING and WRITING here, and `sample` in the module beside this one. Experts of a
-mixture stay those that ask the host, so that their steps are not captured.
+The interpreter takes a tenth of a second per layer, too long for hundreds of steps. Here operations are those of the CPU table:
+most do not depend on values, and torch launches them one by one. Those that read values, as no kernel may, become one launch
+each: RETURNING and WRITING here, and `sample` in `sampling`. Mixtures of experts keep the implementation that synchronises with
+the host, so their steps are not captured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.cpu import table
 from kernels.reference.rotated_decode import rotated_decode
 from tests.support.rehearsal import quantised
 from tests.support.rehearsal.card import current_card
-from tests.support.rehearsal.leaves import mapped
+from tests.support.rehearsal.leaves import map_leaves
 from tests.support.rehearsal.tensors import refuse_host, to_host
 
 RETURNING = ("paged_decode", "paged_prefill")
@@ -32,23 +32,23 @@ WRITING = (
 )  # fmt: skip
 
 
-def launched(function: Callable[..., Any]) -> Callable[..., None]:
-    """A function over tensors of the CPU, which writes into its arguments, as one launch."""
+def launch_whole(function: Callable[..., Any]) -> Callable[..., None]:
+    """Make one launch of a function over CPU tensors that writes to its arguments."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         refuse_host((args, kwargs))
-        host_args, host_kwargs = mapped(to_host, (args, kwargs))
+        host_args, host_kwargs = map_leaves(to_host, (args, kwargs))
         current_card().stream.add(lambda: function(*host_args, **host_kwargs))
 
     return launch
 
 
-def launched_into(function: Callable[..., Any], make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """One that writes into `out` and returns it; `make` allocates it unless it is given."""
+def launch_with_output(function: Callable[..., Any], make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make one launch of a function that writes to `out` and returns it; `make` allocates `out` if it is not given."""
 
     def launch(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         out = make(*args) if out is None else out
-        launched(function)(*args, out=out, **kwargs)
+        launch_whole(function)(*args, out=out, **kwargs)
         return out
 
     return launch
@@ -68,9 +68,9 @@ def _rotated_into(*args: Any, out: torch.Tensor, **kwargs: Any) -> None:
 
 
 _LAUNCHED: dict[str, Any] = {
-    **{name: launched_into(getattr(table, name), _like_queries) for name in RETURNING},
-    **{name: launched(getattr(table, name)) for name in WRITING},
-    "rotated_decode": launched_into(_rotated_into, _like_heads),
+    **{name: launch_with_output(getattr(table, name), _like_queries) for name in RETURNING},
+    **{name: launch_whole(getattr(table, name)) for name in WRITING},
+    "rotated_decode": launch_with_output(_rotated_into, _like_heads),
 }
 OPERATIONS = replace(
     table.OPERATIONS,
@@ -82,8 +82,8 @@ OPERATIONS = replace(
 
 
 @contextmanager
-def in_place_of_triton() -> Iterator[None]:
-    """What is made for cards meanwhile takes these operations, and the products of `quantised`."""
+def replace_triton_operations() -> Iterator[None]:
+    """Inside the block, models built for cards use these operations and the products of `quantised`."""
     load_function = quantised_linear._load_function
 
     def bound(name: str, device_type: str) -> Callable[..., Any]:

@@ -1,13 +1,13 @@
-"""A tensor that says it is on an NVIDIA GPU and lies in main memory: operations on it are launched, not computed.
+"""A tensor that reports an NVIDIA GPU as its device and is stored in main memory: operations on it are launched, not computed.
 
-`CardTensor` holds a CPU tensor, `data`. `dispatch` gets every operation of torch that touches one, or that makes one:
+`CardTensor` wraps a CPU tensor, `data_on_host`. `dispatch` receives every torch operation that uses or creates one:
 
-- a view is made at once, as it reads nothing;
-- an operation's outputs are allocated with the shapes that torch computes on its meta device, full of garbage, and what fills
-  them is launched on the current stream;
-- what needs a value on the host waits for the stream, and is noted;
-- copies from and to the host are `copies`; a tensor of the host in any other place is an error, as on a GPU, but for numbers
-  (tensors without dimensions) and for indices, which torch copies.
+- views are created at once, as they read nothing;
+- outputs of operations are allocated, filled with garbage, with the shapes from torch's meta device, and the computation is
+  launched on the current stream;
+- operations that need a value on the host wait for the stream, and the wait is recorded;
+- copies from and to the host are handled separately; as on a GPU, any other use of a host tensor is an error, except of scalars
+  (tensors without dimensions) and indices, which torch copies.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.sampling_columns import SamplingColumns
 from tests.support.rehearsal.card import current_card
-from tests.support.rehearsal.indexing import at, is_mask, taken_apart
-from tests.support.rehearsal.leaves import leaves_of, mapped
-from tests.support.rehearsal.memory import Memory, empty_on_card, is_locked, locked, spoil
+from tests.support.rehearsal.indexing import get_item, is_mask, split_index
+from tests.support.rehearsal.leaves import leaves_of, map_leaves
+from tests.support.rehearsal.memory import Memory, allocate_garbage, fill_with_garbage, is_page_locked, make_page_locked
 from tests.support.rehearsal.missing import refuse_missing
-from tests.support.rehearsal.shapes import Geometry, shapes_of
-from tests.support.rehearsal.writes import computed
+from tests.support.rehearsal.shapes import Geometry, output_geometry
+from tests.support.rehearsal.writes import run_operation
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
-# Results whose sizes depend on values: torch waits for them on a GPU.
-WAITING = {
+# Output sizes or results depend on values: on a GPU, torch waits for these.
+SYNCHRONOUS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount",
 }  # fmt: skip
-# Taken whole: torch would take the first apart by the device that it thinks it has, and the others to no end.
-WHOLE = {"aten::scaled_dot_product_attention", "aten::rms_norm", "aten::linear", "aten::matmul"}
+# Not decomposed: torch would decompose the first for the device that it reports, and the others without need.
+NOT_DECOMPOSED = {"aten::scaled_dot_product_attention", "aten::rms_norm", "aten::linear", "aten::matmul"}
 EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 class CardTensor(torch.Tensor):
-    """`data`: the same tensor in main memory; `memory`: the allocation that it stands on."""
+    """`data_on_host`: the same tensor in main memory; `memory`: its allocation."""
 
     data_on_host: torch.Tensor
     memory: Memory
@@ -80,7 +80,7 @@ class CardTensor(torch.Tensor):
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self.numpy()
 
-    # torch asks its CUDA library for a device in these, before anybody else is asked.
+    # In these methods torch needs its CUDA library before it dispatches.
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> CardTensor:
         found: CardTensor = aten.copy_.default(self, source, non_blocking)
@@ -120,14 +120,14 @@ class CardTensor(torch.Tensor):
         self.memory.streams.append(stream)
 
     def __getitem__(self, key: Any) -> Any:
-        return at(self, key)
+        return get_item(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        place, indices = taken_apart(self, key)
+        place, indices = split_index(self, key)
         if isinstance(value, torch.Tensor) and not indices:
-            value = value.view(value.shape[max(0, value.dim() - place.dim()) :])  # dimensions of 1 in front do not count
+            value = value.view(value.shape[max(0, value.dim() - place.dim()) :])  # leading dimensions of 1 are ignored
         if not isinstance(value, torch.Tensor):
-            if not indices:  # a number comes from main memory, for which the host waits (THPVariable_setitem)
+            if not indices:  # a scalar is copied from main memory, synchronously (THPVariable_setitem)
                 place.copy_(torch.tensor(value, dtype=self.dtype))
                 return
             value = torch.full((), value, dtype=self.dtype)
@@ -144,7 +144,7 @@ class CardTensor(torch.Tensor):
 
 
 class RehearsalMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what makes tensors of nothing, on the card or in page-locked memory."""
+    """Intercepts factory functions, for tensors on the card or in page-locked memory."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -159,12 +159,12 @@ def mode() -> RehearsalMode:
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
-    """An operation of torch, as a GPU would take it."""
+    """Execute a torch operation as on a GPU."""
     name = func._schema.name
     if name == "aten::is_pinned":
-        return not isinstance(args[0], CardTensor) and is_locked(args[0])
+        return not isinstance(args[0], CardTensor) and is_page_locked(args[0])
     if name in ("aten::pin_memory", "aten::_pin_memory"):
-        return args[0] if is_locked(args[0]) else locked(args[0])
+        return args[0] if is_page_locked(args[0]) else make_page_locked(args[0])
     kinds = {type(each) for each in leaves_of((args, kwargs))}
     on_card = CardTensor in kinds
     device = kwargs.get("device")
@@ -173,23 +173,23 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
         if kwargs.get("pin_memory"):
             found = func(*args, **{**kwargs, "pin_memory": False})
             if name in EMPTY:
-                spoil(found)
-            return locked(found)
+                fill_with_garbage(found)
+            return make_page_locked(found)
         return func(*args, **kwargs)
     refuse_missing(name, (args, kwargs))
-    if name not in WHOLE and _can_decompose(func):
-        args, kwargs = mapped(_with_index, (args, kwargs))
+    if name not in NOT_DECOMPOSED and _can_decompose(func):
+        args, kwargs = map_leaves(_with_index, (args, kwargs))
         with mode:
             found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
-    special = SPECIAL.get(name)
+    special = HANDLERS.get(name)
     if special is not None:
         return special(func, args, kwargs)
     if on_card and any(kind is not CardTensor and issubclass(kind, torch.Tensor) for kind in kinds):
-        args, kwargs = mapped(lambda each: _of_one_device(name, each), (args, kwargs))
-    if name in WAITING or (name in INDEXED and _by_masks(args)):
-        return _waiting(func, args, kwargs)
+        args, kwargs = map_leaves(lambda each: _of_one_device(name, each), (args, kwargs))
+    if name in SYNCHRONOUS or (name in INDEXED and _has_mask(args)):
+        return _run_synchronously(func, args, kwargs)
     if _is_view(func):
         return _view(func, args, kwargs)
     return _launch(func, args, kwargs)
@@ -201,12 +201,12 @@ def _can_decompose(func: Any) -> bool:
 
 
 def _with_index(value: Any) -> Any:
-    """torch would ask its CUDA library which card is meant."""
+    """Resolve `cuda`, for which torch would ask its CUDA library."""
     return DEVICE if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def to_host(value: Any) -> Any:
-    """What an operation gets when it runs: tensors in main memory, and the CPU where the card was meant."""
+    """Arguments for execution: tensors in main memory, and the CPU as the device."""
     if isinstance(value, CardTensor):
         return value.data_on_host
     if isinstance(value, torch.device):
@@ -217,37 +217,37 @@ def to_host(value: Any) -> Any:
 
 
 def refuse_host(values: Any) -> None:
-    """Raise what Triton does for an address of the host; a kernel can use page-locked memory."""
+    """Raise Triton's error for pageable host memory; kernels can access page-locked memory."""
     for each in leaves_of(values):
-        if isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) and not is_locked(each):
+        if isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) and not is_page_locked(each):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
 
 
-def _unwrapped(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _host_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
     if kwargs:
-        kwargs = mapped(to_host, {name: value for name, value in kwargs.items() if name != "pin_memory"})
-    return mapped(to_host, args), kwargs
+        kwargs = map_leaves(to_host, {name: value for name, value in kwargs.items() if name != "pin_memory"})
+    return map_leaves(to_host, args), kwargs
 
 
 def _of_one_device(name: str, value: Any) -> Any:
-    """Raises what torch does for a tensor of the host among those of the card; numbers are taken as they are now."""
+    """Raise torch's error for a host tensor among device tensors; scalars are passed by their current value."""
     if not isinstance(value, torch.Tensor) or isinstance(value, CardTensor):
         return value
     if value.dim() == 0:
-        return value.clone()  # a launch takes the value, not the place
+        return value.clone()  # a launch copies the value
     if name in INDEXED:
-        return _copied(value)
+        return _copy_indices(value)
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name})"
     )
 
 
-def _copied(index: torch.Tensor) -> torch.Tensor:
-    """Indices of the host, which torch copies from pageable memory."""
+def _copy_indices(index: torch.Tensor) -> torch.Tensor:
+    """Copy host indices to the card, as torch does, from pageable memory."""
     return _from_host(index.clone(), index.dtype, non_blocking=False, pageable=True)
 
 
-def _by_masks(args: Any) -> bool:
+def _has_mask(args: Any) -> bool:
     return any(is_mask(each) for each in args[1] if each is not None)
 
 
@@ -261,21 +261,21 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     base = (
         args[0] if isinstance(args[0], CardTensor) else next(each for each in leaves_of(args) if isinstance(each, CardTensor))
     )
-    host_args, host_kwargs = _unwrapped(args, kwargs)
+    host_args, host_kwargs = _host_arguments(args, kwargs)
     with torch._C._InferenceMode(True):
         found = func(*host_args, **host_kwargs)
-    return mapped(lambda each: CardTensor(each, base.memory) if isinstance(each, torch.Tensor) else each, found)
+    return map_leaves(lambda each: CardTensor(each, base.memory) if isinstance(each, torch.Tensor) else each, found)
 
 
-def _waiting(func: Any, args: Any, kwargs: Any) -> Any:
-    """The host waits for the stream, as it needs a value."""
+def _run_synchronously(func: Any, args: Any, kwargs: Any) -> Any:
+    """Wait for the stream, because the host needs a value, and compute."""
     current_card().wait_for_value(func._schema.name)
-    return computed_now(func, args, kwargs)
+    return compute_now(func, args, kwargs)
 
 
-def computed_now(func: Any, args: Any, kwargs: Any) -> Any:
-    """Results at once; new tensors are on the card, and those that were given stay what they are."""
-    host_args, host_kwargs = _unwrapped(args, kwargs)
+def compute_now(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute at once; new tensors are on the card, and returned arguments keep their identity."""
+    host_args, host_kwargs = _host_arguments(args, kwargs)
     with torch.inference_mode():
         found = func(*host_args, **host_kwargs)
     given = {id(each.data_on_host): each for each in leaves_of((args, kwargs)) if isinstance(each, CardTensor)}
@@ -283,23 +283,23 @@ def computed_now(func: Any, args: Any, kwargs: Any) -> Any:
     def wrapped(each: Any) -> Any:
         return (given[id(each)] if id(each) in given else CardTensor(each)) if isinstance(each, torch.Tensor) else each
 
-    return mapped(wrapped, found)
+    return map_leaves(wrapped, found)
 
 
 def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     schema = func._schema
-    host_args, host_kwargs = _unwrapped(args, kwargs)
-    written = _written(func, args, kwargs)
+    host_args, host_kwargs = _host_arguments(args, kwargs)
+    written = _written_arguments(func, args, kwargs)
     if written or not schema.returns:
-        current_card().stream.add(lambda: computed(func, host_args, host_kwargs))
+        current_card().stream.add(lambda: run_operation(func, host_args, host_kwargs))
         return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
-    shapes = shapes_of(func, args, kwargs)
+    shapes = output_geometry(func, args, kwargs)
     if shapes is None:
         current_card().computed_early.add(schema.name)
         current_card().drain()
-        outs = computed_now(func, args, kwargs)
+        outs = compute_now(func, args, kwargs)
     else:
-        outs = mapped(lambda each: CardTensor(empty_on_card(*each.of)) if isinstance(each, Geometry) else each, shapes)
+        outs = map_leaves(lambda each: CardTensor(allocate_garbage(*each.of)) if isinstance(each, Geometry) else each, shapes)
     if schema.name in EMPTY:
         return outs
     if isinstance(outs, CardTensor):
@@ -318,14 +318,16 @@ def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     return outs
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that are results as well, in the order of the results."""
-    return [args[index] if index is not None and index < len(args) else kwargs.get(name) for index, name in _places(func)]
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that are also outputs, in the order of outputs."""
+    return [
+        args[index] if index is not None and index < len(args) else kwargs.get(name) for index, name in _output_arguments(func)
+    ]
 
 
 @cache
-def _places(func: Any) -> list[tuple[int | None, str]]:
-    """Where they stand among the arguments, by place, None where they have none, and by name."""
+def _output_arguments(func: Any) -> list[tuple[int | None, str]]:
+    """Index (None if keyword-only) and name of each argument that is also an output."""
     schema = func._schema
     by_set: dict[str, tuple[int | None, str]] = {}
     for index, each in enumerate(schema.arguments):
@@ -338,17 +340,17 @@ def _places(func: Any) -> list[tuple[int | None, str]]:
 
 
 def _from_host(source: torch.Tensor, dtype: torch.dtype, *, non_blocking: bool, pageable: bool) -> CardTensor:
-    out = CardTensor(empty_on_card(source.size(), source.contiguous().stride(), dtype))
+    out = CardTensor(allocate_garbage(source.size(), source.contiguous().stride(), dtype))
     copy_from_host(out, source, non_blocking=non_blocking, pageable=pageable)
     return out
 
 
 def copy_from_host(target: CardTensor, source: torch.Tensor, *, non_blocking: bool, pageable: bool | None = None) -> None:
-    """Only one piece of page-locked memory, of the same dtype, is read while the host goes on; torch makes a pageable copy of
-    anything else first."""
+    """Copy to the card. Only contiguous page-locked memory of the same dtype is read asynchronously; anything else is first
+    copied to pageable memory, as by torch."""
     card, place = current_card(), target.data_on_host
     if pageable is None:
-        pageable = not is_locked(source)
+        pageable = not is_page_locked(source)
     direct = source.dtype == place.dtype and source.is_contiguous() and place.is_contiguous() and source.shape == place.shape
     if pageable or not direct:
         card.refuse_in_capture("a copy from pageable memory")
@@ -362,7 +364,7 @@ def copy_from_host(target: CardTensor, source: torch.Tensor, *, non_blocking: bo
 def copy_to_host(target: torch.Tensor, source: CardTensor, *, non_blocking: bool) -> None:
     card, place = current_card(), source.data_on_host
     direct = target.dtype == place.dtype and target.is_contiguous() and place.is_contiguous() and target.shape == place.shape
-    is_async = non_blocking and is_locked(target) and direct
+    is_async = non_blocking and is_page_locked(target) and direct
     if not is_async:
         card.refuse_in_capture("a copy to pageable memory")
     card.stream.add(lambda: target.copy_(place))
@@ -373,12 +375,12 @@ def copy_to_host(target: torch.Tensor, source: CardTensor, *, non_blocking: bool
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target, source, *rest = args
     non_blocking = bool(rest[0] if rest else kwargs.get("non_blocking", False))
-    torch.empty(source.shape, device="meta").expand(target.shape)  # raises where it does not fit
+    torch.empty(source.shape, device="meta").expand(target.shape)  # raises if the shapes do not match
     if isinstance(target, CardTensor) and isinstance(source, CardTensor):
         to, of = target.data_on_host, source.data_on_host
         current_card().stream.add(lambda: to.copy_(of))
     elif isinstance(target, CardTensor):
-        if source.dim() == 0 and not is_locked(source):
+        if source.dim() == 0 and not is_page_locked(source):
             value, to = source.clone(), target.data_on_host
             current_card().note("copy from pageable memory")
             current_card().refuse_in_capture("a copy from pageable memory")
@@ -396,7 +398,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
     device = torch.device(kwargs.get("device") or source.device)
     non_blocking = bool(kwargs.get("non_blocking"))
     if not isinstance(source, CardTensor):
-        return _from_host(source, dtype, non_blocking=non_blocking, pageable=None if is_locked(source) else True)  # type: ignore[arg-type]
+        return _from_host(source, dtype, non_blocking=non_blocking, pageable=None if is_page_locked(source) else True)  # type: ignore[arg-type]
     if device.type == "cuda":
         kept = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
         return _launch(func, args, kept)
@@ -404,7 +406,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
         source = source.to(dtype)
     target = torch.empty(source.size(), dtype=dtype)
     if non_blocking:
-        target = locked(target)  # as torch does
+        target = make_page_locked(target)  # as torch does
     copy_to_host(target, source, non_blocking=non_blocking)
     return target
 
@@ -413,7 +415,7 @@ def _lift(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-SPECIAL: dict[str, Callable[[Any, Any, Any], Any]] = {
+HANDLERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "aten::copy_": _copy, "aten::_to_copy": _to_copy, "aten::lift_fresh": _lift,
     "aten::detach_": _lift,
 }  # fmt: skip

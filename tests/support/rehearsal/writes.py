@@ -1,4 +1,4 @@
-"""What `index_copy_` writes: to one place twice, a card does so in whatever order it likes."""
+"""Detects conflicting writes of `index_copy_`, whose order on a card is undefined."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 aten = torch.ops.aten
 
 
-def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func`. Raises RuntimeError where it would write different values to one place."""
+def run_operation(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call `func`. Raises RuntimeError if it would write different values to one index."""
     if func is aten.index_copy_.default:
         _, dim, index, source = args
         _refuse_two_values(dim, index, source)

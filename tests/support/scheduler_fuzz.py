@@ -1,6 +1,6 @@
-"""A scheduler with everything around it faked, and random lives in it: what the property tests and the 10,000 scripts share.
+"""A scheduler with fakes for everything around it, and random scripts for it: shared by property tests and the 10,000 scripts.
 
-    python -m tests.support.scheduler_lives 10000 [first seed]
+    python -m tests.support.scheduler_fuzz 10000 [first seed]
 
 runs that many random scripts and prints the largest service gap as a share of the proven bound.
 """
@@ -38,8 +38,8 @@ Content = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """What a life is lived in."""
+class SchedulerSetup:
+    """Sizes, tenants and options of one script."""
 
     num_blocks: int = 12
     block_size: int = 2
@@ -64,9 +64,9 @@ class World:
 
 
 class FakeCache:
-    """What device and host blocks hold: (owner, tokens up to here) of each written slot. Stands in for keys and values."""
+    """Content of device and host blocks: (owner, tokens up to here) of each written slot, in place of keys and values."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SchedulerSetup) -> None:
         self._size = world.block_size
         self._global_prefix = world.global_prefix
         self._caches = world.caches
@@ -89,7 +89,7 @@ class FakeCache:
                         target[second * self._size + offset] = content
 
     def compute(self, batch: ScheduledBatch) -> None:
-        """Write the slots of the batch, then check that every request reads its own prefix and nobody else's."""
+        """Write the slots of the batch, then check that every request reads only its own prefix."""
         targets: set[int] = set()
         for item in batch.items:
             tokens = [*item.request.token_ids, *item.draft_token_ids]
@@ -114,27 +114,27 @@ class FakeCache:
         return owner, tuple(tokens[: position + 1])
 
     def _is_global(self, tokens: list[int], position: int) -> bool:
-        """A fork may hold the beginning of a globally shared block, from a parent that filled it."""
+        """Whether the prefix is globally shared: a fork may hold the beginning of such a block, filled by its parent."""
         num_global = len(self._global_prefix) // self._size * self._size
         return self._caches and position < num_global and tuple(tokens[: position + 1]) == self._global_prefix[: position + 1]
 
 
 class RandomDrafter:
-    """Guesses at random, and counts what came of it."""
+    """Drafts random tokens, and counts drafted and accepted ones."""
 
-    def __init__(self, numbers: random.Random) -> None:
-        self._numbers = numbers
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
         self.num_drafted = self.num_accepted = 0
 
     def pays(self, num_running: int) -> bool:
         return True
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
-        depth = self._numbers.randint(0, min(limit, 3))
-        return Draft(depth, [self._numbers.randrange(1, 3) for _ in range(depth)]) if depth else NO_DRAFT
+        depth = self._rng.randint(0, min(limit, 3))
+        return Draft(depth, [self._rng.randrange(1, 3) for _ in range(depth)]) if depth else NO_DRAFT
 
     def read(self, num_running: int) -> None:
-        """It has no text to read."""
+        """Do nothing: it reads no text."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafted
@@ -144,10 +144,10 @@ class RandomDrafter:
 
 @dataclass
 class GapMeter:
-    """Service per weight, counted from the batches alone, of accounts while they are backlogged together.
+    """Service per weight, computed from batches alone, of accounts that are backlogged at the same time.
 
-    `gap` is the largest difference that two of them gathered over any interval in which both were backlogged throughout. It,
-    `bound` and `largest_step` are counted in `scale`-ths of a picosecond, of which every weight makes whole numbers.
+    `gap` is the largest difference between two accounts over any interval in which both were backlogged throughout. `gap`,
+    `bound` and `largest_step` are in units of 1 / `scale` picoseconds, so that division by any weight is exact.
     """
 
     quantum_ps: int
@@ -161,7 +161,7 @@ class GapMeter:
 
     @property
     def bound(self) -> int:
-        """2(U + Q) with U = cap + the largest service that one step gave one account, or a secured request beyond the cap."""
+        """2(U + Q), where U = cap + the largest service of one account in one step, or a secured request beyond the cap."""
         return 2 * (self.scale * (self.cap_ps + self.recovery_ps + self.quantum_ps) + self.largest_step)
 
     def charge(self, batch: ScheduledBatch) -> None:
@@ -180,7 +180,7 @@ class GapMeter:
             self.largest_step = max(self.largest_step, cost * self.scale // account.weight)
 
     def observe(self, backlogged: set[Account], joined: set[Account]) -> None:
-        """`joined`: those whose backlog began since the last look."""
+        """`joined`: accounts whose backlog began since the last call."""
         chosen = sorted(backlogged, key=lambda account: (account.priority, account.tenant_id))[:10]
         served = {account: self.service[account] * self.scale // account.weight for account in chosen}
         ranges: dict[tuple[Account, Account], tuple[int, int]] = {}
@@ -199,12 +199,12 @@ class GapMeter:
         assert self.gap <= self.bound, f"service gap {self.gap} above the bound {self.bound}"
 
 
-class SchedulerLife:
-    """Adds, forks, aborts, preempts, fails, expires and steps in any order; `check` holds after each."""
+class SchedulerFuzz:
+    """Operations on a scheduler (add, fork, abort, preempt, fail, expire, step), in any order; `check` must hold after each."""
 
-    def __init__(self, world: World, numbers: random.Random) -> None:
+    def __init__(self, world: SchedulerSetup, rng: random.Random) -> None:
         self.world = world
-        self.numbers = numbers
+        self.rng = rng
         self.limits = world.limits
         self.now_s = 0.0
         quantum_ps = COSTS.prefill_ps(0, world.quantum_tokens)
@@ -213,7 +213,7 @@ class SchedulerLife:
         prefix_cache = PrefixCache(pool, world.block_size, key=b"test") if world.caches else None
         if prefix_cache is not None and world.global_prefix:
             prefix_cache.share_globally(world.global_prefix)
-        self.drafter = RandomDrafter(numbers) if world.drafts else None
+        self.drafter = RandomDrafter(rng) if world.drafts else None
         self.scheduler = Scheduler(
             self.limits,
             pool,
@@ -284,12 +284,12 @@ class SchedulerLife:
         assert (event is not None) == (request in self.live)
         if event is not None:
             assert event.finish_reason is FinishReason.ABORTED
-            self.take(request, event)
+            self.record_event(request, event)
 
     def preempt(self) -> None:
         running = self.scheduler.running
         if running:
-            self.scheduler.preempt(self.numbers.choice(running))
+            self.scheduler.preempt(self.rng.choice(running))
 
     def expire(self) -> None:
         by_id = {(request.request_id, request.index): request for request in self.live}
@@ -299,7 +299,7 @@ class SchedulerLife:
             assert request.queue_deadline_s is not None
             assert request.queue_deadline_s <= self.now_s
             assert request.num_output_tokens == 0
-            self.take(request, event)
+            self.record_event(request, event)
 
     def step(self, *, fails: bool = False) -> None:
         """One step; its first request fails if `fails`."""
@@ -323,15 +323,15 @@ class SchedulerLife:
         for event in self.scheduler.apply(batch, outputs):
             request = requests[event.request_id, event.index]
             self.num_delivered_guesses += max(0, min(len(event.token_ids), guessed[request]))
-            self.take(request, event)
+            self.record_event(request, event)
 
     def output(self, item: ScheduledRequest) -> StepOutput:
         if not item.samples:
             return StepOutput()
-        num_accepted = self.numbers.randint(0, item.num_draft_tokens)
-        return StepOutput([*item.draft_token_ids[:num_accepted], self.numbers.choice((END_TOKEN, 1, 1, 1, 2, 2, 2))])
+        num_accepted = self.rng.randint(0, item.num_draft_tokens)
+        return StepOutput([*item.draft_token_ids[:num_accepted], self.rng.choice((END_TOKEN, 1, 1, 1, 2, 2, 2))])
 
-    def take(self, request: Request, event: TokenEvent) -> None:
+    def record_event(self, request: Request, event: TokenEvent) -> None:
         assert request not in self.ended, "an event after the last one"
         assert (event.request_id, event.index) == (request.request_id, request.index)
         self.delivered[request] += len(event.token_ids)
@@ -344,7 +344,7 @@ class SchedulerLife:
             del self.live[request]
 
     def drain(self) -> None:
-        """Whatever happened before, everybody comes to an end."""
+        """Step until idle: every request must end, whatever happened before."""
         for _ in range(STEPS_TO_DRAIN_MAX):
             if not self.scheduler.has_requests:
                 break
@@ -378,12 +378,12 @@ class SchedulerLife:
         self.joined = set()
 
     def check_work_is_conserved(self, batch: ScheduledBatch) -> None:
-        """No seat is idle while somebody could start, but for those ahead of others and behind one that is not passed."""
+        """Check that no seat is idle while a request could start, except of accounts that are ahead or behind a reservation."""
         scheduler, policy = self.scheduler, self.policy
         has_seat = scheduler.num_running < self.limits.max_num_seqs
         if not has_seat or batch.num_tokens == self.limits.max_num_batched_tokens or all_wait_for_one(policy):
             return
-        if batch.moves.swap_out:  # what arrives on the host by this step was not there yet when it was planned
+        if batch.moves.swap_out:  # blocks swapped out by this step were not on the host yet when it was scheduled
             return
         for backlog in policy.backlogs.values():
             accounts = list(backlog)
@@ -398,7 +398,7 @@ class SchedulerLife:
 
 
 def all_wait_for_one(policy: FairPolicy) -> bool:
-    """Whether nothing else may start before one request: one that was passed too often, or one of a class that was."""
+    """Whether all others must wait for one request that, or whose class, was overtaken too often."""
     return policy._reserved is not None or policy._overdue_class() is not None
 
 
@@ -407,57 +407,57 @@ def _account(request: Request) -> Account:
     return request.account
 
 
-def random_world(numbers: random.Random) -> World:
-    num_tenants = numbers.choice((2, 2, 3, 4, 8, 16, 64))
-    return World(
-        num_blocks=numbers.randint(3, 40),
-        block_size=numbers.choice((1, 2, 4)),
-        max_num_seqs=numbers.randint(1, 12),
-        spare_budget=numbers.randint(0, 16),
-        caches=numbers.random() < 0.7,
-        host_blocks=numbers.choice((0, 0, 3, 20)),
-        drafts=numbers.random() < 0.3,
-        global_prefix=numbers.choice(((), (), (1, 1, 2, 1, 1, 2, 1, 1))),
-        protected_percent=numbers.choice((0, 0, 50)),
-        quantum_tokens=numbers.choice((2, 8, 16)),
-        tenants=tuple((f"t{number}", numbers.choice((1, 2, 4))) for number in range(num_tenants)),
+def random_setup(rng: random.Random) -> SchedulerSetup:
+    num_tenants = rng.choice((2, 2, 3, 4, 8, 16, 64))
+    return SchedulerSetup(
+        num_blocks=rng.randint(3, 40),
+        block_size=rng.choice((1, 2, 4)),
+        max_num_seqs=rng.randint(1, 12),
+        spare_budget=rng.randint(0, 16),
+        caches=rng.random() < 0.7,
+        host_blocks=rng.choice((0, 0, 3, 20)),
+        drafts=rng.random() < 0.3,
+        global_prefix=rng.choice(((), (), (1, 1, 2, 1, 1, 2, 1, 1))),
+        protected_percent=rng.choice((0, 0, 50)),
+        quantum_tokens=rng.choice((2, 8, 16)),
+        tenants=tuple((f"t{number}", rng.choice((1, 2, 4))) for number in range(num_tenants)),
     )
 
 
-def random_prompt(numbers: random.Random, length: int) -> list[int]:
-    """Few different beginnings, so that prefixes are found."""
-    period = numbers.choice((2, 3, 3, 5))
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    """A prompt with one of few beginnings, so that prefixes are shared."""
+    period = rng.choice((2, 3, 3, 5))
     return [2 if position % period == period - 1 else 1 for position in range(length)]
 
 
-def random_life(seed: int, num_actions: int = 120) -> SchedulerLife:
-    """One script from beginning to end. Some tenants flood, others come now and then."""
-    numbers = random.Random(seed)
-    life = SchedulerLife(random_world(numbers), numbers)
+def run_random_script(seed: int, num_actions: int = 120) -> SchedulerFuzz:
+    """Run one script to the end. Some tenants flood, others send requests now and then."""
+    rng = random.Random(seed)
+    life = SchedulerFuzz(random_setup(rng), rng)
     longest = life.limits.max_model_len
-    floods = numbers.sample(range(64), numbers.randint(1, 64))
-    mixed = numbers.random() < 0.3
+    floods = rng.sample(range(64), rng.randint(1, 64))
+    mixed = rng.random() < 0.3
     for _ in range(num_actions):
-        action = numbers.random()
+        action = rng.random()
         if action < 0.45 and longest > 1 and len(life.live) < 60:
-            tenant = numbers.choice(floods) if numbers.random() < 0.8 else numbers.randrange(64)
-            length = numbers.randint(1, longest - 1) if numbers.random() < 0.3 else numbers.randint(1, max(1, longest // 4))
+            tenant = rng.choice(floods) if rng.random() < 0.8 else rng.randrange(64)
+            length = rng.randint(1, longest - 1) if rng.random() < 0.3 else rng.randint(1, max(1, longest // 4))
             life.add(
                 tenant,
-                random_prompt(numbers, length),
-                min(longest, length + numbers.choice((1, 2, 5, 20, longest))),
-                priority=numbers.choice(list(Priority)) if mixed else Priority.STANDARD,
-                deadline_s=life.now_s + numbers.randint(0, 20) if numbers.random() < 0.1 else None,
-                num_answers=numbers.choice((1, 1, 1, 2, 3)),
+                random_prompt(rng, length),
+                min(longest, length + rng.choice((1, 2, 5, 20, longest))),
+                priority=rng.choice(list(Priority)) if mixed else Priority.STANDARD,
+                deadline_s=life.now_s + rng.randint(0, 20) if rng.random() < 0.1 else None,
+                num_answers=rng.choice((1, 1, 1, 2, 3)),
             )
         elif action < 0.48 and life.live:
-            life.abort(numbers.choice(list(life.live)))
+            life.abort(rng.choice(list(life.live)))
         elif action < 0.5:
             life.preempt()
         elif action < 0.52:
             life.expire()
         else:
-            life.step(fails=numbers.random() < 0.02)
+            life.step(fails=rng.random() < 0.02)
         life.check()
     life.drain()
     return life
@@ -469,7 +469,7 @@ def main() -> None:
     shares: list[float] = []
     for seed in range(first, first + count):
         try:
-            meter = random_life(seed).meter
+            meter = run_random_script(seed).meter
         except BaseException:
             sys.stdout.write(f"seed {seed} failed\n")
             raise

@@ -1,4 +1,4 @@
-"""What is made in one empty database after another is made once: from then on its rows are copied, in one transaction."""
+"""Builds the same content of an empty database once and copies its rows, in one transaction, from then on."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from tests.support.clock import FakeClock
 Made = TypeVar("Made")
 Make = Callable[[Database, Clock], Awaitable[Made]]
 Written = list[tuple[Insert, list[dict[str, Any]]]]
-_KEPT: dict[tuple[Make[Any], datetime], tuple[Any, Written]] = {}
+_TEMPLATES: dict[tuple[Make[Any], datetime], tuple[Any, Written]] = {}
 
 
-async def made_in(database: Database, clock: Clock, make: Make[Made]) -> Made:
-    """Return what `make` does, and have its rows in `database`.
+async def make_from_template(database: Database, clock: Clock, make: Make[Made]) -> Made:
+    """Return the result of `make`, whose rows are then in `database`.
 
-    What it returns must not change. Rows are kept and copied where nothing was done before in the database, and where the
-    clock stands still: only then does it make the same twice.
+    The result must be immutable. Rows are only copied into an empty database and with a `FakeClock`: otherwise `make` would
+    not produce the same again.
     """
     if not isinstance(clock, FakeClock) or await _has_rows(database):
         return await make(database, clock)
-    place = (make, clock.now())
-    if place in _KEPT:
-        made, written = _KEPT[place]
+    key = (make, clock.now())
+    if key in _TEMPLATES:
+        made, written = _TEMPLATES[key]
         await database.batch_write(_write, written)
         return made  # type: ignore[no-any-return]
     made = await make(database, clock)
     async with database.reading() as connection:
         found = [(table, (await connection.execute(select(table))).mappings().all()) for table in metadata.sorted_tables]
-    own = [(insert(table), [dict(row) for row in rows]) for table, rows in found if rows and table is not counters]
-    _KEPT[place] = made, own
+    inserts = [(insert(table), [dict(row) for row in rows]) for table, rows in found if rows and table is not counters]
+    _TEMPLATES[key] = made, inserts
     return made
 
 
 async def _has_rows(database: Database) -> bool:
-    """Return whether something was done in `database`: whatever is done is in the audit log."""
+    """Return whether `database` has been used: every action is in the audit log."""
     async with database.reading() as connection:
         return (await connection.execute(select(audit_head.c.id))).first() is not None
 

@@ -1,5 +1,5 @@
-"""HTTP/1.1 with as little work as possible: for load on the gateway from a process that shares its cores. Sends JSON, reads
-answers with a length and event streams in chunks; whatever else a server might do is an error."""
+"""A minimal HTTP/1.1 client that generates load from a process sharing the gateway's cores. Sends JSON, and reads responses
+with a content length and chunked event streams; anything else from a server is an error."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Cut(Exception):
-    """The server has gone."""
+class ConnectionLost(Exception):
+    """The server closed the connection."""
 
 
 @dataclass(slots=True)
-class Head:
-    """Status and headers of an answer; header names are in lower case."""
+class ResponseHead:
+    """Status and headers of a response; header names are in lower case."""
 
     status: int
     headers: dict[str, str]
 
 
-class Wire:
-    """One connection to 127.0.0.1, used for one request after another. Raises Cut when the server goes."""
+class RawHttpClient:
+    """One connection to 127.0.0.1, used for one request after another. Raises ConnectionLost if the server closes it."""
 
     def __init__(self, port: int, authorization: str) -> None:
         self._port = port
@@ -31,8 +31,8 @@ class Wire:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def ask(self, method: str, path: str, body: Any = None) -> Head:
-        """Send a request and return the head of its answer; read the rest before the next one, or `hang_up`."""
+    async def send(self, method: str, path: str, body: Any = None) -> ResponseHead:
+        """Send a request and return the head of the response; read its body before the next request, or `abort`."""
         content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self._authorization}\r\n"
@@ -44,34 +44,34 @@ class Wire:
             self._writer.write(head.encode() + content)
             return _head(await self._read.readuntil(b"\r\n\r\n"))
         except (OSError, asyncio.IncompleteReadError) as error:
-            self.hang_up()
-            raise Cut(str(error)) from error
+            self.abort()
+            raise ConnectionLost(str(error)) from error
 
-    async def content(self, head: Head) -> bytes:
-        """Return the rest of an answer with a length, or all of a chunked one."""
+    async def content(self, head: ResponseHead) -> bytes:
+        """Return the body of a response, chunked or with a content length."""
         try:
             if "content-length" in head.headers:
                 return await self._read.readexactly(int(head.headers["content-length"]))
             return b"".join([part async for part in self._chunks()])
         except (OSError, asyncio.IncompleteReadError) as error:
-            self.hang_up()
-            raise Cut(str(error)) from error
+            self.abort()
+            raise ConnectionLost(str(error)) from error
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the data of each server-sent event of a chunked answer."""
-        rest = b""
+        """Yield the data of each server-sent event of a chunked response."""
+        remainder = b""
         try:
             async for part in self._chunks():
-                *frames, rest = (rest + part).split(b"\n\n")
+                *frames, remainder = (remainder + part).split(b"\n\n")
                 for frame in frames:
                     if frame.startswith(b"data: "):
                         yield frame[6:]
         except (OSError, asyncio.IncompleteReadError) as error:
-            self.hang_up()
-            raise Cut(str(error)) from error
+            self.abort()
+            raise ConnectionLost(str(error)) from error
 
-    def hang_up(self) -> None:
-        """Close the connection at once, whatever runs; the next request opens another."""
+    def abort(self) -> None:
+        """Close the connection at once; the next request opens a new one."""
         if self._writer is not None:
             self._writer.transport.abort()
             self._reader = self._writer = None
@@ -79,7 +79,7 @@ class Wire:
     @property
     def _read(self) -> asyncio.StreamReader:
         if self._reader is None:
-            raise Cut("the connection is closed")
+            raise ConnectionLost("the connection is closed")
         return self._reader
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -88,7 +88,7 @@ class Wire:
         await self._read.readuntil(b"\r\n")
 
 
-def _head(lines: bytes) -> Head:
-    first, *rest = lines.decode("latin-1").split("\r\n")
-    headers = dict(line.split(": ", 1) for line in rest if line)
-    return Head(int(first.split(" ", 2)[1]), {name.lower(): value for name, value in headers.items()})
+def _head(lines: bytes) -> ResponseHead:
+    first, *remainder = lines.decode("latin-1").split("\r\n")
+    headers = dict(line.split(": ", 1) for line in remainder if line)
+    return ResponseHead(int(first.split(" ", 2)[1]), {name.lower(): value for name, value in headers.items()})

@@ -1,12 +1,12 @@
-"""What Triton's compiler and its launches ask of a card that is not there."""
+"""A stand-in for Triton's GPU driver on a machine without a GPU: the queries of its compiler and of its launches."""
 
 from __future__ import annotations
 
 from triton.backends.compiler import GPUTarget
 
 
-class AbsentCard:
-    """An H200, unless another capability is said, that is asked what it is, and nothing else."""
+class FakeGpuDriver:
+    """Reports an H200, or a GPU of another `capability`. It answers queries and launches nothing."""
 
     capability = 90
 

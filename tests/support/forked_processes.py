@@ -1,7 +1,7 @@
-"""Programs as processes of their own that begin with everything imported: to import takes longer than most of what they do.
+"""Starts programs in processes that have already imported their module: imports take longer than most of these programs.
 
-They are forked, by the server that Python has for it, from a process that has done nothing but import the program's module:
-in one process of tests, that of the first program that is begun.
+They are forked by Python's fork server, which has only imported the program's module: within one test process, that of the
+first program started.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def begin(module: str, function: str, *arguments: Any, log: Path | None = None) -> BaseProcess:
-    """Begin `module.function(*arguments)` in a process whose status is what that returns, as of `sys.exit`; it says into `log`
-    what it says. Sockets and ends of pipes may be among the arguments, nothing else that only one process has."""
+def start(module: str, function: str, *arguments: Any, log: Path | None = None) -> BaseProcess:
+    """Run `module.function(*arguments)` in a new process, which passes the result to `sys.exit`; its output goes to `log`. Of
+    per-process resources, only sockets and pipe ends may be arguments."""
     CONTEXT.set_forkserver_preload([module])
-    process = ForkServerProcess(target=_be, args=(module, function, arguments, str(log or os.devnull)), daemon=True)
+    process = ForkServerProcess(target=_run_function, args=(module, function, arguments, str(log or os.devnull)), daemon=True)
     process.start()
     return process
 
@@ -39,15 +39,15 @@ def send_signal(process: BaseProcess, number: Signals) -> None:
     os.kill(process.pid, number)
 
 
-def ended(process: BaseProcess, deadline_s: float) -> int:
-    """Return the status of `process` when it has ended; fail when it has not in time."""
+def wait_for_exit(process: BaseProcess, deadline_s: float) -> int:
+    """Wait for `process` to end and return its exit status; fail after `deadline_s`."""
     process.join(deadline_s)
     assert process.exitcode is not None, f"it has not ended within {deadline_s} s"
     return process.exitcode
 
 
-def _be(module: str, function: str, arguments: tuple[Any, ...], log: str) -> None:
-    gc.freeze()  # what was imported, which no collection has to look at
+def _run_function(module: str, function: str, arguments: tuple[Any, ...], log: str) -> None:
+    gc.freeze()  # imported objects need no garbage collection
     for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
         del os.environ[name]
     os.chdir(REPOSITORY)
@@ -60,6 +60,6 @@ def _be(module: str, function: str, arguments: tuple[Any, ...], log: str) -> Non
 
 
 @atexit.register
-def _end() -> None:
-    """Wait for the server, so that what it took is counted as what its parent took."""
+def _stop_server() -> None:
+    """Wait for the fork server, so that its resource use counts as its parent's."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Commands that are typed one after another in one process: what a user's process makes once, for its only command, is kept.
+"""Lets several commands run in one process without rebuilding what a command-line process builds once.
 
-To inspect the parameters of all commands and to register the routes of an application takes longer than most commands do.
+Inspecting the parameters of all commands and registering an application's routes takes longer than most commands.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from appliance import app
 from appliance.cli import main, model_check
 from appliance.serving.model_builder import DEMO_MODEL
 from appliance.serving.services import Services
-from tests.support.standing import Standing
+from tests.support.reused_app import ReusedApp
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """The tree of commands, the application, which serves the appliance of one command after another, and what there is to say
-    of the demo model, which nobody changes."""
+def cache_between_commands() -> Iterator[None]:
+    """Cache the command tree, the application (which then serves the appliance of each command), and the check of the demo
+    model, which never changes."""
     with (
         mock.patch.object(main, "build", cache(main.build)),
         mock.patch.object(typer.main, "get_command", cache(typer.main.get_command)),
-        mock.patch.object(app, "create_app", _standing(app.create_app)),
-        mock.patch.object(model_check, "check_model", _known(model_check.check_model)),
+        mock.patch.object(app, "create_app", _reused(app.create_app)),
+        mock.patch.object(model_check, "check_model", _checked_once(model_check.check_model)),
     ):
         yield
 
 
-def _standing(create: Callable[[app.Appliance], Litestar]) -> Callable[[app.Appliance], Litestar]:
-    standing: list[Standing] = []
+def _reused(create: Callable[[app.Appliance], Litestar]) -> Callable[[app.Appliance], Litestar]:
+    standing: list[ReusedApp] = []
 
     def made(services: Services) -> Litestar:
         return create(cast(app.Appliance, SimpleNamespace(services=services)))
 
     def create_app(appliance: app.Appliance) -> Litestar:
         if not standing:
-            standing.append(Standing(appliance.services, made))
+            standing.append(ReusedApp(appliance.services, made))
         standing[0].serve(appliance.services)
         return standing[0].app
 
     return create_app
 
 
-def _known(check: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def _checked_once(check: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     demo = cache(lambda: check(DEMO_MODEL))
 
     def check_model(path: Path, *options: Any, **named: Any) -> dict[str, Any]:

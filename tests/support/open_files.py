@@ -1,4 +1,4 @@
-"""A process with many open files: new ones get numbers that `select.select` does not take."""
+"""Opens so many files that new descriptors are too large for `select.select`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SELECT_FILES = 1024
-"""FD_SETSIZE of every C library that we run on."""
+FD_SETSIZE = 1024
+"""Its value in every C library that we run on."""
 
 
 @contextmanager
-def every_low_number_taken() -> Iterator[None]:
-    """Inside, a file that is opened has a number of at least `SELECT_FILES`."""
+def use_up_low_descriptors() -> Iterator[None]:
+    """Inside the block, new file descriptors are at least `FD_SETSIZE`."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     taken = [os.open(os.devnull, os.O_RDONLY)]
     try:
-        while taken[-1] < SELECT_FILES:
+        while taken[-1] < FD_SETSIZE:
             taken.append(os.dup(taken[0]))
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Guesses that are right for as long as a test wants them to be."""
+"""A drafter whose guesses are right up to a given depth."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.scheduling.drafting import Draft
 from engine.scheduling.request import Request
 from tests.support.tiny_models import VOCAB_SIZE
 
-UNLIKELY = VOCAB_SIZE - 1
+WRONG_TOKEN = VOCAB_SIZE - 1
 
 
-class Foresight:
-    """Guesses what every request is going to say, but for the last of `depth` tokens."""
+class ScriptedDrafter:
+    """Guesses `depth` tokens of a known answer, all right but the last."""
 
     def __init__(self, answer: Sequence[int], depth: int) -> None:
         self._answer = answer
@@ -23,19 +23,19 @@ class Foresight:
         return True
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
-        said = request.num_output_tokens
-        guesses = [*self._answer[said : said + self._depth - 1], UNLIKELY][:limit]
+        num_generated = request.num_output_tokens
+        guesses = [*self._answer[num_generated : num_generated + self._depth - 1], WRONG_TOKEN][:limit]
         return Draft(len(guesses), guesses)
 
     def read(self, num_running: int) -> None:
-        """It has no text to read."""
+        """Do nothing: it reads no text."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """It will not learn."""
+        """Do nothing: it does not adapt."""
 
 
-def foresee(engine: Engine, answer: Sequence[int], depth: int) -> None:
-    """Have the engine guess by `Foresight`."""
+def use_scripted_drafter(engine: Engine, answer: Sequence[int], depth: int) -> None:
+    """Make the engine draft with a `ScriptedDrafter`."""
     drafting = engine._scheduler._drafting
     assert drafting is not None
-    drafting._drafter = Foresight(answer, depth)
+    drafting._drafter = ScriptedDrafter(answer, depth)

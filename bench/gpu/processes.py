@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench.gpu.plan import Job, Stage, share_s
+from bench.gpu.plan import Job, Stage, allotted_s
 from bench.gpu.rows import Row
 from engine.environment import FP_FUSION
 
@@ -25,15 +25,15 @@ HEAD_CHARS, TAIL_CHARS = 2000, 6000
 """Characters of each part's log in the result: its head, where engines start, and its tail. `--logs` keeps the whole log."""
 BASE_FACT = "bandwidth"
 """The calibrated figure that every part after the first divides by."""
-PATIENCE = 8.0
+REHEARSAL_LIMIT_FACTOR = 8.0
 """Factor for the limits of parts in a rehearsal, which may share two busy cores with everything else."""
-LEFT_MIN_S = 8.0
+STAGE_MIN_S = 8.0
 """With less time left than this, a stage is not begun."""
 IMPORT_S = 120.0
 """Time that the first part may take to import before its own time begins; no other part imports meanwhile."""
-ROUNDING = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 """A container image may set these: float32 products would then have 10-bit mantissas, even those that checks treat as exact."""
-END_S = 10.0
+KILL_WAIT_S = 10.0
 """Time that a killed process may take to end. A process that hangs in the driver never ends; the run goes on without it."""
 
 
@@ -51,11 +51,11 @@ class Process:
 
     def __init__(self, job: Job, *, rehearse: bool, environment: dict[str, str]) -> None:
         self.job = job
-        self.allowed_s = job.limit_s * (PATIENCE if rehearse else 1.0)
+        self.allowed_s = job.limit_s * (REHEARSAL_LIMIT_FACTOR if rehearse else 1.0)
         self.limit_s = 0.0
         self.grace_s = 0.0
         self.ended = False
-        self.given_up = ""
+        self.abandon_reason = ""
         self._is_read = False
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - `close` closes it
         arguments = [sys.executable, "-m", "bench.gpu.part", *(part.name for part in job.parts)]
@@ -70,7 +70,7 @@ class Process:
         )
         self._begun_s = 0.0
 
-    def listen(self, lines: Lines) -> None:
+    def start_reader(self, lines: Lines) -> None:
         """Put its output lines into `lines`, then None at the end of the output."""
         self._is_read = True
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
@@ -96,44 +96,44 @@ class Process:
         return self._begun_s + self.limit_s + self.grace_s - time.monotonic()
 
     @property
-    def taken_s(self) -> float:
+    def elapsed_s(self) -> float:
         return time.monotonic() - self._begun_s
 
-    def end(self) -> None:
+    def time_out(self) -> None:
         """Kill it because its time is up, and allow END_S for its output to end as well."""
         self.ended = True
         self.kill()
-        self.grace_s = self.taken_s - self.limit_s + END_S
+        self.grace_s = self.elapsed_s - self.limit_s + KILL_WAIT_S
 
     def kill(self) -> None:
         """Kill it and the processes that it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._wait()
+            self._wait_for_exit()
 
     def close(self) -> tuple[int | None, str]:
         """Return its exit status (None if it does not end) and its log."""
-        status = self._wait()
+        status = self._wait_for_exit()
         for pipe in (self._process.stdin, None if self._is_read else self._process.stdout):  # the reader closes its own pipe
             if pipe is not None:
                 with suppress(BrokenPipeError):
                     pipe.close()
         self._log.seek(0)
-        words = self._log.read()
+        log_text = self._log.read()
         self._log.close()
-        return status, words
+        return status, log_text
 
-    def _wait(self) -> int | None:
+    def _wait_for_exit(self) -> int | None:
         try:
-            status = self._process.wait(timeout=END_S)
+            status = self._process.wait(timeout=KILL_WAIT_S)
         except subprocess.TimeoutExpired:
-            self.given_up = f"its process does not end, {END_S:g} s after it was killed or said its last"
+            self.abandon_reason = f"its process does not end, {KILL_WAIT_S:g} s after it was killed or said its last"
             return None
-        self.given_up = ""
+        self.abandon_reason = ""
         return status
 
 
-def conduct(
+def run_stages(
     stages: Sequence[Stage],
     *,
     rehearse: bool,
@@ -149,27 +149,27 @@ def conduct(
     outcome = Outcome(facts=dict(facts))
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
-    waiting: list[Process] = []
+    prepared: list[Process] = []
     try:
         for index, stage in enumerate(stages):
-            processes = waiting or [Process(job, rehearse=rehearse, environment=environment) for job in stage]
-            lines = _listened(processes)
+            processes = prepared or [Process(job, rehearse=rehearse, environment=environment) for job in stage]
+            lines = _start_readers(processes)
             if not index:
                 _wait_for_imports(processes, lines)
-            waiting = []
+            prepared = []
             if not rehearse and index + 1 < len(stages):
-                waiting = [Process(job, rehearse=rehearse, environment=environment) for job in stages[index + 1]]
+                prepared = [Process(job, rehearse=rehearse, environment=environment) for job in stages[index + 1]]
             left_s = end_s - time.monotonic()
             if index and BASE_FACT not in outcome.facts:
                 _skip(processes, outcome, "the card could not be calibrated", show)
                 continue
-            if left_s < LEFT_MIN_S:
+            if left_s < STAGE_MIN_S:
                 _skip(processes, outcome, "the time of the run was used up", show)
                 continue
-            _run(processes, lines, share_s(stages[index:], left_s), outcome, show, logs, keep)
+            _run(processes, lines, allotted_s(stages[index:], left_s), outcome, show, logs, keep)
             keep(outcome)
     finally:
-        for process in waiting:
+        for process in prepared:
             process.kill()
             process.close()
     return outcome
@@ -178,10 +178,10 @@ def conduct(
 Lines = queue.Queue[tuple[Process, str | None]]
 
 
-def _listened(processes: Sequence[Process]) -> Lines:
+def _start_readers(processes: Sequence[Process]) -> Lines:
     lines: Lines = queue.Queue()
     for process in processes:
-        process.listen(lines)
+        process.start_reader(lines)
     return lines
 
 
@@ -198,7 +198,7 @@ def _wait_for_imports(processes: Sequence[Process], lines: Lines) -> None:
 
 def _environment(rehearse: bool) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", FP_FUSION: "1"}
-    for name in ("TRITON_INTERPRET", *ROUNDING):
+    for name in ("TRITON_INTERPRET", *TF32_VARIABLES):
         environment.pop(name, None)
     if rehearse:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -209,21 +209,21 @@ def _skip(processes: Sequence[Process], outcome: Outcome, reason: str, show: Cal
     for process in processes:
         process.kill()
         process.close()
-        outcome.parts.append({**_described(process.job), "error": f"not begun: {reason}"})
+        outcome.parts.append({**_part_record(process.job), "error": f"not begun: {reason}"})
         show(f"-- {process.job.name}: not begun, {reason}")
 
 
 def _run(
     processes: Sequence[Process],
     lines: Lines,
-    share_s: float,
+    allotted_s: float,
     outcome: Outcome,
     show: Callable[[str], None],
     logs: Path | None,
     keep: Callable[[Outcome], None] = lambda _: None,
 ) -> None:
     for process in processes:
-        process.begin(outcome.facts, min(process.allowed_s, share_s))
+        process.begin(outcome.facts, min(process.allowed_s, allotted_s))
     running = list(processes)
     try:
         while running:
@@ -233,7 +233,7 @@ def _run(
             except queue.Empty:
                 for late in [process for process in running if process.left_s <= 0]:
                     if not late.ended:
-                        late.end()  # its end then arrives as a line
+                        late.time_out()  # its end then arrives as a line
                     else:  # another process still holds its output open
                         running.remove(late)
                         _close(late, outcome, show, logs)
@@ -244,7 +244,7 @@ def _run(
                 running.remove(process)
                 _close(process, outcome, show, logs)
             else:
-                _take(line, process, outcome, show)
+                _record_line(line, process, outcome, show)
     except BaseException:  # the run is broken off: keep the outcome before waiting for processes to end
         keep(outcome)
         raise
@@ -253,51 +253,51 @@ def _run(
             process.kill()
 
 
-def _take(line: str, process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:
+def _record_line(line: str, process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:
     if not line.endswith("\n"):
         return  # cut off when the process was killed
-    said = json.loads(line)
-    if "row" in said:
-        said["row"]["came_s"] = round(process.taken_s, 1)
-        outcome.rows.append(Row(**said["row"]))
-        show(json.dumps({key: value for key, value in said["row"].items() if value not in (None, "", [], {})}))
-    elif "facts" in said:
-        outcome.facts.update(said["facts"])
+    message = json.loads(line)
+    if "row" in message:
+        message["row"]["came_s"] = round(process.elapsed_s, 1)
+        outcome.rows.append(Row(**message["row"]))
+        show(json.dumps({key: value for key, value in message["row"].items() if value not in (None, "", [], {})}))
+    elif "facts" in message:
+        outcome.facts.update(message["facts"])
 
 
 def _close(process: Process, outcome: Outcome, show: Callable[[str], None], logs: Path | None) -> None:
-    taken_s = round(process.taken_s, 2)
-    status, words = process.close()
-    words = words.replace(f"{Path(__file__).resolve().parents[2]}/", "")
-    found: dict[str, Any] = {**_described(process.job), "s": taken_s, "limit_s": round(process.limit_s, 1)}
+    elapsed_s = round(process.elapsed_s, 2)
+    status, log_text = process.close()
+    log_text = log_text.replace(f"{Path(__file__).resolve().parents[2]}/", "")
+    record: dict[str, Any] = {**_part_record(process.job), "s": elapsed_s, "limit_s": round(process.limit_s, 1)}
     if process.ended:
-        found["error"] = f"ended after its limit of {process.limit_s:g} s"
-        if process.given_up:
-            found["error"] += f"; {process.given_up}"
+        record["error"] = f"ended after its limit of {process.limit_s:g} s"
+        if process.abandon_reason:
+            record["error"] += f"; {process.abandon_reason}"
     elif status is None:
-        found["error"] = process.given_up
+        record["error"] = process.abandon_reason
     elif status:
-        found["error"] = f"exit status {status}: {_last_line(words)}"
-    found["log"] = shortened(words)
-    outcome.parts.append(found)
+        record["error"] = f"exit status {status}: {_last_line(log_text)}"
+    record["log"] = shorten_log(log_text)
+    outcome.parts.append(record)
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
-        (logs / f"{process.job.name.replace(' ', '-')}.txt").write_text(words, "utf-8")
-    show(f"-- {process.job.name}: {taken_s} s{', ' + found['error'] if 'error' in found else ''}")
+        (logs / f"{process.job.name.replace(' ', '-')}.txt").write_text(log_text, "utf-8")
+    show(f"-- {process.job.name}: {elapsed_s} s{', ' + record['error'] if 'error' in record else ''}")
 
 
-def shortened(words: str) -> str:
+def shorten_log(words: str) -> str:
     """The head and tail of a log."""
     left_out = len(words) - HEAD_CHARS - TAIL_CHARS
     return words if left_out <= 0 else f"{words[:HEAD_CHARS]}\n… {left_out} characters …\n{words[-TAIL_CHARS:]}"
 
 
-def _described(job: Job) -> dict[str, Any]:
+def _part_record(job: Job) -> dict[str, Any]:
     return {"part": job.name, "targets": sorted({part.target for part in job.parts})}
 
 
-def _last_line(words: str) -> str:
-    return next((line for line in reversed(words.splitlines()) if line.strip()), "no words")
+def _last_line(log_text: str) -> str:
+    return next((line for line in reversed(log_text.splitlines()) if line.strip()), "no words")
 
 
 def results_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Planned calls on a clock that a test moves: `advance` stops at each of them, as an event loop would."""
+"""Timers on a clock that the test moves: `advance` runs each call when it is due, as an event loop would."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from collections.abc import Callable
 
 from tests.support.clock import FakeClock
 
-TURNS = 10  # of the event loop, so that whoever was woken goes on
+LOOP_ITERATIONS = 10  # enough for every task that was woken to continue
 
 
-class PlannedCall:
-    """A call that is planned."""
+class ScheduledCall:
+    """A call that is scheduled."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call: Callable[[], None] | None = call
 
     def cancel(self) -> None:
-        """Plan it no more."""
+        """Do not make the call."""
         self.call = None
 
 
-class Alarms:
+class FakeTimer:
     """Stands in for the event loop's timer."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
         self._count = itertools.count()
-        self._planned: list[tuple[int, int, PlannedCall]] = []
+        self._planned: list[tuple[int, int, ScheduledCall]] = []
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> PlannedCall:
-        """Plan `call`."""
-        planned = PlannedCall(call)
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> ScheduledCall:
+        """Schedule `call` in `delay_s` seconds."""
+        planned = ScheduledCall(call)
         due_us = round((self._clock.monotonic_s() + delay_s) * 1e6)
         heapq.heappush(self._planned, (due_us, next(self._count), planned))
         return planned
 
     async def advance(self, seconds: float) -> None:
-        """Move the clock, from one planned call to the next."""
+        """Move the clock from one scheduled call to the next, up to `seconds` from now."""
         end_us = round((self._clock.monotonic_s() + seconds) * 1e6)
         while self._planned and self._planned[0][0] <= end_us:
             due_us, _, planned = heapq.heappop(self._planned)
@@ -52,6 +52,6 @@ class Alarms:
         await self.settle()
 
     async def settle(self) -> None:
-        """Let whoever was woken go on."""
-        for _ in range(TURNS):
+        """Let the tasks that were woken continue."""
+        for _ in range(LOOP_ITERATIONS):
             await asyncio.sleep(0)

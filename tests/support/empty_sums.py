@@ -1,4 +1,4 @@
-"""Ledgers as admission reads them at its first meeting with an owner: without a database."""
+"""An empty ledger, as admission reads it at the first request of an owner, without a database."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 
 
-class NothingYet:
+class EmptySums:
     """A ledger without events."""
 
     async def read(
         self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
     ) -> dict[Owner, PeriodSums]:
-        """Return that nothing was used."""
+        """Return zero for each owner."""
         return {owner: PeriodSums(tokens_today=0, cost_month_picos=0) for owner in currencies}
 
     async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
-        """Return that nobody ever got an answer."""
+        """Return no past outputs."""
         return []

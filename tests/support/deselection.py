@@ -1,4 +1,4 @@
-"""Cases that are not run where others say the same. `GATEHOUSE_EVERY_CASE=1` runs all of them."""
+"""Deselects cases that others cover. `GATEHOUSE_EVERY_CASE=1` runs all of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Collection
 import pytest
 
 
-def leave_out(config: pytest.Config, items: list[pytest.Item], cases: Collection[pytest.Item]) -> None:
-    """Take `cases` out of `items`; pytest tells their number."""
+def deselect(config: pytest.Config, items: list[pytest.Item], cases: Collection[pytest.Item]) -> None:
+    """Remove `cases` from `items`; pytest reports their number."""
     if os.environ.get("GATEHOUSE_EVERY_CASE") == "1":
         return
     gone = set(cases)

@@ -1,4 +1,4 @@
-"""What SQLite's planner, who has no statistics in a test, makes of a query."""
+"""SQLite's query plans, made without statistics in tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sqlalchemy.dialects import sqlite
 from appliance.base.db import Database
 
 
-async def plan_of(database: Database, query: Select[Any]) -> list[str]:
-    """Return the lines of SQLite's plan for a query that read usage events.
+async def query_plan(database: Database, query: Select[Any]) -> list[str]:
+    """Return the lines of SQLite's plan for `query` that read usage events.
 
-    Parameters stay parameters, as they are sent: of an index on some rows alone the planner knows only what is written out.
+    Parameters are not inlined, as in production: the planner uses a partial index only if its condition is in the text.
     """
     compiled = str(query.compile(dialect=sqlite.dialect(), compile_kwargs={"render_postcompile": True}))
     async with database.reading() as connection:

@@ -1,4 +1,4 @@
-"""Two tenants that must not hear of each other, people of every role, and every route of the application with what it names."""
+"""For tests of tenant isolation: tenants with rows in all tables, people of every role, and every route with its parameters."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
 
 SAFE = ("GET", "HEAD", "OPTIONS")
-NOBODY = "nothing"
+NO_SUCH_ID = "nothing"
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path, and the names of what it takes in query and body."""
+    """One method of one path, with the names of its query and body parameters."""
 
     method: str
     path: str
@@ -39,17 +39,17 @@ class Route:
 
     @property
     def parameters(self) -> list[str]:
-        """Return the names in the path."""
+        """Return the names of path parameters."""
         return re.findall(r"{(\w+):\w+}", self.path)
 
     @property
     def template(self) -> str:
-        """Return the path with its names and without their types."""
+        """Return the path with its parameters' names but not their types."""
         return re.sub(r"{(\w+):\w+}", r"{\1}", self.path)
 
     def filled(self, values: Mapping[str, str]) -> str:
-        """Return the path with `values` in it; one that is not given is nothing that exists."""
-        return re.sub(r"/?{(\w+):(\w+)}", lambda found: "/" + values.get(found[1], NOBODY), self.path)
+        """Return the path with `values` filled in; a missing one becomes an id that does not exist."""
+        return re.sub(r"/?{(\w+):(\w+)}", lambda found: "/" + values.get(found[1], NO_SUCH_ID), self.path)
 
 
 def routes_of(app: Litestar) -> list[Route]:
@@ -69,8 +69,8 @@ def _routes(app: Litestar) -> Iterator[Route]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenancy:
-    """A tenant with everything that the database can hold of it. `marks` are what nobody else may read."""
+class PopulatedTenant:
+    """A tenant with every kind of row that the database can hold of it. Nobody else may read its `marks`."""
 
     person: Person
     people: Mapping[str, Member]
@@ -79,7 +79,7 @@ class Tenancy:
 
     @property
     def ids(self) -> dict[str, str]:
-        """Return what the names in paths and queries stand for here."""
+        """Return the values of path and query parameters for this tenant."""
         tenant_id, key_id = self.person.tenant.id, self.person.key.id
         member = self.people["viewer"]
         return {
@@ -104,17 +104,17 @@ class Tenancy:
     def marks(self) -> set[str]:
         """Return the names and ids that only this tenant's people may read."""
         name = self.person.tenant.name
-        ids = {value for value in self.ids.values() if not value.isdigit()}  # a number stands everywhere
+        ids = {value for value in self.ids.values() if not value.isdigit()}  # numbers occur everywhere
         return {name, f"{name}.example", self.person.key.prefix, *ids}
 
     @property
     def missing(self) -> dict[str, str]:
-        """Return ids of the same form as `ids` that belong to nothing."""
+        """Return ids in the form of `ids` that do not exist."""
         return {name: str(10**9) if value.isdigit() else value[:4] + "x" * (len(value) - 4) for name, value in self.ids.items()}
 
 
-async def make_tenancy(services: Services, name: str) -> Tenancy:
-    """Return a new tenant `name` with a key, a served request on its bill, and a member of each role."""
+async def make_populated_tenant(services: Services, name: str) -> PopulatedTenant:
+    """Create a tenant `name` with a key, a billed request, and a member of each role."""
     services.members._hasher = quick_hasher()
     tenant = await services.tenants.create(
         name=name, limits=Limits(tokens_per_minute=1000), billing={"name": name}, access=WHOLE_BOX
@@ -134,12 +134,12 @@ async def make_tenancy(services: Services, name: str) -> Tenancy:
         people[role] = member
     _, session = await services.sessions.open(people["viewer"].id, f"{name}'s browser", "192.0.2.8")
     event = await services.reports.event(entry.request_id, access=WHOLE_BOX)
-    others = {"session_id": session.id, "event_id": str(event.id), **await _papers(services, tenant.id, name)}
-    return Tenancy(person=person, people=people, request_id=entry.request_id, others=others)
+    others = {"session_id": session.id, "event_id": str(event.id), **await _make_billing_rows(services, tenant.id, name)}
+    return PopulatedTenant(person=person, people=people, request_id=entry.request_id, others=others)
 
 
-async def _papers(services: Services, tenant_id: str, name: str) -> dict[str, str]:
-    """Make a closed invoice with a line, an allowance, a webhook and something sent to it, and return their ids."""
+async def _make_billing_rows(services: Services, tenant_id: str, name: str) -> dict[str, str]:
+    """Insert a closed invoice with a line, an allowance, a webhook and a delivery to it; return their ids."""
     now = services.clock.now()
     ids = {f"{what}_id": new_id(what[:3]) for what in ("invoice", "allowance", "webhook", "delivery")}
     of_tenant: Values = {"tenant_id": tenant_id, "created_at": now}
@@ -156,9 +156,9 @@ async def _papers(services: Services, tenant_id: str, name: str) -> dict[str, st
     allowance = of_tenant | {"id": ids["allowance_id"], "first_month": "2026-01", "monthly_micros": 1}
     webhook = of_tenant | {"id": ids["webhook_id"], "kind": "webhook", "target": f"https://{name}.example/hook"}
     webhook |= {"secret": None, "events": ["invoice.closed"]}
-    told = {"tenant_id": tenant_id, "tenant_name": name, "number": f"{name}-1", "month": "2026-01"}
+    payload = {"tenant_id": tenant_id, "tenant_name": name, "number": f"{name}-1", "month": "2026-01"}
     delivery: Values = {"id": ids["delivery_id"], "webhook_id": ids["webhook_id"], "dedupe_key": f"{name} once"}
-    delivery |= {"event": "invoice.closed", "payload": {"data": told}, "attempts": 1, "delivered_at": now, "created_at": now}
+    delivery |= {"event": "invoice.closed", "payload": {"data": payload}, "attempts": 1, "delivered_at": now, "created_at": now}
     rows: tuple[tuple[Table, Values], ...]
     rows = ((invoices, invoice), (invoice_lines, line), (free_allowances, allowance), (webhooks, webhook), (outbox, delivery))
     async with services.db.writing() as connection:
@@ -167,14 +167,14 @@ async def _papers(services: Services, tenant_id: str, name: str) -> dict[str, st
     return ids
 
 
-async def signed_in(services: Services, member: Member) -> dict[str, str]:
-    """Return the headers of a browser in which `member` is signed in, good for the interface and for the console."""
+async def session_headers(services: Services, member: Member) -> dict[str, str]:
+    """Return the headers of a browser session of `member`, valid for the API and the console."""
     token, session = await services.sessions.open(member.id, "a browser", "192.0.2.7")
     cookie = f"{PLAIN_COOKIE}={token}"
     return {"authorization": "", "cookie": cookie, CSRF_HEADER: session.csrf_token, "sec-fetch-site": "same-origin"}
 
 
-async def contents(services: Services) -> dict[str, list[str]]:
+async def dump_tables(services: Services) -> dict[str, list[str]]:
     """Return every row of every table."""
     async with services.db.reading() as connection:
         tables = metadata.sorted_tables

@@ -1,4 +1,4 @@
-"""A process that gets no more threads, as where a container has as many processes as it may."""
+"""Makes starting threads fail, as in a container at its process limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 
 
 @contextmanager
-def no_more_threads() -> Iterator[None]:
-    """Inside, no thread can be started; those that run go on."""
+def forbid_new_threads() -> Iterator[None]:
+    """Inside the block no thread can be started; running threads continue."""
     with mock.patch.object(threading, "_start_new_thread", side_effect=RuntimeError("can't start new thread")):
         yield

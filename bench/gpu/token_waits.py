@@ -12,25 +12,25 @@ from engine.runner.token_return import CudaFetch
 
 
 @dataclass(slots=True)
-class Waited:
+class TokenWaits:
     """`cpu_s`: the thread's CPU seconds in waits for tokens, over all steps so far."""
 
     cpu_s: float = 0.0
 
 
 @contextmanager
-def waited() -> Iterator[Waited]:
+def time_token_waits() -> Iterator[TokenWaits]:
     """Time the waits for tokens inside the block, and no others: waiting for a buffer that is not yet free delays the host. For
     a wait that sleeps, this includes falling asleep and waking. The clock itself counts as the host's time, less than a
     microsecond per step."""
-    found, wait = Waited(), CudaFetch.wait
+    waits, wait = TokenWaits(), CudaFetch.wait
 
-    def clocked(fetch: CudaFetch) -> None:
+    def timed_wait(fetch: CudaFetch) -> None:
         started_s = time.thread_time()
         try:
             wait(fetch)
         finally:
-            found.cpu_s += time.thread_time() - started_s
+            waits.cpu_s += time.thread_time() - started_s
 
-    with mock.patch.object(CudaFetch, "wait", clocked):
-        yield found
+    with mock.patch.object(CudaFetch, "wait", timed_wait):
+        yield waits

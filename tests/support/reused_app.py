@@ -1,5 +1,5 @@
-"""Applications that outlive the box they were made for: to register all routes and to compile the templates of pages takes
-longer than most tests of them."""
+"""Reuses an application for several appliances: registering all routes and compiling page templates takes longer than most
+tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from appliance.console.context import Console
 from appliance.serving.services import Services
 
 
-class Standing:
-    """An application and what stands for services in it: those of one box after another, all with the same settings."""
+class ReusedApp:
+    """An application that delegates to the services of one appliance after another, all with the same settings."""
 
     def __init__(self, services: Services, create: Callable[[Services], Litestar]) -> None:
         self.services = services
@@ -26,7 +26,7 @@ class Standing:
         return getattr(self.services, name)
 
     def serve(self, services: Services) -> None:
-        """Serve for these from now on. Nothing of what the console has seen is left but its templates."""
+        """Use these services from now on. Of the console's state, only its templates are kept."""
         self.services = services
         fresh = vars(Console(cast(Services, self)))
         vars(self._console).update({name: value for name, value in fresh.items() if name != "pages"})
