@@ -159,7 +159,8 @@ async def measure_rate(
 
 
 async def until_undisturbed(speed_of_host: HostSpeed, count: int, measure: Callable[[], Awaitable[T]]) -> tuple[list[T], Host]:
-    """Return the results of `count` undisturbed calls of `measure`, or fewer if that takes too many tries."""
+    """Return the results of `count` undisturbed calls of `measure`, or fewer if that takes too many tries. Exits with a message
+    if there is none."""
     measured: list[tuple[float, T]] = []
     before = await _speed(speed_of_host)
     while len(speed_of_host.undisturbed(measured)) < count and len(measured) < TRIES_MAX * count:
@@ -168,6 +169,8 @@ async def until_undisturbed(speed_of_host: HostSpeed, count: int, measure: Calla
         measured.append((min(before, after), result))
         before = after
     undisturbed = speed_of_host.undisturbed(measured)
+    if measured and not undisturbed:
+        sys.exit(f"all {len(measured)} pairs were disturbed by other programs: measure again on a quieter machine")
     return undisturbed, {
         "disturbed_pairs": len(measured) - len(undisturbed),
         "pieces_per_s": [round(speed) for speed, _ in measured],

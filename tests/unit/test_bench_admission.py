@@ -5,9 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import cast
+
+import pytest
 
 from appliance.metering.ledger.writer import Ledger
+from bench import admission
 from bench.admission_gateway import NoLedger, NoReservation
+from bench.host_speed import HostSpeed
 
 SERVING = Path(__file__).parents[2] / "appliance" / "serving"
 
@@ -24,3 +29,19 @@ def test_a_ledger_that_writes_nothing_is_called_as_the_real_one() -> None:
     for name in ("open", "settle", "checkpoint"):
         real, stand_in = (inspect.signature(getattr(kind, name)).parameters for kind in (Ledger, NoLedger))
         assert len(stand_in) == len(real), name
+
+
+async def test_a_busy_host_is_named_as_the_reason_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BusyHost:
+        def measure(self) -> float:
+            return 1.0
+
+        def undisturbed(self, _parts: object) -> list[None]:
+            return []
+
+    async def measure() -> None:
+        pass
+
+    monkeypatch.setattr(admission, "SETTLE_S", 0.0)
+    with pytest.raises(SystemExit, match=r"all \d+ pairs were disturbed by other programs"):
+        await admission.until_undisturbed(cast("HostSpeed", BusyHost()), 2, measure)
