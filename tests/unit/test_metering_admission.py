@@ -176,6 +176,28 @@ async def test_a_hard_budget_that_is_lowered_or_raised_holds_for_answers_that_ru
         assert running.record_progress(0, 10) == is_cut
 
 
+async def test_what_changes_for_several_tenants_at_once_holds_for_the_answers_of_each_that_run(admission: Admission) -> None:
+    tenants = [principal(Limits(monthly_budget=1000)) for _ in range(4)]
+    running = [await admit(admission, who, 1, 10, price(completion=10**6)) for who in tenants]
+    changed = {}
+    for who in tenants:
+        hard = dataclasses.replace(who.tenant, limits=Limits(monthly_budget=5), cut_at_budget=True)
+        changed[who.key.id] = dataclasses.replace(who, tenant=hard)
+    admission.reconfigure(changed, {})
+    assert [each.record_progress(0, 10) for each in running] == [True] * 4
+
+
+async def test_a_currency_or_a_mode_that_is_changed_holds_for_answers_that_run(admission: Admission) -> None:
+    bob, in_dollars = principal(Limits(monthly_budget=20)), dataclasses.replace(price(completion=10**6), currency="USD")
+    bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
+    running = await admit(admission, bob, 1, 10, in_dollars)
+    changes = [("USD", "enforce", True), (None, "enforce", False), ("USD", "shadow", False), ("USD", "enforce", True)]
+    for currency, mode, is_cut in changes:
+        changed = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, currency=currency, limit_mode=mode))
+        admission.reconfigure({bob.key.id: changed}, {})
+        assert running.record_progress(0, 20) == is_cut
+
+
 async def test_of_an_owner_that_nobody_has_asked_for_the_limits_are_whole(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     state = admission.snapshot(bob).tokens
