@@ -198,6 +198,50 @@ async def test_a_currency_or_a_mode_that_is_changed_holds_for_answers_that_run(a
         assert running.record_progress(0, 20) == is_cut
 
 
+async def test_headers_tell_of_the_limits_of_tenant_and_key_what_leaves_less(admission: Admission) -> None:
+    for tenant, key in (
+        (Limits(tokens_per_minute=100), Limits(tokens_per_minute=30)),
+        (Limits(), Limits(tokens_per_minute=30)),
+    ):
+        bob = principal(tenant, key)
+        for remaining in (30, 20):
+            state = admission.snapshot(bob, "demo").tokens
+            assert state is not None
+            assert (state.limit, state.remaining) == (30, remaining)
+            await admit(admission, bob, 10, 0)
+
+
+async def test_what_would_be_admitted_would_not_wait_however_patient_it_is(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100))
+    for prompt, wait_s, would_wait in ((100, 60.0, False), (101, 60.0, False), (50, 60.0, False)):
+        asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=prompt, max_output_tokens=0, price=None)
+        assert (await admission.forecast(asked, wait_s)).would_wait == would_wait
+    await admit(admission, bob, 100, 0)
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
+    assert [(await admission.forecast(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
+
+
+async def test_levels_are_to_be_saved_once_after_a_request_began_and_ended_and_again_if_they_could_not_be(
+    admission: Admission,
+) -> None:
+    bob = principal(Limits(tokens_per_minute=100), Limits(requests_per_minute=10))
+    owners = {(Owner("tenant", bob.tenant.id), "tokens"), (Owner("key", bob.key.id), "requests")}
+    running = await admit(admission, bob, 10, 10)
+    began = admission.unsaved_levels()
+    assert {(row.owner, row.kind) for row in began} == owners
+    assert admission.unsaved_levels() == []
+
+    admission.save_again(began[:1])
+    assert [row.owner for row in admission.unsaved_levels()] == [began[0].owner]
+
+    running.settle(5)
+    ended = admission.unsaved_levels()
+    assert {(row.owner, row.kind) for row in ended} == owners
+    assert admission.unsaved_levels() == []
+    admission.save_again(ended)
+    assert {(row.owner, row.kind) for row in admission.unsaved_levels()} == owners
+
+
 async def test_of_an_owner_that_nobody_has_asked_for_the_limits_are_whole(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     state = admission.snapshot(bob).tokens

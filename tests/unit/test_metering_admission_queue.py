@@ -20,8 +20,9 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms
+from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
-from tests.support.factories import price, principal
+from tests.support.factories import adjustment, price, principal
 from tests.support.ledgers import running_of, utc_admission
 from tests.support.sums import NothingYet
 
@@ -526,6 +527,20 @@ async def test_a_raised_limit_wakes_who_waits_for_it_and_a_lowered_one_refuses_t
     await queue.alarms.settle()
     with pytest.raises(RequestExceedsLimit):
         second.result()
+
+
+async def test_a_correction_that_gives_tokens_back_wakes_who_waits_for_them(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_day=100))
+    (await queue.ask(bob, 30)).result().settle(30)
+    await queue.ask(bob, 50)
+    waiting = await queue.ask(bob, 40)
+    made = adjustment(Person(tenant=bob.tenant, key=bob.key, secret=""), posting=1, cost_picos=0)
+    queue.admission.correct(msgspec.structs.replace(made, prompt_tokens=-19))
+    await queue.alarms.settle()
+    assert not waiting.done()
+    queue.admission.correct(msgspec.structs.replace(made, prompt_tokens=-1))
+    await queue.alarms.settle()
+    assert waiting.result()
 
 
 async def test_limits_of_a_model_that_are_taken_away_hold_nobody_who_waits(queue: Queue) -> None:

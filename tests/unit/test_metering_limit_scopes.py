@@ -233,6 +233,30 @@ async def test_a_limit_that_goes_and_comes_back_counts_what_was_used_in_between(
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
+async def test_limits_of_all_scopes_that_go_count_what_is_used_without_them_also_on_another_day(
+    admission: Admission, clock: FakeClock, owner: str
+) -> None:
+    bob = principal()
+    everywhere = with_key(with_tenant(bob, model_limits={"demo": Limits(tokens_per_day=100)}), model_limits={"demo": Limits()})
+    (await admit(admission, everywhere, 10, policy=policy(tokens_per_day=100))).settle(10)
+    clock.advance(86400)
+    (await admit(admission, bob, 60)).settle(60)
+    with_limit, shared = limited(owner, bob, tokens_per_day=100)
+    with pytest.raises(RateLimitExceeded, match="tokens per day"):
+        await admit(admission, with_limit, 41, policy=shared)
+    await admit(admission, with_limit, 40, policy=shared)
+
+
+async def test_budgets_of_all_scopes_that_were_taken_away_end_no_request(admission: Admission) -> None:
+    bob = with_tenant(principal(), cut_at_budget=True)
+    budget = {"demo": Limits(monthly_budget=100)}
+    everywhere = with_key(with_tenant(bob, model_limits=budget), model_limits=budget)
+    (await admit(admission, everywhere, 90, cost=price(), policy=policy(monthly_budget=100))).settle(90)
+    running = await admit(admission, bob, 50, cost=price())
+    assert not running.record_progress(0, 50)
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_a_budget_that_was_taken_away_ends_no_request(admission: Admission, owner: str) -> None:
     bob = with_tenant(principal(), cut_at_budget=True)
     with_limit, shared = limited(owner, bob, monthly_budget=100)
