@@ -165,6 +165,7 @@ async def test_one_owner_that_cannot_be_read_keeps_nobody_else_out(admission: Ad
     slow.go_on.set()
     answers = await asyncio.gather(*first, *tasks, return_exceptions=True)
     assert [isinstance(answer, Reservation) for answer in answers] == [True, False, True, True]
+    assert isinstance(answers[1], OSError), "the error of the read"
 
 
 async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_on(admission: Admission, slow: SlowSums) -> None:
@@ -177,6 +178,42 @@ async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_o
     await stays
     assert running_of(admission, bob.tenant.id) == 1
     assert len(slow.reads) == 1
+
+
+async def test_a_stop_waits_for_the_read_that_runs(admission: Admission, slow: SlowSums) -> None:
+    (first,) = await begin(admission, asking(principal()))
+    stopping = asyncio.create_task(admission.stop())
+    await turns()
+    assert not stopping.done()
+    slow.go_on.set()
+    await turns()
+    assert (first.done(), stopping.done()) == (True, True)
+
+
+async def test_what_ends_and_is_recorded_is_kept_no_longer_than_a_read_that_may_lack_it(
+    admission: Admission, slow: SlowSums
+) -> None:
+    bob = principal()
+    slow.go_on.set()
+    running = [await admission.admit(asking(bob)) for _ in range(4)]
+    slow.go_on.clear()
+    ended = admission._first_reads._ended
+    running[0].settle(10, request_id="recorded before")
+    running[0].recorded()
+    assert list(ended) == []
+
+    running[1].settle(10, request_id="recorded later")
+    await begin(admission, asking(principal()))
+    for number in (2, 3):
+        running[number].settle(10, request_id=f"recorded meanwhile {number}")
+        running[number].recorded()
+    assert len(ended) == 3, "what is read now may lack them"
+    slow.go_on.set()
+    await turns()
+    assert list(ended) == ["recorded later"]
+    running[1].recorded()
+    assert list(ended) == []
+    assert admission._first_reads._recorded == []
 
 
 async def test_when_all_who_waited_have_gone_a_failure_is_told_to_nobody(admission: Admission, slow: SlowSums) -> None:
