@@ -387,6 +387,26 @@ async def test_a_request_that_is_cancelled_in_the_moment_of_its_refusal_is_cance
     assert waiting.cancelled()
 
 
+async def test_an_error_while_it_is_tried_again_is_told_to_the_request_and_holds_up_nobody_behind_it(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal(Limits(concurrent_requests=2))
+    running = [await queue.ask(bob, 1) for _ in range(2)]
+    waiting = [await queue.ask(bob, tokens) for tokens in (7, 1)]
+    attempt = queue.admission._try
+
+    def broken_for_seven(asked: AdmissionRequest, *given: Any) -> Any:
+        if asked.prompt_tokens == 7:
+            raise ZeroDivisionError("a bug")
+        return attempt(asked, *given)
+
+    monkeypatch.setattr(queue.admission, "_try", broken_for_seven)
+    running[0].result().settle(1)
+    await queue.alarms.settle()
+    assert isinstance(waiting[0].exception(), ZeroDivisionError)
+    assert waiting[1].result()
+
+
 async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
@@ -432,7 +452,8 @@ async def test_of_each_wait_the_observer_is_told_how_long_it_was_and_how_it_ende
 async def test_a_queue_in_which_nothing_moves_leaves_the_event_loop_alone(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bob, tries = principal(Limits(concurrent_requests=1)), []
+    bob = principal(Limits(concurrent_requests=1))
+    tries: list[None] = []
     await queue.ask(bob, 1)
     waiting = await queue.ask(bob, 1)
     try_some = queue.admission._queue._try_some

@@ -216,6 +216,20 @@ async def test_what_ends_and_is_recorded_is_kept_no_longer_than_a_read_that_may_
     assert admission._first_reads._recorded == []
 
 
+async def test_a_bug_after_a_read_is_told_to_all_who_wait_and_the_next_read_is_tried(
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal()
+    (first,) = await begin(admission, asking(bob))
+    (later,) = await begin(admission, asking(principal()))
+    with monkeypatch.context() as broken:
+        broken.setattr(Allowance, "enter", lambda *_given: 1 // 0)
+        slow.go_on.set()
+        await turns()
+        assert [isinstance(task.exception(), ZeroDivisionError) for task in (first, later) if task.done()] == [True, True]
+    assert await admission.admit(asking(bob))
+
+
 async def test_when_all_who_waited_have_gone_a_failure_is_told_to_nobody(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     slow.broken = {Owner("tenant", bob.tenant.id)}
