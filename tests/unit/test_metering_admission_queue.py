@@ -453,11 +453,16 @@ async def test_a_queue_in_which_nothing_moves_leaves_the_event_loop_alone(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    tries: list[None] = []
+    tries: list[str] = []
     await queue.ask(bob, 1)
     waiting = await queue.ask(bob, 1)
     try_some = queue.admission._queue._try_some
-    monkeypatch.setattr(queue.admission._queue, "_try_some", lambda: tries.append(try_some()))
+
+    def counted() -> None:
+        tries.append("in a turn")
+        try_some()
+
+    monkeypatch.setattr(queue.admission._queue, "_try_some", counted)
     queue.admission.reconfigure({}, {})
     (await queue.ask(principal(), 1)).result().settle(1)
     await queue.alarms.settle()
