@@ -256,6 +256,21 @@ def test_segments_name_where_their_sums_begin_unless_they_are_too_many() -> None
             assert list(segment.starts) == (moments[:-1] if known else [])
 
 
+async def test_of_totals_that_cost_the_same_the_largest_comes_first_and_then_the_first_by_name(database: Database) -> None:
+    used = {"bucket": "hour", "key_id": "key_1", "model": "demo", "currency": "EUR", **dict.fromkeys(COUNTS, 1)}
+    completion = {"tn_small": 3, "tn_b": 9, "tn_a": 9, "tn_c": 9, "tn_large": 20}
+    rows = [
+        {**used, "tenant_id": tenant, "start_at": FIRST_HOUR, "completion_tokens": tokens}
+        for tenant, tokens in completion.items()
+    ]
+    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=1), "hour", BillingCalendar())
+    async with database.writing() as connection:
+        await connection.execute(insert(usage_rollups), rows)
+    async with database.reading() as connection:
+        found = (await connection.execute(totals_query(segments, Owners(columns=("tenant_id",), wanted={})))).all()
+    assert [row.tenant_id for row in found] == ["tn_large", "tn_a", "tn_b", "tn_c", "tn_small"]
+
+
 @pytest.mark.parametrize("bucket", ["minute", "hour", "day"])
 def test_segments_lie_end_to_end_each_within_one_bucket_or_whole_ones(bucket: str) -> None:
     calendar, draw, tick = BillingCalendar("Europe/Berlin"), random.Random(5), timedelta(microseconds=1)
