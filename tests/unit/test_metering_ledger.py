@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from sqlalchemy import Update, false
+from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, OperationalError, ProgrammingError, StatementError
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
@@ -20,7 +21,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows as ledger_rows
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, RequestRecord, Settlement, Usage
-from appliance.metering.ledger.round import LedgerBroken
+from appliance.metering.ledger.round import LedgerBroken, is_bad_row
 from appliance.metering.ledger.writer import RETRY_S_MIN
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
@@ -269,6 +270,87 @@ async def test_a_caller_that_is_cancelled_does_not_stop_the_settlement(
             await settling
         gated.gate.set()
     assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+async def test_a_caller_that_was_cancelled_before_its_settlement_is_refused_does_not_stop_the_writer(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        settling = asyncio.create_task(ledger.settle(posted("never opened")))
+        await until(lambda: gated.held == 1)
+        settling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await settling
+        gated.gate.set()
+        entry = pending(cast.bob)
+        await ledger.open(entry)
+        await ledger.settle(posted(entry.request_id))
+        assert ledger.healthy
+    assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+async def test_who_is_to_hear_of_its_rows_does_so_once_whatever_becomes_of_them(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    entry = pending(cast.bob)
+    heard: list[str] = []
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        gated.gate = asyncio.Event()
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id), lambda: heard.append("written")))
+        await until(lambda: gated.held == 1)
+        assert heard == [], "the rows are not there yet"
+        gated.gate.set()
+        await settling
+        assert heard == ["written"]
+        with pytest.raises(LedgerBroken):
+            await ledger.settle(posted(entry.request_id, completion=99), lambda: heard.append("refused"))
+        assert heard == ["written", "refused"]
+        await ledger.settle(posted(entry.request_id), lambda: heard.append("there already"))
+    assert heard == ["written", "refused", "there already"]
+
+
+async def test_of_an_entry_nothing_is_kept_in_memory_once_it_is_settled_or_voided(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    entries = [pending(cast.bob) for _ in range(4)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        assert len(ledger._opened) == 4
+        await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries[:2]))
+        await ledger.settle(voided(entries[2].request_id))
+        assert list(ledger._opened) == [entries[3].request_id]
+        with pytest.raises(LedgerBroken):
+            await ledger.settle(posted(entries[0].request_id, completion=99))
+        assert list(ledger._opened) == [entries[3].request_id]
+
+
+_OF_TABLES_AWAY, _OF_ANOTHER_FAULT = Exception(), Exception()
+_OF_TABLES_AWAY.sqlstate, _OF_ANOTHER_FAULT.sqlstate = "42P01", "42601"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_bad"),
+    [
+        (IntegrityError("INSERT", {}, Exception()), True),
+        (DataError("INSERT", {}, Exception()), True),
+        (ProgrammingError("INSERT", {}, Exception()), True),
+        (ProgrammingError("INSERT", {}, _OF_ANOTHER_FAULT), True),
+        (StatementError("a value that no column takes", "INSERT", {}, None), True),
+        (ValueError("a text with NUL"), True),
+        (OverflowError("a count of more than 64 bits"), True),
+        (LedgerBroken("settled differently"), True),
+        (ProgrammingError("INSERT", {}, _OF_TABLES_AWAY), False),
+        (OperationalError("COMMIT", {}, Exception()), False),
+        (InterfaceError("COMMIT", {}, Exception()), False),
+        (OSError("disk full"), False),
+    ],
+)
+def test_an_error_is_of_the_row_or_of_the_database(error: Exception, is_bad: bool) -> None:
+    assert is_bad_row(error) == is_bad
 
 
 @pytest.mark.parametrize("written_before", [False, True])
