@@ -458,6 +458,58 @@ async def test_a_ledger_whose_checkpoint_failed_is_not_healthy_before_something_
     assert [event.completion_tokens for event in await all_events(database)] == [1]
 
 
+async def test_a_checkpoint_that_no_table_takes_costs_no_other_and_no_settlement(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(4)]
+    counts = dict(zip(sorted(entry.request_id for entry in entries), (1, 2**70, 2, 0), strict=True))
+    settled = max(counts)
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        gated.gate = asyncio.Event()
+        blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
+        await until(lambda: gated.held == 1)
+        ledger.checkpoint(
+            [
+                Checkpoint(request_id=request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=count)
+                for request_id, count in counts.items()
+                if count
+            ]
+        )
+        settling = asyncio.create_task(ledger.settle(posted(settled)))
+        gated.gate.set()
+        await asyncio.gather(blocking, settling)
+        await until(lambda: ledger._waiting.is_empty)
+        assert ledger.healthy
+    events = {event.request_id: event for event in await all_events(database)}
+    assert [events[request_id].completion_tokens for request_id in sorted(counts)] == [1, 0, 2, 5]
+    assert events[settled].status == "posted"
+
+
+async def test_a_database_that_fails_while_operations_are_written_one_by_one_gives_none_of_them_up(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    failing, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(3)]
+    async with running_ledger(failing, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        failing.gate = asyncio.Event()
+        blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
+        await until(lambda: failing.held == 1)
+        settling = [asyncio.create_task(ledger.settle(posted(entry.request_id))) for entry in entries[1:]]
+        settling.append(asyncio.create_task(ledger.settle(posted(entries[0].request_id, completion=2**70))))
+        await until(lambda: len(ledger._waiting) == 3)
+        failing.gate.set()
+        failing.gate = None
+        await blocking
+        failing.fail_before_commit = 1  # meets the first settlement that is tried alone
+        answers = await asyncio.gather(*settling, return_exceptions=True)
+        assert failing.fail_before_commit == 0
+        assert ledger.unrecorded_usage_tokens == 10 + 2**70
+    assert [type(answer) for answer in answers] == [type(None), type(None), LedgerBroken]
+    events = {event.request_id: event.status for event in await all_events(database)}
+    assert [events[entry.request_id] for entry in entries] == ["pending", "posted", "posted"]
+
+
 async def test_a_late_checkpoint_does_not_touch_a_settled_event(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
