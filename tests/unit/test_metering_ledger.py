@@ -371,6 +371,23 @@ async def test_an_open_that_is_cancelled_leaves_nothing_pending(
     assert all(event.status == "voided" for event in await all_events(database))
 
 
+async def test_opens_that_are_cancelled_together_after_they_were_taken_are_all_voided(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        opening = [asyncio.create_task(ledger.open(pending(cast.bob))) for _ in range(3)]
+        await until(lambda: gated.held == 1)
+        for task in opening:
+            task.cancel()
+        await asyncio.wait(opening)
+        gated.gate.set()
+    events = await all_events(database)
+    assert [(event.status, event.finish_reason) for event in events] == [("voided", "refused")] * 3
+    assert len({event.posting for event in events}) == 3
+
+
 async def test_an_open_that_is_cancelled_is_not_written_after_its_void(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
