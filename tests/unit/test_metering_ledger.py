@@ -139,6 +139,26 @@ async def test_settling_otherwise_is_refused_loudly(database: Database, clock: F
     assert await all_events(database) == [first]
 
 
+async def test_of_settlements_of_one_request_in_one_round_the_first_counts_and_others_are_refused(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated, entry = FailingDatabase.around(database), pending(cast.bob)
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        gated.gate = asyncio.Event()
+        blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
+        await until(lambda: gated.held == 1)
+        settling = [asyncio.create_task(ledger.settle(posted(entry.request_id, completion=tokens))) for tokens in (5, 6, 5)]
+        await until(lambda: len(ledger._waiting) == 3)
+        gated.gate.set()
+        answers = await asyncio.gather(*settling, return_exceptions=True)
+        await blocking
+        assert [type(answer) for answer in answers] == [type(None), LedgerBroken, type(None)]
+        assert ledger.unrecorded_usage_tokens == 10 + 6
+    events = {event.request_id: event for event in await all_events(database)}
+    assert (events[entry.request_id].completion_tokens, gated.commits) == (5, 3)
+
+
 async def test_what_is_voided_is_voided_and_the_first_says_why(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
