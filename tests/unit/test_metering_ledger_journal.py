@@ -529,6 +529,36 @@ async def test_who_reads_pending_rows_can_wait_for_them(
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
 
 
+async def test_who_reads_waits_for_the_round_that_is_just_being_written(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    gated, entry = FailingDatabase.around(database), pending(cast.bob)
+    gated.gate = asyncio.Event()
+    async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await ledger.open(entry)
+        await until(lambda: gated.held == 1)
+        reading = asyncio.create_task(ledger.caught_up())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not reading.done()
+        gated.gate.set()
+        await reading
+        assert [event.request_id for event in await all_events(database)] == [entry.request_id]
+
+
+async def test_while_the_tables_fail_nobody_who_reads_waits(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    failing = FailingDatabase.around(database)
+    failing.fail_before_commit = 1_000_000
+    async with journaling(failing, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await ledger.open(pending(cast.bob))
+        await until(lambda: ledger.last_error is not None)
+        async with asyncio.timeout(DEADLINE_S):
+            await ledger.caught_up()
+        failing.fail_before_commit = 0
+
+
 async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
