@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -547,16 +548,31 @@ async def test_who_reads_waits_for_the_round_that_is_just_being_written(
 
 
 async def test_while_the_tables_fail_nobody_who_reads_waits(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = FailingDatabase.around(database)
     failing.fail_before_commit = 1_000_000
     async with journaling(failing, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await ledger.open(pending(cast.bob))
         await until(lambda: ledger.last_error is not None)
-        async with asyncio.timeout(DEADLINE_S):
+        with monkeypatch.context() as impatient:
+            impatient.setattr(asyncio, "wait", None)
             await ledger.caught_up()
         failing.fail_before_commit = 0
+
+
+async def test_a_settlement_of_which_the_disk_refuses_the_line_waits_for_its_rows(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = pending(cast.bob)
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await ledger.open(entry)
+        with monkeypatch.context() as full:
+            full.setattr(Journal, "append", mock.AsyncMock(side_effect=OSError("disk full")))
+            await ledger.settle(posted(entry.request_id))
+        database.catch_up = None
+        assert [event.status for event in await all_events(database)] == ["posted"]
+        assert ledger.unrecorded_usage_tokens == 0
 
 
 async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
