@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from sqlalchemy import Update, false
 from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, OperationalError, ProgrammingError, StatementError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
@@ -21,7 +22,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows as ledger_rows
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, RequestRecord, Settlement, Usage
-from appliance.metering.ledger.round import LedgerBroken, is_bad_row
+from appliance.metering.ledger.round import LedgerBroken, Round, is_bad_row
 from appliance.metering.ledger.writer import RETRY_S_MIN
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
@@ -289,6 +290,28 @@ async def test_a_caller_that_is_cancelled_does_not_stop_the_settlement(
         with pytest.raises(asyncio.CancelledError):
             await settling
         gated.gate.set()
+    assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+@pytest.mark.parametrize(
+    "error", [OperationalError("COMMIT", {}, Exception()), PoolTimeout("no connection is free"), OSError("no route to host")]
+)
+async def test_a_round_that_the_database_does_not_take_now_is_written_later(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    write, entry, failures = Round.write, pending(cast.bob), [error]
+
+    async def failing(work: Round) -> None:
+        if failures:
+            raise failures.pop()
+        await write(work)
+
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        monkeypatch.setattr(Round, "write", failing)
+        await ledger.settle(posted(entry.request_id))
+        assert failures == []
+        assert ledger.healthy
     assert [event.status for event in await all_events(database)] == ["posted"]
 
 
