@@ -110,6 +110,18 @@ async def test_one_answer_that_fails_ends_the_request_and_its_siblings(box: Serv
     await until(lambda: box.client._client.open_requests == 0)
 
 
+async def test_when_one_answer_fails_the_engine_is_told_once_to_end_the_others(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted: list[str] = []
+    monkeypatch.setattr(box.client, "abort", aborted.append)
+    generation = await box.start(cast.bob, [HALF, 5], n=3, max_tokens=50)
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, InternalError)
+    assert aborted == [generation.request_id]
+
+
 async def test_a_request_with_several_answers_that_is_refused_as_a_whole_is_told_at_once(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [FAIL, 5], n=4)
     outcome = await generation.outcome

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,31 @@ async def test_a_reader_that_leaves_ends_the_generation_and_pays_for_what_was_ma
     assert (outcome.finish_reason, outcome.error) == ("disconnected", None)
     assert (event.status, event.finish_reason) == ("posted", "disconnected")
     assert 1 <= event.completion_tokens < 1000
+
+
+async def test_who_leaves_when_the_engine_is_done_already_ends_as_the_engine_says(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box.client, "abort", lambda _request_id: None)  # it comes too late
+    generation = await box.start(cast.bob, TEXT)
+    await until(lambda: generation._submitted)
+    generation.end_early("disconnected")
+    outcome = await generation.outcome
+
+    assert (outcome.finish_reason, outcome.finish_reasons) == ("length", ("length",))
+    assert (await box.event(generation)).finish_reason == "length"
+
+
+async def test_no_timer_of_a_request_outlives_it(box: Serving, cast: Cast, clock: FakeClock) -> None:
+    generation = await box.start(cast.bob, TEXT)
+    generation.end_at(clock.now() + timedelta(hours=1))
+    planned: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+    await until(lambda: len([each for each in planned if each._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
+    timers = [each for each in planned if each._callback == generation.end_early]  # type: ignore[attr-defined]
+    await generation.outcome
+    await until(lambda: not box.generations._tasks)
+
+    assert [timer.cancelled() for timer in timers] == [True, True]
 
 
 async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, cast: Cast) -> None:
