@@ -114,6 +114,26 @@ async def test_what_the_engine_made_behind_a_stop_string_is_counted_as_discarded
     )
 
 
+async def test_how_long_a_request_took_is_measured_once(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[float] = []
+    monkeypatch.setattr(box.client.figures, "note_ttft", noted.append)
+    generation = await box.start(cast.bob, TEXT)
+    await generation.outcome
+    shown, count = box.metrics.render().decode(), len(box.ids(TEXT))
+
+    assert f'gatehouse_prompt_tokens_total{{model="tiny",tenant="bob"}} {count}.0' in shown
+    assert 'gatehouse_requests_total{model="tiny",reason="length"} 1.0' in shown
+    for name, times in (
+        ("request_seconds", 1),
+        ("queue_seconds", 1),
+        ("time_to_first_token_seconds", 1),
+        ("inter_token_latency_seconds", count - 1),
+    ):
+        assert f'gatehouse_{name}_count{{model="tiny"}} {times}.0' in shown
+    assert noted == [generation.live.ttft_s]
+    assert generation.live.kv_blocks == 0
+
+
 async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
     balance = box.model.client.figures.balance
     balance.note_status(engine_status())
