@@ -22,7 +22,7 @@ from appliance.serving.prompting import Prompting
 from appliance.serving.text_output import Chunk, TextOutput
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
-from engine.protocol import FinishReason, GenerationRequest, SamplingParams
+from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, STALL, engine_status, event
@@ -144,6 +144,44 @@ async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_
         total = event.prompt_tokens + event.completion_tokens + unrecorded
         balance.note_status(engine_status(generation_tokens_total=total))
         assert balance.unexplained_tokens == unrecorded
+
+
+class Merged:
+    """Events of an engine that was so quick that all tokens came at once, and that its abort came too late."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        ids = request.prompt_token_ids
+        self._batches = [
+            [event(request, ids, len(ids))],
+            [event(request, [], len(ids), finish_reason=FinishReason.ABORTED)],
+        ]
+
+    async def take(self) -> list[TokenEvent]:
+        """Return the next events."""
+        return self._batches.pop(0)
+
+
+async def test_tokens_behind_a_stop_string_that_came_with_it_are_neither_shown_nor_billed(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box.client, "submit", Merged)
+    ids = box.ids(TEXT)
+    generation = await box.start(cast.bob, TEXT, stop=["quick"])
+    outcome = await generation.outcome
+    expected = next(count for count in range(1, len(ids)) if "quick" in box.text(ids[:count]))
+
+    assert (outcome.finish_reason, outcome.usage.completion_tokens) == ("stop", expected)
+    assert generation.live.completion_tokens == expected < len(ids)
+    assert (await box.event(generation)).completion_tokens == expected
+
+
+async def test_every_token_has_its_logprob_also_where_it_is_no_whole_character(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT, logprobs=0)
+    shown: list[Chunk] = []
+    while not generation.chunks.ended:
+        shown += await generation.chunks.take(10.0)
+
+    assert sum(len(chunk.logprobs) for chunk in shown) == len(box.ids(TEXT))
 
 
 @pytest.mark.parametrize("merged", [1, 3, 100])
