@@ -12,7 +12,7 @@ import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
-from appliance.metering.ledger.records import PendingEntry
+from appliance.metering.ledger.records import Checkpoint, PendingEntry
 from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving.answers import Answer
@@ -462,6 +462,47 @@ async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> No
     generation.end_early("aborted")
     await generation.outcome
     assert generation.live.state == "finished"
+
+
+async def test_the_ledger_is_told_how_far_each_request_is_that_runs_and_has_output(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[Checkpoint]] = []
+    monkeypatch.setattr(box.ledger, "checkpoint", told.append)
+    box.generations.checkpoint()
+    assert told == [], "nothing runs"
+
+    waiting = await box.start(cast.charlie, [STALL, 5])
+    ended = await box.start(cast.bob, TEXT)
+    await ended.outcome
+    running = [await box.start(person, TEXT, max_tokens=1000) for person in (cast.bob, cast.charlie)]
+    for generation in running:
+        await generation.chunks.take(10.0)
+    lives = [generation.live for generation in running]
+    box.generations.checkpoint()
+    assert told == [
+        [
+            Checkpoint(
+                request_id=live.id,
+                prompt_tokens=live.prompt_tokens,
+                cached_tokens=live.cached_tokens,
+                completion_tokens=live.completion_tokens,
+            )
+            for live in lives
+        ]
+    ]
+    assert all(row.completion_tokens > 0 for row in told[0])
+    for generation in (waiting, *running):
+        generation.end_early("aborted")
+
+
+async def test_at_the_end_of_the_appliance_all_that_lives_ends_and_nothing_new_begins(box: Serving, cast: Cast) -> None:
+    generations = [await box.start(person, [STALL, 5]) for person in (cast.bob, cast.charlie, cast.bob)]
+    box.generations.end_all()
+    with pytest.raises(Draining):
+        await box.start(cast.bob, TEXT)
+    for generation in generations:
+        assert (await generation.outcome).error is not None
 
 
 async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> None:
