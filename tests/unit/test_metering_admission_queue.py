@@ -658,6 +658,22 @@ async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
     assert tries.most <= admission_queue.TRIES_PER_TURN, "others wait while a whole line is tried"
 
 
+async def test_a_line_is_gone_through_to_its_end_also_when_all_who_are_tried_in_a_turn_have_no_room(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_queue, "TRIES_PER_TURN", 2)
+    bob = principal(Limits(concurrent_requests=1))
+    slow = [with_key(bob, f"slow {number}", Limits(tokens_per_minute=60)) for number in range(3)]
+    for key in slow:
+        (await queue.ask(key, 60)).result().settle(60)
+    await queue.ask(bob, 1)
+    waiting = [await queue.ask(key, 30) for key in slow]
+    last = await queue.ask(bob, 1)
+    queue.admission.reconfigure(limited(bob, Limits(concurrent_requests=10)), {})
+    await queue.alarms.settle()
+    assert [task.done() for task in (*waiting, last)] == [False, False, False, True]
+
+
 async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

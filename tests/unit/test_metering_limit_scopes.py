@@ -116,6 +116,13 @@ async def test_what_a_limit_in_shadow_mode_would_refuse_is_served_and_takes_noth
     assert admission.snapshot(bob, "demo").tokens is None, "what refuses nobody is not told"
 
 
+async def test_what_has_room_in_a_limit_in_shadow_mode_takes_of_it(admission: Admission) -> None:
+    bob = principal()
+    for tokens, overlooked in ((60, []), (60, ["tokens"]), (40, []), (1, ["tokens"])):
+        made = await admit(admission, bob, tokens, policy=policy("shadow", tokens_per_minute=100))
+        assert [decision.kind for decision in made.overlooked] == overlooked
+
+
 async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
