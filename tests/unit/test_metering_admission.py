@@ -19,6 +19,7 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
+from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.factories import price, principal
@@ -209,6 +210,23 @@ async def test_headers_tell_of_the_limits_of_tenant_and_key_what_leaves_less(adm
             assert state is not None
             assert (state.limit, state.remaining) == (30, remaining)
             await admit(admission, bob, 10, 0)
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "tenant for a model", "key for a model", "model"])
+async def test_what_the_ledger_says_of_an_owner_counts_whichever_it_is(clock: FakeClock, owner: str) -> None:
+    admission, limits = utc_admission(clock, FixedSums(tokens_today=90)), Limits(tokens_per_day=100)
+    bob, policy = principal(), None
+    changes = {"model_limits": {"demo": limits}} if owner.endswith("for a model") else {"limits": limits}
+    if owner == "model":
+        policy = ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=clock.now())
+    elif owner.startswith("tenant"):
+        bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, **changes))
+    else:
+        bob = dataclasses.replace(bob, key=dataclasses.replace(bob.key, **changes))
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=11, max_output_tokens=0, price=None, policy=policy)
+    with pytest.raises(RateLimitExceeded, match="tokens per day"):
+        await admission.admit(asked)
+    await admission.admit(msgspec.structs.replace(asked, prompt_tokens=10))
 
 
 async def test_what_would_be_admitted_would_not_wait_however_patient_it_is(admission: Admission) -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
@@ -31,9 +32,9 @@ from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.cast import Cast
+from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
-from tests.support.factories import pending, posted, principal, voided
+from tests.support.factories import adjustment, pending, posted, principal, voided
 from tests.support.ledgers import FailingDatabase, euro_prices, running_of, utc_admission, utc_ledger, utc_sums
 from tests.support.plans import plan_of
 from tests.support.spending import statements_seen
@@ -128,6 +129,25 @@ async def test_who_comes_while_owners_are_read_shares_the_next_read(admission: A
     slow.go_on.set()
     await asyncio.gather(*first, *others)
     assert [len(read) for read in slow.reads] == [21, 2, 6]
+
+
+async def test_one_read_runs_at_a_time_whoever_comes_meanwhile(admission: Admission, slow: SlowSums) -> None:
+    first = await begin(admission, asking(principal()))
+    others = [*await begin(admission, asking(principal())), *await begin(admission, asking(principal()))]
+    assert [len(read) for read in slow.reads] == [2]
+    slow.go_on.set()
+    await asyncio.gather(*first, *others)
+    assert [len(read) for read in slow.reads] == [2, 4]
+
+
+async def test_a_correction_that_comes_during_a_read_concerns_that_read_alone(admission: Admission, slow: SlowSums) -> None:
+    bob, charlie = principal(), principal(Limits(tokens_per_day=100))
+    (first,) = await begin(admission, asking(bob))
+    made = adjustment(Person(tenant=charlie.tenant, key=charlie.key, secret=""), posting=1, cost_picos=0)
+    admission.correct(msgspec.structs.replace(made, completion_tokens=50))
+    slow.go_on.set()
+    await first
+    assert (await admission.admit(asking(charlie, tokens=100))).tokens_reserved == 100
 
 
 async def test_a_read_has_a_size(admission: Admission, slow: SlowSums) -> None:

@@ -324,7 +324,7 @@ async def test_what_stands_in_the_tables_already_is_not_written_again(
 
 
 async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failing = FailingDatabase.around(database)
     async with journaling(failing, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -337,6 +337,7 @@ async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
         await until(lambda: ledger.healthy)
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
     assert [event.status for event in await all_events(database)] == ["posted"] * 5
+    assert "refused what was promised" not in capfd.readouterr().out, "none of them was written a second time"
 
 
 async def test_a_journal_that_cannot_be_written_refuses_and_heals(
