@@ -214,6 +214,15 @@ def test_a_report_by_neither_tenant_nor_key_is_read_from_the_sums_of_the_box() -
             assert Owners(columns=columns, wanted=wanted).table is (usage_box_rollups if by_model_alone else usage_rollups)
 
 
+def test_rows_are_sorted_by_their_places_whichever_way_a_database_groups_them() -> None:
+    segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
+    for columns in GROUPINGS:
+        owners = Owners(columns=columns, wanted={})
+        names = ", ".join(f"parts.{name}" for name in ("start_at", *owners.place, "currency"))
+        for query in (report_query(segments, owners), page_query(segments, owners, 51, place_of(owners))):
+            assert re.search(rf"ORDER BY {names}(\s+LIMIT .*)?$", str(query).replace("\n", " ")), columns
+
+
 def test_totals_are_sorted_by_what_was_asked_for_alone() -> None:
     segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     for columns in GROUPINGS:
