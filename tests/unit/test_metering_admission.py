@@ -19,6 +19,7 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
+from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.factories import price, principal
@@ -174,6 +175,89 @@ async def test_a_hard_budget_that_is_lowered_or_raised_holds_for_answers_that_ru
         changed = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(monthly_budget=budget)))
         admission.reconfigure({bob.key.id: changed}, {})
         assert running.record_progress(0, 10) == is_cut
+
+
+async def test_what_changes_for_several_tenants_at_once_holds_for_the_answers_of_each_that_run(admission: Admission) -> None:
+    tenants = [principal(Limits(monthly_budget=1000)) for _ in range(4)]
+    running = [await admit(admission, who, 1, 10, price(completion=10**6)) for who in tenants]
+    changed = {}
+    for who in tenants:
+        hard = dataclasses.replace(who.tenant, limits=Limits(monthly_budget=5), cut_at_budget=True)
+        changed[who.key.id] = dataclasses.replace(who, tenant=hard)
+    admission.reconfigure(changed, {})
+    assert [each.record_progress(0, 10) for each in running] == [True] * 4
+
+
+async def test_a_currency_or_a_mode_that_is_changed_holds_for_answers_that_run(admission: Admission) -> None:
+    bob, in_dollars = principal(Limits(monthly_budget=20)), dataclasses.replace(price(completion=10**6), currency="USD")
+    bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
+    running = await admit(admission, bob, 1, 10, in_dollars)
+    changes = [("USD", "enforce", True), (None, "enforce", False), ("USD", "shadow", False), ("USD", "enforce", True)]
+    for currency, mode, is_cut in changes:
+        changed = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, currency=currency, limit_mode=mode))
+        admission.reconfigure({bob.key.id: changed}, {})
+        assert running.record_progress(0, 20) == is_cut
+
+
+async def test_headers_tell_of_the_limits_of_tenant_and_key_what_leaves_less(admission: Admission) -> None:
+    for tenant, key in (
+        (Limits(tokens_per_minute=100), Limits(tokens_per_minute=30)),
+        (Limits(), Limits(tokens_per_minute=30)),
+    ):
+        bob = principal(tenant, key)
+        for remaining in (30, 20):
+            state = admission.snapshot(bob, "demo").tokens
+            assert state is not None
+            assert (state.limit, state.remaining) == (30, remaining)
+            await admit(admission, bob, 10, 0)
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "tenant for a model", "key for a model", "model"])
+async def test_what_the_ledger_says_of_an_owner_counts_whichever_it_is(clock: FakeClock, owner: str) -> None:
+    admission, limits = utc_admission(clock, FixedSums(tokens_today=90)), Limits(tokens_per_day=100)
+    bob, policy = principal(), None
+    changes = {"model_limits": {"demo": limits}} if owner.endswith("for a model") else {"limits": limits}
+    if owner == "model":
+        policy = ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=clock.now())
+    elif owner.startswith("tenant"):
+        bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, **changes))
+    else:
+        bob = dataclasses.replace(bob, key=dataclasses.replace(bob.key, **changes))
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=11, max_output_tokens=0, price=None, policy=policy)
+    with pytest.raises(RateLimitExceeded, match="tokens per day"):
+        await admission.admit(asked)
+    await admission.admit(msgspec.structs.replace(asked, prompt_tokens=10))
+
+
+async def test_what_would_be_admitted_would_not_wait_however_patient_it_is(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100))
+    for prompt, wait_s, would_wait in ((100, 60.0, False), (101, 60.0, False), (50, 60.0, False)):
+        asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=prompt, max_output_tokens=0, price=None)
+        assert (await admission.forecast(asked, wait_s)).would_wait == would_wait
+    await admit(admission, bob, 100, 0)
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
+    assert [(await admission.forecast(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
+
+
+async def test_levels_are_to_be_saved_once_after_a_request_began_and_ended_and_again_if_they_could_not_be(
+    admission: Admission,
+) -> None:
+    bob = principal(Limits(tokens_per_minute=100), Limits(requests_per_minute=10))
+    owners = {(Owner("tenant", bob.tenant.id), "tokens"), (Owner("key", bob.key.id), "requests")}
+    running = await admit(admission, bob, 10, 10)
+    began = admission.unsaved_levels()
+    assert {(row.owner, row.kind) for row in began} == owners
+    assert admission.unsaved_levels() == []
+
+    admission.save_again(began[:1])
+    assert [row.owner for row in admission.unsaved_levels()] == [began[0].owner]
+
+    running.settle(5)
+    ended = admission.unsaved_levels()
+    assert {(row.owner, row.kind) for row in ended} == owners
+    assert admission.unsaved_levels() == []
+    admission.save_again(ended)
+    assert {(row.owner, row.kind) for row in admission.unsaved_levels()} == owners
 
 
 async def test_of_an_owner_that_nobody_has_asked_for_the_limits_are_whole(admission: Admission) -> None:

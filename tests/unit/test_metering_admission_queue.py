@@ -19,38 +19,55 @@ from appliance.metering.limits.queue import Abandoned, Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
+from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import price, principal
+from tests.support.factories import adjustment, price, principal
 from tests.support.fake_timer import FakeTimer
 from tests.support.ledgers import num_running, utc_admission
+
+
+def asked(who: Principal, tokens: int) -> AdmissionRequest:
+    """Return a request of so many tokens."""
+    return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
 class Queue:
     """Admission on a clock that stands still, and requests that wait in it."""
 
-    def __init__(self, clock: FakeClock) -> None:
+    def __init__(self, clock: FakeClock, **options: Any) -> None:
         self.alarms = FakeTimer(clock)
-        self.admission = utc_admission(clock, EmptySums(), later=self.alarms.call_later)
+        self.admission = utc_admission(clock, EmptySums(), later=self.alarms.call_later, **options)
         self.gone = asyncio.Event()
         self._tasks: list[asyncio.Task[Reservation]] = []
+        self._failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self._failures.append(context))
+
+    def alarms_of(self) -> int:
+        """Return how many retries are planned."""
+        return sum(planned.call is not None for _due_us, _number, planned in self.alarms._planned)
+
+    async def refusing(self, who: Principal, tokens: int, **changes: object) -> set[tuple[str, str]]:
+        """Return the scope and kind of each limit that would refuse one more request."""
+        forecast = await self.admission.forecast(msgspec.structs.replace(asked(who, tokens), **changes))
+        return {(decision.scope, decision.kind) for decision in forecast.refusals}
 
     async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
         """Start asking and let it come to its answer or its place in line."""
-        asked = AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
         patience = Patience(wait_s=wait_s, gone=self._gone)
-        task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked, **changes), patience))
+        task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked(who, tokens), **changes), patience))
         self._tasks.append(task)
         await self.alarms.settle()
         return task
 
     async def close(self) -> None:
-        """End whoever still waits."""
+        """End whoever still waits. Nothing may have failed in a callback, where nobody would hear of it."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         assert self.admission.waiting == []
         assert not self.admission._queue._lines, "somebody was left in a line"
+        assert self._failures == []
 
     async def _gone(self) -> None:
         await self.gone.wait()
@@ -61,6 +78,19 @@ async def queue(clock: FakeClock):  # type: ignore[no-untyped-def]
     opened = Queue(clock)
     yield opened
     await opened.close()
+
+
+class Waits:
+    """Writes down what an observer of waits is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str] | tuple[str, str, float]] = []
+
+    def wait_began(self, model: str) -> None:
+        self.told.append(("began", model))
+
+    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
+        self.told.append((how, model, round(waited_s, 3)))
 
 
 def with_key(who: Principal, key_id: str, limits: Limits | None = None) -> Principal:
@@ -77,6 +107,68 @@ async def test_a_request_waits_for_exactly_as_long_as_the_bucket_needs(queue: Qu
     await queue.alarms.advance(0.001)
     assert waiting.done()
     waiting.result().settle(30)
+
+
+async def test_a_wait_of_less_than_a_second_is_no_longer_than_it_must_be(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=600))
+    (await queue.ask(bob, 600)).result().settle(600)
+    waiting = await queue.ask(bob, 2)
+    await queue.alarms.advance(0.199)
+    assert not waiting.done()
+    await queue.alarms.advance(0.001)
+    assert waiting.done()
+
+
+async def test_who_is_tried_in_vain_shortly_before_its_patience_is_over_is_admitted_within_it(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    (await queue.ask(bob, 60)).result().settle(60)
+    waiting = await queue.ask(bob, 30, wait_s=30.0)
+    await queue.alarms.advance(29.5)
+    queue.admission.reconfigure(limited(bob, Limits(tokens_per_minute=60)), {})
+    await queue.alarms.advance(0.5)
+    assert waiting.result()
+
+
+async def test_a_waiter_has_one_planned_retry_however_often_it_was_tried_and_none_when_it_has_left(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    (await queue.ask(bob, 60)).result().settle(60)
+    waiting = await queue.ask(bob, 30)
+    for _ in range(3):
+        await queue.alarms.advance(1.0)
+        queue.admission.reconfigure(limited(bob, Limits(tokens_per_minute=60)), {})
+        await queue.alarms.settle()
+        assert queue.alarms_of() == 1
+    waiting.cancel()
+    await queue.alarms.settle()
+    assert queue.alarms_of() == 0
+
+
+async def test_where_running_requests_alone_are_in_the_way_the_shortest_patience_is_waited_for(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    running = await queue.ask(bob, 1)
+    waiting, impatient = await queue.ask(bob, 1, wait_s=0.5), await queue.ask(bob, 1, wait_s=0.25)
+    await queue.alarms.advance(0.249)
+    assert (waiting.done(), impatient.done()) == (False, False)
+    await queue.alarms.advance(0.001)
+    assert isinstance(impatient.exception(), RateLimitExceeded)
+    running.result().settle(1)
+    await queue.alarms.settle()
+    assert waiting.result()
+
+
+async def test_what_never_fits_one_limit_does_not_wait_for_another(queue: Queue) -> None:
+    bob = with_key(principal(Limits(tokens_per_minute=60)), "small", Limits(tokens_per_minute=20))
+    await queue.ask(bob, 20)
+    assert isinstance((await queue.ask(bob, 50)).exception(), RequestExceedsLimit)
+
+
+async def test_what_is_planned_on_the_event_loop_can_be_called_off() -> None:
+    called: list[str] = []
+    alarm = admission_queue.on_the_loop(0.0, lambda: called.append("cancelled"))
+    admission_queue.on_the_loop(0.0, lambda: called.append("kept"))
+    alarm.cancel()
+    await asyncio.sleep(0.001)
+    assert called == ["kept"]
 
 
 async def test_without_patience_or_with_too_little_it_is_refused_at_once(queue: Queue) -> None:
@@ -154,6 +246,56 @@ async def test_while_it_waits_for_its_key_nobody_behind_it_uses_up_its_tenant(qu
     assert (waiting.done(), call_later.done()) == (True, False)
     await queue.alarms.advance(30.0)
     assert call_later.done()
+
+
+async def test_a_place_at_the_tenant_is_kept_while_only_the_key_has_no_room(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    slow, quick = with_key(bob, "slow", Limits(concurrent_requests=1)), with_key(bob, "quick")
+    running = await queue.ask(slow, 60)
+    waiting = await queue.ask(slow, 30)  # of tenant and key
+    await queue.alarms.advance(30.0)
+    later = await queue.ask(quick, 30)
+    assert (waiting.done(), later.done()) == (False, False)
+    await queue.alarms.advance(10.0)
+    running.result().settle(60)
+    await queue.alarms.settle()
+    assert (waiting.done(), later.done()) == (True, False)
+    await queue.alarms.advance(20.0)
+    assert later.done()
+
+
+async def test_whoever_is_refused_by_tenant_and_key_stands_in_both_lines(queue: Queue) -> None:
+    for number in range(8):  # in a set, either may come first
+        bob = principal(Limits(tokens_per_minute=60))
+        slow = with_key(bob, f"slow {number}", Limits(tokens_per_minute=60))
+        (await queue.ask(slow, 30)).result().settle(30)
+        await queue.ask(slow, 40)
+        assert await queue.refusing(slow, 1) == {("tenant", "tokens"), ("key", "tokens")}
+
+
+async def test_a_request_of_which_the_model_refuses_nothing_any_more_lets_others_go_on_there(queue: Queue) -> None:
+    policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=600), limit_mode="enforce", updated_at=START)
+    bob, charlie = principal(Limits(concurrent_requests=1)), principal()
+    await queue.ask(bob, 100, policy=policy)
+    (await queue.ask(charlie, 500, policy=policy)).result().settle(500)
+    waiting = await queue.ask(bob, 100, policy=policy)  # of tenant and model
+    await queue.alarms.advance(9.0)
+    behind = await queue.ask(charlie, 10, policy=policy)
+    await queue.alarms.advance(0.999)
+    assert not behind.done(), "the room of the model is kept for those who came before"
+    await queue.alarms.advance(0.001)
+    assert (waiting.done(), behind.done()) == (False, True)
+    assert await queue.refusing(charlie, 90, policy=policy) == set()
+
+
+async def test_a_day_is_kept_for_those_who_wait_for_it_and_for_nobody_who_waits_for_something_else(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=2, tokens_per_day=1000))
+    slow, quick = with_key(bob, "slow", Limits(tokens_per_day=100)), with_key(bob, "quick")
+    await queue.ask(slow, 60)
+    await queue.ask(quick, 1)
+    assert not (await queue.ask(slow, 60)).done()  # for a place at the tenant and for tokens of the key's day
+    assert await queue.refusing(quick, 10) == {("tenant", "concurrency")}
+    assert await queue.refusing(slow, 10) == {("tenant", "concurrency"), ("key", "tokens_per_day")}
 
 
 async def test_a_tenant_that_waits_for_itself_does_not_stop_others_at_the_model(queue: Queue) -> None:
@@ -235,6 +377,36 @@ async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_
     assert num_running(queue.admission, bob.tenant.id) == 0
 
 
+async def test_a_request_that_is_cancelled_in_the_moment_of_its_refusal_is_cancelled(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    await queue.ask(bob, 1)
+    waiting = await queue.ask(bob, 1)
+    queue.admission.refuse_waiting(Draining("the appliance is shutting down", retry_after_s=5.0))
+    waiting.cancel()
+    await queue.alarms.settle()
+    assert waiting.cancelled()
+
+
+async def test_an_error_while_it_is_tried_again_is_told_to_the_request_and_holds_up_nobody_behind_it(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal(Limits(concurrent_requests=2))
+    running = [await queue.ask(bob, 1) for _ in range(2)]
+    waiting = [await queue.ask(bob, tokens) for tokens in (7, 1)]
+    attempt = queue.admission._try
+
+    def broken_for_seven(asked: AdmissionRequest, *given: Any) -> Any:
+        if asked.prompt_tokens == 7:
+            raise ZeroDivisionError("a bug")
+        return attempt(asked, *given)
+
+    monkeypatch.setattr(queue.admission, "_try", broken_for_seven)
+    running[0].result().settle(1)
+    await queue.alarms.settle()
+    assert isinstance(waiting[0].exception(), ZeroDivisionError)
+    assert waiting[1].result()
+
+
 async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
@@ -242,6 +414,64 @@ async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue)
     queue.admission.refuse_waiting(Draining("the appliance is shutting down", retry_after_s=5.0))
     await queue.alarms.settle()
     assert all(isinstance(task.exception(), Draining) for task in waiting)
+
+
+async def test_of_each_wait_the_observer_is_told_how_long_it_was_and_how_it_ended(clock: FakeClock) -> None:
+    waits, bob = Waits(), principal(Limits(concurrent_requests=1))
+    queue = Queue(clock, waits=waits)
+    running = await queue.ask(bob, 1)
+    assert waits.told == [], "nobody waited for the first"
+    clock.advance(100.0)
+
+    admitted = await queue.ask(bob, 1, wait_s=60.0)
+    assert waits.told == [("began", "demo")]
+    await queue.alarms.advance(2.0)
+    running.result().settle(1)
+    await queue.alarms.settle()
+    refused = await queue.ask(bob, 1, wait_s=5.0)
+    await queue.alarms.advance(5.0)
+    cancelled = await queue.ask(bob, 1)
+    await queue.alarms.advance(1.0)
+    cancelled.cancel()
+    await queue.alarms.settle()
+    left = await queue.ask(bob, 1)
+    await queue.alarms.advance(3.0)
+    queue.gone.set()
+    await queue.alarms.settle()
+
+    assert admitted.result()
+    assert isinstance(refused.exception(), RateLimitExceeded)
+    assert cancelled.cancelled()
+    assert isinstance(left.exception(), Abandoned)
+    ends = [("admitted", "demo", 2.0), ("refused", "demo", 5.0), ("abandoned", "demo", 1.0), ("abandoned", "demo", 3.0)]
+    assert waits.told[::2] == [("began", "demo")] * 4
+    assert waits.told[1::2] == ends
+    await queue.close()
+
+
+async def test_a_queue_in_which_nothing_moves_leaves_the_event_loop_alone(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    tries: list[str] = []
+    await queue.ask(bob, 1)
+    waiting = await queue.ask(bob, 1)
+    try_some = queue.admission._queue._try_some
+
+    def counted() -> None:
+        tries.append("in a turn")
+        try_some()
+
+    monkeypatch.setattr(queue.admission._queue, "_try_some", counted)
+    queue.admission.reconfigure({}, {})
+    (await queue.ask(principal(), 1)).result().settle(1)
+    await queue.alarms.settle()
+    assert tries == [], "no line has moved"
+    for _ in range(2):
+        queue.admission.reconfigure(limited(bob, Limits(concurrent_requests=1)), {})
+    await queue.alarms.settle()
+    assert len(tries) == 1, "a line that moved twice in a turn is gone through once"
+    assert not waiting.done()
 
 
 async def test_a_line_has_an_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +553,20 @@ async def test_a_raised_limit_wakes_who_waits_for_it_and_a_lowered_one_refuses_t
     await queue.alarms.settle()
     with pytest.raises(RequestExceedsLimit):
         second.result()
+
+
+async def test_a_correction_that_gives_tokens_back_wakes_who_waits_for_them(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_day=100))
+    (await queue.ask(bob, 30)).result().settle(30)
+    await queue.ask(bob, 50)
+    waiting = await queue.ask(bob, 40)
+    made = adjustment(Person(tenant=bob.tenant, key=bob.key, secret=""), posting=1, cost_picos=0)
+    queue.admission.correct(msgspec.structs.replace(made, prompt_tokens=-19))
+    await queue.alarms.settle()
+    assert not waiting.done()
+    queue.admission.correct(msgspec.structs.replace(made, prompt_tokens=-1))
+    await queue.alarms.settle()
+    assert waiting.result()
 
 
 async def test_limits_of_a_model_that_are_taken_away_hold_nobody_who_waits(queue: Queue) -> None:
@@ -412,6 +656,22 @@ async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
     assert len(queue.admission.waiting) == admission_queue.LINE_MAX // 2
     assert tries.num <= admission_queue.LINE_MAX, "everybody was tried again for each who left"
     assert tries.most <= admission_queue.TRIES_PER_TURN, "others wait while a whole line is tried"
+
+
+async def test_a_line_is_gone_through_to_its_end_also_when_all_who_are_tried_in_a_turn_have_no_room(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_queue, "TRIES_PER_TURN", 2)
+    bob = principal(Limits(concurrent_requests=1))
+    slow = [with_key(bob, f"slow {number}", Limits(tokens_per_minute=60)) for number in range(3)]
+    for key in slow:
+        (await queue.ask(key, 60)).result().settle(60)
+    await queue.ask(bob, 1)
+    waiting = [await queue.ask(key, 30) for key in slow]
+    last = await queue.ask(bob, 1)
+    queue.admission.reconfigure(limited(bob, Limits(concurrent_requests=10)), {})
+    await queue.alarms.settle()
+    assert [task.done() for task in (*waiting, last)] == [False, False, False, True]
 
 
 async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room(

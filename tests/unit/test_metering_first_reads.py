@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
@@ -31,10 +32,10 @@ from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.cast import Cast
+from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import pending, posted, principal, voided
+from tests.support.factories import adjustment, pending, posted, principal, voided
 from tests.support.ledgers import FailingDatabase, euro_prices, num_running, utc_admission, utc_ledger, utc_sums
 from tests.support.query_plans import query_plan
 from tests.support.spending import record_statements
@@ -130,6 +131,25 @@ async def test_who_comes_while_owners_are_read_shares_the_next_read(admission: A
     assert [len(read) for read in slow.reads] == [21, 2, 6]
 
 
+async def test_one_read_runs_at_a_time_whoever_comes_meanwhile(admission: Admission, slow: SlowSums) -> None:
+    first = await begin(admission, asking(principal()))
+    others = [*await begin(admission, asking(principal())), *await begin(admission, asking(principal()))]
+    assert [len(read) for read in slow.reads] == [2]
+    slow.go_on.set()
+    await asyncio.gather(*first, *others)
+    assert [len(read) for read in slow.reads] == [2, 4]
+
+
+async def test_a_correction_that_comes_during_a_read_concerns_that_read_alone(admission: Admission, slow: SlowSums) -> None:
+    bob, charlie = principal(), principal(Limits(tokens_per_day=100))
+    (first,) = await begin(admission, asking(bob))
+    made = adjustment(Person(tenant=charlie.tenant, key=charlie.key, secret=""), posting=1, cost_picos=0)
+    admission.correct(msgspec.structs.replace(made, completion_tokens=50))
+    slow.go_on.set()
+    await first
+    assert (await admission.admit(asking(charlie, tokens=100))).tokens_reserved == 100
+
+
 async def test_a_read_has_a_size(admission: Admission, slow: SlowSums) -> None:
     tasks = await begin(admission, *(asking(principal()) for _ in range(OWNERS_PER_READ)))
     slow.go_on.set()
@@ -165,6 +185,7 @@ async def test_one_owner_that_cannot_be_read_keeps_nobody_else_out(admission: Ad
     slow.go_on.set()
     answers = await asyncio.gather(*first, *tasks, return_exceptions=True)
     assert [isinstance(answer, Reservation) for answer in answers] == [True, False, True, True]
+    assert isinstance(answers[1], OSError), "the error of the read"
 
 
 async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_on(admission: Admission, slow: SlowSums) -> None:
@@ -177,6 +198,56 @@ async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_o
     await stays
     assert num_running(admission, bob.tenant.id) == 1
     assert len(slow.reads) == 1
+
+
+async def test_a_stop_waits_for_the_read_that_runs(admission: Admission, slow: SlowSums) -> None:
+    (first,) = await begin(admission, asking(principal()))
+    stopping = asyncio.create_task(admission.stop())
+    await turns()
+    assert not stopping.done()
+    slow.go_on.set()
+    await turns()
+    assert (first.done(), stopping.done()) == (True, True)
+
+
+async def test_what_ends_and_is_recorded_is_kept_no_longer_than_a_read_that_may_lack_it(
+    admission: Admission, slow: SlowSums
+) -> None:
+    bob = principal()
+    slow.go_on.set()
+    running = [await admission.admit(asking(bob)) for _ in range(4)]
+    slow.go_on.clear()
+    ended = admission._first_reads._ended
+    running[0].settle(10, request_id="recorded before")
+    running[0].recorded()
+    assert list(ended) == []
+
+    running[1].settle(10, request_id="recorded later")
+    await begin(admission, asking(principal()))
+    for number in (2, 3):
+        running[number].settle(10, request_id=f"recorded meanwhile {number}")
+        running[number].recorded()
+    assert len(ended) == 3, "what is read now may lack them"
+    slow.go_on.set()
+    await turns()
+    assert list(ended) == ["recorded later"]
+    running[1].recorded()
+    assert list(ended) == []
+    assert admission._first_reads._recorded == []
+
+
+async def test_a_bug_after_a_read_is_told_to_all_who_wait_and_the_next_read_is_tried(
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal()
+    (first,) = await begin(admission, asking(bob))
+    (later,) = await begin(admission, asking(principal()))
+    with monkeypatch.context() as broken:
+        broken.setattr(Allowance, "enter", lambda *_given: 1 // 0)
+        slow.go_on.set()
+        await turns()
+        assert [isinstance(task.exception(), ZeroDivisionError) for task in (first, later) if task.done()] == [True, True]
+    assert await admission.admit(asking(bob))
 
 
 async def test_when_all_who_waited_have_gone_a_failure_is_told_to_nobody(admission: Admission, slow: SlowSums) -> None:

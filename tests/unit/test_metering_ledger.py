@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 from sqlalchemy import Update, false
+from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, OperationalError, ProgrammingError, StatementError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
@@ -20,7 +22,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows as ledger_rows
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, RequestRecord, Settlement, Usage
-from appliance.metering.ledger.round import LedgerBroken
+from appliance.metering.ledger.round import LedgerBroken, Round, is_bad_row
 from appliance.metering.ledger.writer import RETRY_S_MIN
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
@@ -136,6 +138,26 @@ async def test_settling_otherwise_is_refused_loudly(database: Database, clock: F
         assert ledger.healthy
         assert ledger.unrecorded_usage_tokens == 16 + 15
     assert await all_events(database) == [first]
+
+
+async def test_of_settlements_of_one_request_in_one_round_the_first_counts_and_others_are_refused(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated, entry = FailingDatabase.around(database), pending(cast.bob)
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        gated.gate = asyncio.Event()
+        blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
+        await poll_until(lambda: gated.held == 1)
+        settling = [asyncio.create_task(ledger.settle(posted(entry.request_id, completion=tokens))) for tokens in (5, 6, 5)]
+        await poll_until(lambda: len(ledger._waiting) == 3)
+        gated.gate.set()
+        answers = await asyncio.gather(*settling, return_exceptions=True)
+        await blocking
+        assert [type(answer) for answer in answers] == [type(None), LedgerBroken, type(None)]
+        assert ledger.unrecorded_usage_tokens == 10 + 6
+    events = {event.request_id: event for event in await all_events(database)}
+    assert (events[entry.request_id].completion_tokens, gated.commits) == (5, 3)
 
 
 async def test_what_is_voided_is_voided_and_the_first_says_why(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -271,6 +293,109 @@ async def test_a_caller_that_is_cancelled_does_not_stop_the_settlement(
     assert [event.status for event in await all_events(database)] == ["posted"]
 
 
+@pytest.mark.parametrize(
+    "error", [OperationalError("COMMIT", {}, Exception()), PoolTimeout("no connection is free"), OSError("no route to host")]
+)
+async def test_a_round_that_the_database_does_not_take_now_is_written_later(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    write, entry, failures = Round.write, pending(cast.bob), [error]
+
+    async def failing(work: Round) -> None:
+        if failures:
+            raise failures.pop()
+        await write(work)
+
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        monkeypatch.setattr(Round, "write", failing)
+        await ledger.settle(posted(entry.request_id))
+        assert failures == []
+        assert ledger.healthy
+    assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+async def test_a_caller_that_was_cancelled_before_its_settlement_is_refused_does_not_stop_the_writer(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        settling = asyncio.create_task(ledger.settle(posted("never opened")))
+        await poll_until(lambda: gated.held == 1)
+        settling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await settling
+        gated.gate.set()
+        entry = pending(cast.bob)
+        await ledger.open(entry)
+        await ledger.settle(posted(entry.request_id))
+        assert ledger.healthy
+    assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+async def test_who_is_to_hear_of_its_rows_does_so_once_whatever_becomes_of_them(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    entry = pending(cast.bob)
+    heard: list[str] = []
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        gated.gate = asyncio.Event()
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id), lambda: heard.append("written")))
+        await poll_until(lambda: gated.held == 1)
+        assert heard == [], "the rows are not there yet"
+        gated.gate.set()
+        await settling
+        assert heard == ["written"]
+        with pytest.raises(LedgerBroken):
+            await ledger.settle(posted(entry.request_id, completion=99), lambda: heard.append("refused"))
+        assert heard == ["written", "refused"]
+        await ledger.settle(posted(entry.request_id), lambda: heard.append("there already"))
+    assert heard == ["written", "refused", "there already"]
+
+
+async def test_of_an_entry_nothing_is_kept_in_memory_once_it_is_settled_or_voided(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    entries = [pending(cast.bob) for _ in range(4)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        assert len(ledger._opened) == 4
+        await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries[:2]))
+        await ledger.settle(voided(entries[2].request_id))
+        assert list(ledger._opened) == [entries[3].request_id]
+        with pytest.raises(LedgerBroken):
+            await ledger.settle(posted(entries[0].request_id, completion=99))
+        assert list(ledger._opened) == [entries[3].request_id]
+
+
+_OF_TABLES_AWAY, _OF_ANOTHER_FAULT = Exception(), Exception()
+_OF_TABLES_AWAY.sqlstate, _OF_ANOTHER_FAULT.sqlstate = "42P01", "42601"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_bad"),
+    [
+        (IntegrityError("INSERT", {}, Exception()), True),
+        (DataError("INSERT", {}, Exception()), True),
+        (ProgrammingError("INSERT", {}, Exception()), True),
+        (ProgrammingError("INSERT", {}, _OF_ANOTHER_FAULT), True),
+        (StatementError("a value that no column takes", "INSERT", {}, None), True),
+        (ValueError("a text with NUL"), True),
+        (OverflowError("a count of more than 64 bits"), True),
+        (LedgerBroken("settled differently"), True),
+        (ProgrammingError("INSERT", {}, _OF_TABLES_AWAY), False),
+        (OperationalError("COMMIT", {}, Exception()), False),
+        (InterfaceError("COMMIT", {}, Exception()), False),
+        (OSError("disk full"), False),
+    ],
+)
+def test_an_error_is_of_the_row_or_of_the_database(error: Exception, is_bad: bool) -> None:
+    assert is_bad_row(error) == is_bad
+
+
 @pytest.mark.parametrize("written_before", [False, True])
 async def test_an_open_that_is_cancelled_leaves_nothing_pending(
     database: Database, clock: FakeClock, cast: Cast, written_before: bool
@@ -287,6 +412,23 @@ async def test_an_open_that_is_cancelled_leaves_nothing_pending(
             await opening
         gated.gate.set()
     assert all(event.status == "voided" for event in await all_events(database))
+
+
+async def test_opens_that_are_cancelled_together_after_they_were_taken_are_all_voided(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        opening = [asyncio.create_task(ledger.open(pending(cast.bob))) for _ in range(3)]
+        await poll_until(lambda: gated.held == 1)
+        for task in opening:
+            task.cancel()
+        await asyncio.wait(opening)
+        gated.gate.set()
+    events = await all_events(database)
+    assert [(event.status, event.finish_reason) for event in events] == [("voided", "refused")] * 3
+    assert len({event.posting for event in events}) == 3
 
 
 async def test_an_open_that_is_cancelled_is_not_written_after_its_void(
@@ -374,6 +516,58 @@ async def test_a_ledger_whose_checkpoint_failed_is_not_healthy_before_something_
         clock.advance(60)
         await poll_until(lambda: ledger.healthy)
     assert [event.completion_tokens for event in await all_events(database)] == [1]
+
+
+async def test_a_checkpoint_that_no_table_takes_costs_no_other_and_no_settlement(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(4)]
+    counts = dict(zip(sorted(entry.request_id for entry in entries), (1, 2**70, 2, 0), strict=True))
+    settled = max(counts)
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        gated.gate = asyncio.Event()
+        blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
+        await poll_until(lambda: gated.held == 1)
+        ledger.checkpoint(
+            [
+                Checkpoint(request_id=request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=count)
+                for request_id, count in counts.items()
+                if count
+            ]
+        )
+        settling = asyncio.create_task(ledger.settle(posted(settled)))
+        gated.gate.set()
+        await asyncio.gather(blocking, settling)
+        await poll_until(lambda: ledger._waiting.is_empty)
+        assert ledger.healthy
+    events = {event.request_id: event for event in await all_events(database)}
+    assert [events[request_id].completion_tokens for request_id in sorted(counts)] == [1, 0, 2, 5]
+    assert events[settled].status == "posted"
+
+
+async def test_a_database_that_fails_while_operations_are_written_one_by_one_gives_none_of_them_up(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    failing, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(3)]
+    async with running_ledger(failing, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        failing.gate = asyncio.Event()
+        blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
+        await poll_until(lambda: failing.held == 1)
+        settling = [asyncio.create_task(ledger.settle(posted(entry.request_id))) for entry in entries[1:]]
+        settling.append(asyncio.create_task(ledger.settle(posted(entries[0].request_id, completion=2**70))))
+        await poll_until(lambda: len(ledger._waiting) == 3)
+        failing.gate.set()
+        failing.gate = None
+        await blocking
+        failing.fail_before_commit = 1  # meets the first settlement that is tried alone
+        answers = await asyncio.gather(*settling, return_exceptions=True)
+        assert failing.fail_before_commit == 0
+        assert ledger.unrecorded_usage_tokens == 10 + 2**70
+    assert [type(answer) for answer in answers] == [type(None), type(None), LedgerBroken]
+    events = {event.request_id: event.status for event in await all_events(database)}
+    assert [events[entry.request_id] for entry in entries] == ["pending", "posted", "posted"]
 
 
 async def test_a_late_checkpoint_does_not_touch_a_settled_event(database: Database, clock: FakeClock, cast: Cast) -> None:

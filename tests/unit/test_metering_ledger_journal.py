@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -323,7 +324,7 @@ async def test_what_stands_in_the_tables_already_is_not_written_again(
 
 
 async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failing = FailingDatabase.around(database)
     async with journaling(failing, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -336,6 +337,7 @@ async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
         await poll_until(lambda: ledger.healthy)
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
     assert [event.status for event in await all_events(database)] == ["posted"] * 5
+    assert "refused what was promised" not in capfd.readouterr().out, "none of them was written a second time"
 
 
 async def test_a_journal_that_cannot_be_written_refuses_and_heals(
@@ -527,6 +529,51 @@ async def test_who_reads_pending_rows_can_wait_for_them(
         await asyncio.gather(ledger.caught_up(), ledger.caught_up())
         assert {event.request_id for event in await all_events(database)} == {entry.request_id for entry in entries}
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
+
+
+async def test_who_reads_waits_for_the_round_that_is_just_being_written(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    gated, entry = FailingDatabase.around(database), pending(cast.bob)
+    gated.gate = asyncio.Event()
+    async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await ledger.open(entry)
+        await poll_until(lambda: gated.held == 1)
+        reading = asyncio.create_task(ledger.caught_up())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not reading.done()
+        gated.gate.set()
+        await reading
+        assert [event.request_id for event in await all_events(database)] == [entry.request_id]
+
+
+async def test_while_the_tables_fail_nobody_who_reads_waits(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = FailingDatabase.around(database)
+    failing.fail_before_commit = 1_000_000
+    async with journaling(failing, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await ledger.open(pending(cast.bob))
+        await poll_until(lambda: ledger.last_error is not None)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(asyncio, "wait", None)
+            await ledger.caught_up()
+        failing.fail_before_commit = 0
+
+
+async def test_a_settlement_of_which_the_disk_refuses_the_line_waits_for_its_rows(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = pending(cast.bob)
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await ledger.open(entry)
+        with monkeypatch.context() as full:
+            full.setattr(Journal, "append", mock.AsyncMock(side_effect=OSError("disk full")))
+            await ledger.settle(posted(entry.request_id))
+        database.catch_up = None
+        assert [event.status for event in await all_events(database)] == ["posted"]
+        assert ledger.unrecorded_usage_tokens == 0
 
 
 async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(

@@ -116,6 +116,13 @@ async def test_what_a_limit_in_shadow_mode_would_refuse_is_served_and_takes_noth
     assert admission.snapshot(bob, "demo").tokens is None, "what refuses nobody is not told"
 
 
+async def test_what_has_room_in_a_limit_in_shadow_mode_takes_of_it(admission: Admission) -> None:
+    bob = principal()
+    for tokens, overlooked in ((60, []), (60, ["tokens"]), (40, []), (1, ["tokens"])):
+        made = await admit(admission, bob, tokens, policy=policy("shadow", tokens_per_minute=100))
+        assert [decision.kind for decision in made.overlooked] == overlooked
+
+
 async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
@@ -230,6 +237,30 @@ async def test_a_limit_that_goes_and_comes_back_counts_what_was_used_in_between(
     with pytest.raises(RateLimitExceeded, match="tokens per day"):
         await admit(admission, with_limit, 31, policy=shared)
     await admit(admission, with_limit, 30, policy=shared)
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "model"])
+async def test_limits_of_all_scopes_that_go_count_what_is_used_without_them_also_on_another_day(
+    admission: Admission, clock: FakeClock, owner: str
+) -> None:
+    bob = principal()
+    everywhere = with_key(with_tenant(bob, model_limits={"demo": Limits(tokens_per_day=100)}), model_limits={"demo": Limits()})
+    (await admit(admission, everywhere, 10, policy=policy(tokens_per_day=100))).settle(10)
+    clock.advance(86400)
+    (await admit(admission, bob, 60)).settle(60)
+    with_limit, shared = limited(owner, bob, tokens_per_day=100)
+    with pytest.raises(RateLimitExceeded, match="tokens per day"):
+        await admit(admission, with_limit, 41, policy=shared)
+    await admit(admission, with_limit, 40, policy=shared)
+
+
+async def test_budgets_of_all_scopes_that_were_taken_away_end_no_request(admission: Admission) -> None:
+    bob = with_tenant(principal(), cut_at_budget=True)
+    budget = {"demo": Limits(monthly_budget=100)}
+    everywhere = with_key(with_tenant(bob, model_limits=budget), model_limits=budget)
+    (await admit(admission, everywhere, 90, cost=price(), policy=policy(monthly_budget=100))).settle(90)
+    running = await admit(admission, bob, 50, cost=price())
+    assert not running.record_progress(0, 50)
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])

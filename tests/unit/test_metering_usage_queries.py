@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
@@ -13,12 +15,24 @@ from sqlalchemy import Select, insert, text
 from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
-from appliance.base.tables import usage_rollups
+from appliance.base.tables import usage_box_rollups, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import COUNTS, SPLIT
-from appliance.metering.usage_cover import STARTS_MAX, Segment, bucket_end, bucket_start, cover, reaching
-from appliance.metering.usage_queries import OWNER, PROBES_MAX, Owners, Place, page_query, report_query, totals_query
-from tests.support.cast import Cast
+from appliance.metering.usage_cover import EARLIEST, LATEST, STARTS_MAX, Segment, bucket_end, bucket_start, cover, reaching
+from appliance.metering.usage_queries import (
+    OWNER,
+    OWNERS_MAX,
+    PROBES_MAX,
+    Owners,
+    Place,
+    page_query,
+    report_query,
+    totals_query,
+)
+from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.keys import Keys
+from tests.support.cast import PEPPER, Cast
+from tests.support.clock import FakeClock
 
 START = datetime(2026, 10, 24, 9, 41, 12, 345, tzinfo=UTC)
 FIRST_HOUR = START.replace(minute=0, second=0, microsecond=0)
@@ -134,6 +148,81 @@ def rows_read(plan: dict[str, Any]) -> int:
     return read + sum(map(rows_read, plan.get("Plans", ())))
 
 
+async def test_a_report_on_more_keys_than_are_looked_for_one_by_one_is_of_these_alone(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    keys = Keys(database, clock, PEPPER)
+    made = [(await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_BOX))[0] for number in range(OWNERS_MAX)]
+    asked = {*(key.id for key in made), cast.charlie.key.id}
+    persons = [(cast.bob.tenant.id, key.id) for key in (*made, cast.bob.key)]
+    persons += [(cast.charlie.tenant.id, cast.charlie.key.id), ("tn_of_nobody", "key_of_nobody")]
+    used = {"bucket": "hour", "model": "demo", "currency": "EUR", **dict.fromkeys(COUNTS, 1)}
+    rows = [
+        {**used, "tenant_id": tenant_id, "key_id": key_id, "start_at": FIRST_HOUR + timedelta(hours=hour)}
+        for tenant_id, key_id in persons
+        for hour in range(3)
+    ]
+    async with database.writing() as connection:
+        await connection.execute(insert(usage_rollups), rows)
+    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=3), "hour", BillingCalendar())
+    owners = Owners(columns=("key_id",), wanted={"key_id": asked})
+    assert len(asked) > OWNERS_MAX
+    async with database.reading() as connection:
+        whole = (await connection.execute(report_query(segments, owners))).all()
+        totals = (await connection.execute(totals_query(segments, owners))).all()
+        first = (await connection.execute(page_query(segments, owners, 40, None))).all()
+        last = Place(first[-1].start_at, (first[-1].tenant_id, first[-1].key_id, "EUR"))
+        second = (await connection.execute(page_query(reaching(segments, last.start_at), owners, 40, last))).all()
+    assert Counter(row.key_id for row in whole) == dict.fromkeys(asked, 3)
+    assert {row.key_id: row.requests for row in totals} == dict.fromkeys(asked, 3)
+    assert [*first, *second] == whole
+
+
+@pytest.mark.parametrize("few", ["tenant_id", "key_id"])
+async def test_hours_in_which_only_other_models_were_used_take_no_place_of_a_page(
+    database: Database, cast: Cast, few: str
+) -> None:
+    owner = {"tenant_id": cast.bob.tenant.id, "key_id": cast.bob.key.id}
+    used = {**owner, "bucket": "hour", "currency": "EUR", **dict.fromkeys(COUNTS, 1)}
+    rows = [
+        {**used, "model": "other" if hour < 10 else "demo", "start_at": FIRST_HOUR + timedelta(hours=hour)}
+        for hour in range(12)
+    ]
+    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=12), "hour", BillingCalendar())
+    query = page_query(segments, Owners(columns=(), wanted={few: {owner[few]}, "model": {"demo"}}), 2, None)
+    async with database.writing() as connection:
+        await connection.execute(insert(usage_rollups), rows)
+    async with database.reading() as connection:
+        found = (await connection.execute(query)).all()
+    assert [(row.start_at - FIRST_HOUR) // timedelta(hours=1) for row in found] == [10, 11]
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_sums_of_many_keys_are_read_by_their_tenants(database: Database) -> None:
+    segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
+    owners = Owners(columns=("key_id",), wanted={"key_id": {f"key_{number}" for number in range(OWNERS_MAX + 1)}})
+    for query in (report_query(segments, owners), totals_query(segments, owners), page_query(segments, owners, 51, None)):
+        lines = await lines_of(database, query)
+        assert any("api_keys" in line for line in lines)
+        assert [line for line in lines if "usage_rollups" in line and "tenant_id=?" not in line] == []
+
+
+def test_a_report_by_neither_tenant_nor_key_is_read_from_the_sums_of_the_box() -> None:
+    for columns in GROUPINGS:
+        for wanted in NARROWED:
+            by_model_alone = {*columns, *wanted} <= {"model"}
+            assert Owners(columns=columns, wanted=wanted).table is (usage_box_rollups if by_model_alone else usage_rollups)
+
+
+def test_rows_are_sorted_by_their_places_whichever_way_a_database_groups_them() -> None:
+    segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
+    for columns in GROUPINGS:
+        owners = Owners(columns=columns, wanted={})
+        names = ", ".join(f"parts.{name}" for name in ("start_at", *owners.place, "currency"))
+        for query in (report_query(segments, owners), page_query(segments, owners, 51, place_of(owners))):
+            assert re.search(rf"ORDER BY {names}(\s+LIMIT .*)?$", str(query).replace("\n", " ")), columns
+
+
 def test_totals_are_sorted_by_what_was_asked_for_alone() -> None:
     segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     for columns in GROUPINGS:
@@ -174,6 +263,64 @@ def test_segments_name_where_their_sums_begin_unless_they_are_too_many() -> None
                 moments.append(bucket_end(moments[-1], segment.level, calendar))
             known = segment.level != "event" and len(moments) - 1 <= STARTS_MAX
             assert list(segment.starts) == (moments[:-1] if known else [])
+
+
+async def test_of_totals_that_cost_the_same_the_largest_comes_first_and_then_the_first_by_name(database: Database) -> None:
+    used = {"bucket": "hour", "key_id": "key_1", "model": "demo", "currency": "EUR", **dict.fromkeys(COUNTS, 1)}
+    completion = {"tn_small": 3, "tn_b": 9, "tn_a": 9, "tn_c": 9, "tn_large": 20}
+    rows = [
+        {**used, "tenant_id": tenant, "start_at": FIRST_HOUR, "completion_tokens": tokens}
+        for tenant, tokens in completion.items()
+    ]
+    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=1), "hour", BillingCalendar())
+    async with database.writing() as connection:
+        await connection.execute(insert(usage_rollups), rows)
+    async with database.reading() as connection:
+        found = (await connection.execute(totals_query(segments, Owners(columns=("tenant_id",), wanted={})))).all()
+    assert [row.tenant_id for row in found] == ["tn_large", "tn_a", "tn_b", "tn_c", "tn_small"]
+
+
+@pytest.mark.parametrize("bucket", ["minute", "hour", "day"])
+def test_segments_lie_end_to_end_each_within_one_bucket_or_whole_ones(bucket: str) -> None:
+    calendar, draw, tick = BillingCalendar("Europe/Berlin"), random.Random(5), timedelta(microseconds=1)
+    for _ in range(300):
+        start = START + timedelta(seconds=draw.choice([0, 60 * draw.randrange(3000), draw.random() * 3e5]))
+        edge = bucket_start(start, draw.choice(["minute", "hour", "day"]), calendar)
+        start = draw.choice([start, edge, edge - tick])
+        end = start + draw.choice([tick, timedelta(seconds=draw.random() * 4e5), timedelta(minutes=draw.randrange(1, 200))])
+        segments = cover(start, end, bucket, calendar)
+        ends = [start, *(segment.end for segment in segments)]
+        assert [segment.start for segment in segments] == ends[:-1]
+        assert ends[-1] == end
+        for segment in segments:
+            assert segment.start < segment.end
+            if segment.level == bucket:
+                assert segment.within is None
+                assert [bucket_start(edge, bucket, calendar) for edge in (segment.start, segment.end)] == [
+                    segment.start,
+                    segment.end,
+                ]
+            else:
+                assert segment.within == bucket_start(segment.start, bucket, calendar)
+                assert segment.within == bucket_start(segment.end - tick, bucket, calendar)
+
+
+def test_no_segment_begins_before_or_ends_after_what_calendars_can_say() -> None:
+    segments = cover(datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC), "day", BillingCalendar())
+    assert [(segment.level, segment.start, segment.end) for segment in segments] == [("day", EARLIEST, LATEST)]
+
+
+def test_as_many_beginnings_as_a_statement_may_list_are_listed() -> None:
+    midnight = datetime(2026, 6, 1, tzinfo=UTC)
+    for days in (STARTS_MAX - 1, STARTS_MAX, STARTS_MAX + 1):
+        (segment,) = cover(midnight, midnight + timedelta(days=days), "day", BillingCalendar())
+        assert len(segment.starts) == (days if days <= STARTS_MAX else 0)
+
+
+def test_rows_by_key_are_placed_by_tenant_first_and_others_by_what_they_show() -> None:
+    for columns in GROUPINGS:
+        shown = {"tenant_id", *columns} if "key_id" in columns else set(columns)
+        assert Owners(columns=columns, wanted={}).place == tuple(name for name in OWNER if name in shown)
 
 
 def test_many_keys_of_nobody_knows_how_many_tenants_are_not_looked_for_one_by_one() -> None:

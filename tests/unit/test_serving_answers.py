@@ -104,10 +104,39 @@ async def test_one_answer_that_fails_ends_the_request_and_its_siblings(box: Serv
     generation = await box.start(cast.bob, [HALF, 5], n=3, max_tokens=1000)
     outcome = await generation.outcome
 
+    assert outcome.finish_reasons == ("error",) * 3
+    assert outcome.error is not None
+    assert generation.live.error == outcome.error.message
     assert isinstance(outcome.error, InternalError)
     assert (await box.event(generation)).finish_reason == "error"
     await poll_until(lambda: not box.engine._live)
     await poll_until(lambda: box.client._client.open_requests == 0)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_the_engine_is_told_once_to_end_an_answer_that_met_its_stop_string(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    aborted: list[tuple[object, ...]] = []
+    monkeypatch.setattr(box.client, "abort", lambda *given: aborted.append(given))  # it comes too late
+    monkeypatch.setattr(box.client, "abort_answer", lambda *given: aborted.append(given))
+    generation = await box.start(cast.bob, first_says_fox(box), n=n, stop=["fox"], max_tokens=50)
+    outcome = await generation.outcome
+
+    assert outcome.finish_reasons[0] == "stop"
+    assert aborted == [(generation.request_id,) if n == 1 else (generation.request_id, 0)]
+
+
+async def test_when_one_answer_fails_the_engine_is_told_once_to_end_the_others(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted: list[str] = []
+    monkeypatch.setattr(box.client, "abort", aborted.append)
+    generation = await box.start(cast.bob, [HALF, 5], n=3, max_tokens=50)
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, InternalError)
+    assert aborted == [generation.request_id]
 
 
 async def test_a_request_with_several_answers_that_is_refused_as_a_whole_is_told_at_once(box: Serving, cast: Cast) -> None:
@@ -138,6 +167,20 @@ async def test_an_engine_that_dies_leaves_complete_answers_complete(box: Serving
 
     assert isinstance(outcome.error, EngineUnavailable)
     assert outcome.finish_reasons == ("stop", "error")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_when_the_engine_dies_after_all_answers_met_their_stop_strings_the_request_is_complete(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    monkeypatch.setattr(box.client, "abort", lambda _request_id: box.engine_task.cancel())
+    monkeypatch.setattr(box.client, "abort_answer", lambda _request_id, index: index == n - 1 and box.engine_task.cancel())
+    generation = await box.start(cast.bob, TEXT, n=n, stop=["quick"], max_tokens=900)
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert (outcome.finish_reasons, outcome.error) == (("stop",) * n, None)
+    assert (event.status, event.finish_reason) == ("posted", "stop")
 
 
 async def test_a_slow_reader_of_several_answers_gets_everything(
@@ -207,6 +250,7 @@ async def test_a_request_that_waited_too_long_is_told_when_to_come_back_and_owes
     assert isinstance(outcome.error, Overloaded)
     assert outcome.error.retry_after_s is not None
     assert (event.status, event.finish_reason, event.prompt_tokens) == ("voided", "deadline", 0)
+    assert (event.cause, outcome.finish_reasons) == ("queue_deadline", ("deadline",))
     assert generation.live.explanation.startswith("Ended before its first token (deadline) after ")
 
 
@@ -220,7 +264,9 @@ async def test_a_request_that_the_engine_cannot_take_on_now_is_told_to_come_back
     assert isinstance(outcome.error, Overloaded)
     assert (outcome.error.message, outcome.error.status) == ("512 grammars are already waiting", 503)
     assert outcome.error.retry_after_s is not None
-    assert ((await box.event(generation)).status, outcome.finish_reason) == ("voided", "refused")
+    event = await box.event(generation)
+    assert (event.status, event.cause, outcome.finish_reason) == ("voided", "engine_overloaded", "refused")
+    assert outcome.finish_reasons == ("refused",) * n
 
 
 @pytest.mark.parametrize("n", [1, 3])

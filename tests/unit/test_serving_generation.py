@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
-from appliance.metering.ledger.records import PendingEntry
+from appliance.metering.ledger.records import Checkpoint, PendingEntry
 from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving.answers import Answer
@@ -21,7 +22,7 @@ from appliance.serving.prompting import Prompting
 from appliance.serving.text_output import Chunk, TextOutput
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
-from engine.protocol import FinishReason, GenerationRequest, SamplingParams
+from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, STALL, engine_status, make_event
@@ -113,6 +114,26 @@ async def test_what_the_engine_made_behind_a_stop_string_is_counted_as_discarded
     )
 
 
+async def test_how_long_a_request_took_is_measured_once(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[float] = []
+    monkeypatch.setattr(box.client.figures, "note_ttft", noted.append)
+    generation = await box.start(cast.bob, TEXT)
+    await generation.outcome
+    shown, count = box.metrics.render().decode(), len(box.ids(TEXT))
+
+    assert f'gatehouse_prompt_tokens_total{{model="tiny",tenant="bob"}} {count}.0' in shown
+    assert 'gatehouse_requests_total{model="tiny",reason="length"} 1.0' in shown
+    for name, times in (
+        ("request_seconds", 1),
+        ("queue_seconds", 1),
+        ("time_to_first_token_seconds", 1),
+        ("inter_token_latency_seconds", count - 1),
+    ):
+        assert f'gatehouse_{name}_count{{model="tiny"}} {times}.0' in shown
+    assert noted == [generation.live.ttft_s]
+    assert generation.live.kv_blocks == 0
+
+
 async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
     balance = box.model.client.figures.balance
     balance.note_status(engine_status())
@@ -123,6 +144,44 @@ async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_
         total = event.prompt_tokens + event.completion_tokens + unrecorded
         balance.note_status(engine_status(generation_tokens_total=total))
         assert balance.unexplained_tokens == unrecorded
+
+
+class Merged:
+    """Events of an engine that was so quick that all tokens came at once, and that its abort came too late."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        ids = request.prompt_token_ids
+        self._batches = [
+            [make_event(request, ids, len(ids))],
+            [make_event(request, [], len(ids), finish_reason=FinishReason.ABORTED)],
+        ]
+
+    async def take(self) -> list[TokenEvent]:
+        """Return the next events."""
+        return self._batches.pop(0)
+
+
+async def test_tokens_behind_a_stop_string_that_came_with_it_are_neither_shown_nor_billed(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box.client, "submit", Merged)
+    ids = box.ids(TEXT)
+    generation = await box.start(cast.bob, TEXT, stop=["quick"])
+    outcome = await generation.outcome
+    expected = next(count for count in range(1, len(ids)) if "quick" in box.text(ids[:count]))
+
+    assert (outcome.finish_reason, outcome.usage.completion_tokens) == ("stop", expected)
+    assert generation.live.completion_tokens == expected < len(ids)
+    assert (await box.event(generation)).completion_tokens == expected
+
+
+async def test_every_token_has_its_logprob_also_where_it_is_no_whole_character(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT, logprobs=0)
+    shown: list[Chunk] = []
+    while not generation.chunks.ended:
+        shown += await generation.chunks.take(10.0)
+
+    assert sum(len(chunk.logprobs) for chunk in shown) == len(box.ids(TEXT))
 
 
 @pytest.mark.parametrize("merged", [1, 3, 100])
@@ -203,6 +262,31 @@ async def test_a_reader_that_leaves_ends_the_generation_and_pays_for_what_was_ma
     assert (outcome.finish_reason, outcome.error) == ("disconnected", None)
     assert (event.status, event.finish_reason) == ("posted", "disconnected")
     assert 1 <= event.completion_tokens < 1000
+
+
+async def test_who_leaves_when_the_engine_is_done_already_ends_as_the_engine_says(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box.client, "abort", lambda _request_id: None)  # it comes too late
+    generation = await box.start(cast.bob, TEXT)
+    await poll_until(lambda: generation._submitted)
+    generation.end_early("disconnected")
+    outcome = await generation.outcome
+
+    assert (outcome.finish_reason, outcome.finish_reasons) == ("length", ("length",))
+    assert (await box.event(generation)).finish_reason == "length"
+
+
+async def test_no_timer_of_a_request_outlives_it(box: Serving, cast: Cast, clock: FakeClock) -> None:
+    generation = await box.start(cast.bob, TEXT)
+    generation.end_at(clock.now() + timedelta(hours=1))
+    planned: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+    await poll_until(lambda: len([each for each in planned if each._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
+    timers = [each for each in planned if each._callback == generation.end_early]  # type: ignore[attr-defined]
+    await generation.outcome
+    await poll_until(lambda: not box.generations._tasks)
+
+    assert [timer.cancelled() for timer in timers] == [True, True]
 
 
 async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, cast: Cast) -> None:
@@ -378,6 +462,47 @@ async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> No
     generation.end_early("aborted")
     await generation.outcome
     assert generation.live.state == "finished"
+
+
+async def test_the_ledger_is_told_how_far_each_request_is_that_runs_and_has_output(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[Checkpoint]] = []
+    monkeypatch.setattr(box.ledger, "checkpoint", told.append)
+    box.generations.checkpoint()
+    assert told == [], "nothing runs"
+
+    waiting = await box.start(cast.charlie, [STALL, 5])
+    ended = await box.start(cast.bob, TEXT)
+    await ended.outcome
+    running = [await box.start(person, TEXT, max_tokens=1000) for person in (cast.bob, cast.charlie)]
+    for generation in running:
+        await generation.chunks.take(10.0)
+    lives = [generation.live for generation in running]
+    box.generations.checkpoint()
+    assert told == [
+        [
+            Checkpoint(
+                request_id=live.id,
+                prompt_tokens=live.prompt_tokens,
+                cached_tokens=live.cached_tokens,
+                completion_tokens=live.completion_tokens,
+            )
+            for live in lives
+        ]
+    ]
+    assert all(row.completion_tokens > 0 for row in told[0])
+    for generation in (waiting, *running):
+        generation.end_early("aborted")
+
+
+async def test_at_the_end_of_the_appliance_all_that_lives_ends_and_nothing_new_begins(box: Serving, cast: Cast) -> None:
+    generations = [await box.start(person, [STALL, 5]) for person in (cast.bob, cast.charlie, cast.bob)]
+    box.generations.end_all()
+    with pytest.raises(Draining):
+        await box.start(cast.bob, TEXT)
+    for generation in generations:
+        assert (await generation.outcome).error is not None
 
 
 async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> None:

@@ -83,8 +83,13 @@ class FirstReads:
             await asyncio.wait({self._task})
 
     async def _read_line(self) -> None:
-        while self._line:
-            await self._read([self._line.popleft() for _ in range(min(len(self._line), OWNERS_PER_READ))])
+        try:
+            while self._line:
+                await self._read([self._line.popleft() for _ in range(min(len(self._line), OWNERS_PER_READ))])
+        except Exception as error:  # noqa: BLE001 - owned task: a bug in here leaves nobody waiting for ever
+            self._line.clear()
+            for owner in list(self._met):
+                self._fail(owner, error)
         self._corrections.clear()
         for request_id in self._recorded:
             self._ended.pop(request_id, None)
@@ -103,9 +108,7 @@ class FirstReads:
             if len(rules) > 1:  # one that cannot be read keeps nobody else out
                 await asyncio.gather(*(self._read([rule]) for rule in rules))
                 return
-            failed = self._met.pop(rules[0].owner)
-            failed.set_exception(error)
-            failed.exception()  # maybe nobody waits any more
+            self._fail(rules[0].owner, error)
             return
         # No await from here on: a request runs or has ended.
         for allowance in made.values():
@@ -119,6 +122,12 @@ class FirstReads:
         for owner, allowance in made.items():
             self._known[owner] = allowance
             self._met.pop(owner).set_result(None)
+
+    def _fail(self, owner: Owner, error: Exception) -> None:
+        """Tell who waits for an owner why it is not known."""
+        failed = self._met.pop(owner)
+        failed.set_exception(error)
+        failed.exception()  # maybe nobody waits any more
 
     def _hold_running(self, made: Mapping[Owner, Allowance]) -> None:
         """Let what runs already, from before it had these limits, count with them from now on, on the day of its admission: no

@@ -236,23 +236,29 @@ class AdmissionQueue:
     def refuse_all(self, error: Exception) -> None:
         """End every wait with `error`."""
         for waiter in list(self._waiting):
-            self._leave(waiter)
-            if not waiter.answer.done():
-                waiter.answer.set_exception(error)
+            self._refuse(waiter, error)
 
     def _try(self, waiter: Waiter) -> set[Allowance]:
         """Try `waiter` once; return the lines in which others have moved up because of it."""
-        answer = waiter.attempt(waiter)
+        try:
+            answer = waiter.attempt(waiter)
+        except Exception as error:  # noqa: BLE001 - nobody awaits this callback: whoever waits is told
+            return self._refuse(waiter, error)
         if isinstance(answer, Reservation):
             left = self._leave(waiter)
             waiter.answer.set_result(answer)
             return left
         left_s = waiter.deadline_s - self._clock.monotonic_s()
         if left_s <= 0 or not may_wait(answer.decisions, left_s + ROUNDING_S):
-            left = self._leave(waiter)
-            waiter.answer.set_exception(answer.error)
-            return left
+            return self._refuse(waiter, answer.error)
         return self._join_lines(waiter, answer)
+
+    def _refuse(self, waiter: Waiter, error: Exception) -> set[Allowance]:
+        """End a wait with `error` and return the lines that the waiter has left."""
+        left = self._leave(waiter)
+        if not waiter.answer.done():
+            waiter.answer.set_exception(error)
+        return left
 
     def _join_lines(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
         """Join the line of every owner that refused, leave and return those of models that did not, and plan a retry."""
