@@ -43,10 +43,8 @@ class DecodeInputBuffers:
         self._group_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._group_starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # among the rows
         self._max_verify_group = decoder.max_verify_group
-        self._last_written: tuple[Sequence[int] | Int64Array, int] = (
-            (),
-            0,
-        )  # the last slots of `write_slots`, while they stand in `slots`
+        # What `write_slots` wrote last, while it stands in `slots`, and its size.
+        self._last_written: tuple[Sequence[int] | Int64Array, int] = ((), 0)
         self._state = state
         self._block_size = block_size
         self._staging = Staging(device)
