@@ -219,9 +219,8 @@ def _narrow_range(row_view, is_weighted, target, high, region, candidate_logits,
     while (count > LIST_SIZE) & (high - low > 1):
         ends = _bucket_ends(low, high, span, step)
         weights = _cumulative_weights(row_view, is_weighted, ends, region)
-        num_before = tl.sum(
-            ((weights < target) & (bucket < _NUM_BUCKETS - 1)).to(tl.int32), 0
-        )  # bucket ends below the threshold
+        is_before = (weights < target) & (bucket < _NUM_BUCKETS - 1)  # bucket ends below the threshold
+        num_before = tl.sum(is_before.to(tl.int32), 0)
         weight_below = tl.where(num_before > 0, tl.sum(tl.where(bucket == num_before - 1, weights, 0), 0), weight_below)
         low = tl.where(num_before > 0, tl.sum(tl.where(bucket == num_before - 1, ends, 0), 0), low)
         high = tl.sum(tl.where(bucket == num_before, ends, 0), 0)

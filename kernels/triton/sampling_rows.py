@@ -29,11 +29,8 @@ def adjust_logits(raw, ids, mask, request):
     repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias = columns
     raw = raw.to(tl.float32)
     value = raw
-    repetition_penalty, frequency_penalty, presence_penalty = (
-        tl.load(repetition + slot),
-        tl.load(frequency + slot),
-        tl.load(presence + slot),
-    )
+    repetition_penalty = tl.load(repetition + slot)
+    frequency_penalty, presence_penalty = tl.load(frequency + slot), tl.load(presence + slot)
     if (repetition_penalty != 1.0) | (frequency_penalty != 0.0) | (presence_penalty != 0.0):
         count = tl.load(counts + slot.to(tl.int64) * V + ids, mask=mask, other=0)
         penalised = tl.where(
