@@ -22,7 +22,7 @@ from kernels.transfer import send
 class PagedPlan:
     """Rows of one step: the first `num_decodes` have one query each, the others those between consecutive `query_starts`.
 
-    `counts_all`: only the device knows how many decodes there are; `num_decodes` is their maximum. Tokens of longer rows
+    `counts_all`: only the device knows how many decodes there are; `num_decodes` is the most. Tokens of longer rows
     directly follow those of the actual decodes; the attention of decodes writes to the places of these tokens too, and is
     overwritten."""
 

@@ -19,7 +19,7 @@ SUPPRESSED_IDS_MAX = 8
 class SamplingColumns:
     """S slots, V tokens, Q rows of bias. A captured graph keeps the addresses; the values change between its replays.
 
-    scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, derived from the seed, key the noise
+    scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, derived from the seed; they key the noise
     top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; neg_log2_min_p: [S] float32, −log2(min_p), inf is off: min-p
         keeps tokens at most so many binary orders below the likeliest one; typical_p: [S] float32, 1 is off
     repetition, frequency, presence: [S] float32; 1, 0, 0 are off

@@ -58,8 +58,8 @@ STREAMS = 4
 stream waits for memory at the beginning of each page. With four streams, 16 slots of four heads of 32 begin their pages
 together."""
 
-TRANSPOSE_BREAK_EVEN = 8
-"""Transposing LANES keys costs about as much as the sums of one query for every so many elements of a key."""
+TRANSPOSE_ELEMENTS_PER_QUERY = 8
+"""Transposing LANES keys of D elements costs about as much as the sums of D / 8 queries."""
 
 _scores, _sums, _queries = (
     stack_buffer(TILE_ROWS * STRIDE),
@@ -80,7 +80,7 @@ def _scalar_exp(x, scratch):
 def _multiply_keys(rows, queries, keys, key_stride, count, head_dim, transposed, products):
     """Products of LANES keys, of which `count` exist, with each row of queries. With many rows it pays to transpose the
     keys."""
-    if rows * TRANSPOSE_BREAK_EVEN > head_dim:
+    if rows * TRANSPOSE_ELEMENTS_PER_QUERY > head_dim:
         transpose_keys(keys, key_stride, count, head_dim, transposed)
         for row in range(0, rows, TRANSPOSED_DOT_QUERIES):
             row_queries, target = queries + row * head_dim * BYTES, products + row * STRIDE * BYTES

@@ -5,8 +5,8 @@
         ─► typical sampling: the same for distances from the mean, of the tokens that min-p keeps too ─► Gumbel-max
 
 A limit is found by radix select, in three passes over the row: distances are not negative, so their bit patterns are in the
-order of the distances, and the sum of the weights in each of 2048 bins of bit patterns shows which bin contains the limit.
-Reads a row once or, with filters, up to fifteen times from the cache.
+order of the distances, and the sum of the weights in each of up to 2048 bins of bit patterns shows which bin contains the
+limit. Reads a row once or, with filters, up to fifteen times from the cache.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _best_token(best, first_ids):
 
 @subroutine
 def _argmax(x, size):
-    """The index of the first of the largest elements of a row; NO_TOKEN if one is NaN or infinite, or none is above -inf."""
+    """The index of the first of the largest elements of a row; NO_TOKEN if one is NaN or +inf, or none is above -inf."""
     lowest, zero, highest = _splat(-_INFINITE), _splat(0.0), _splat(_INFINITE)
     best, first_ids, poison = lowest, _splat(-1.0), zero
     for i in range(0, size, LANES):
@@ -160,8 +160,8 @@ def _target_weight(fraction, total_weight):
 
 @subroutine
 def _filter_typical(x, distances, token_weights, size, scale, typical_p, limit, neg_log2_min_p):
-    """Of the tokens within the limits, keep those nearest to their mean: `token_weights` becomes the row's logits, -inf for all
-    others."""
+    """Of the tokens within the limits, keep those nearest to their mean: `token_weights` becomes the row's logits, -inf for
+    those farther from the mean; `_gumbel_max` applies the other limits."""
     total_weight, moments = 0, 0
     for i in range(size):
         distance = load_float32(distances, i)

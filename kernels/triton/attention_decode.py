@@ -1,7 +1,8 @@
 """Paged decode attention: the keys of each request are divided into splits, whose partial results are merged.
 
-The grid depends only on the card, not on lengths: every program computes its own range of splits from `context_lens`. A
-captured graph therefore serves any lengths, and a batch of one long and many short requests is balanced over the programs.
+The grid depends on the card and the number of requests, not on lengths: every program computes its own range of splits from
+`context_lens`. A captured graph therefore serves any lengths, and a batch of one long and many short requests is balanced over
+the programs.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def paged_decode(
     check_attention(q, kv_cache, shape)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    assert (max_query_len == 1) == (query_starts is None), "several queries per request require query_starts"
+    assert (max_query_len == 1) == (query_starts is None), "query_starts is given exactly if max_query_len > 1"
     assert max_query_len <= SPLIT_QUERIES[-1], "splits of a window are sized for fewer queries"
     launch_decode(
         q, kv_cache, block_tables, context_lens, shape, out, workspace,

@@ -41,9 +41,9 @@ class PrefillTiling:
 
 
 def prefill_tiling(head_dim: int, kv_bytes: int, rows: int, windowed: bool, capability: int) -> PrefillTiling:
-    """rows: of the longest chunk, heads counted. With 128 rows per load of keys and values, an H200's L2 bandwidth suffices;
-    two groups of four warps hold 64 of the rows each. Shorter chunks have smaller tiles. float32 has no matrix instructions:
-    its operands are in registers, which suffice only for small tiles."""
+    """rows: queries of the longest chunk times the heads of a group. With 128 rows per load of keys and values, an H200's L2
+    bandwidth suffices; two groups of four warps hold 64 of the rows each. Shorter chunks have smaller tiles. float32 has no
+    matrix instructions: its operands are in registers, which suffice only for small tiles."""
     if kv_bytes == 4:
         return PrefillTiling(min(max(16, power_of_two(rows)), 32), 16, 8, 2)
     width = power_of_two(head_dim)
@@ -107,7 +107,7 @@ def prefill_kernel(
     if kv_scales is not None:
         scale *= tl.load(kv_scales)
         value_scale = tl.load(kv_scales + 1)
-    # Positions of the queries. Keys up to `oldest` are visible to all of them, keys after `newest` to none.
+    # Positions of the queries. Without a window, keys up to `oldest` are visible to all of them; keys after `newest` to none.
     start = tl.load(context_lens + request) - num_queries
     position = start + query
     begin, oldest, newest = tile_key_range(start, first_query, num_queries, QUERIES, WINDOW, KEYS)
@@ -179,8 +179,8 @@ def _accumulate_tiles(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Continues the online softmax over the tiles of keys that begin in begin … end - 1, each at a multiple of KEYS. Without
-    MASKED, all of their keys are visible to all queries."""
+    """Continues the online softmax over the tiles of keys that begin between `begin` and `end` - 1, each at a multiple of KEYS.
+    Without MASKED, all of their keys are visible to all queries."""
     WIDTH: tl.constexpr = queries.shape[1]
     DOT: tl.constexpr = queries.dtype
     column = tl.arange(0, KEYS)
@@ -297,7 +297,7 @@ def paged_prefill(
         )
     partials = chunk_splits.chunk_workspace(q.shape[0], splits, shape, q.device) if splits > 1 else None
     inputs = (q, kv_cache, block_tables, query_starts, context_lens)
-    overlapped_prefill = _overlapped_kernel(shape, kv_bytes, tiling, q.device)
+    overlapped_prefill = _overlapped_launcher(shape, kv_bytes, tiling, q.device)
     if overlapped_prefill is not None:
         overlapped_prefill(*inputs, shape, num_tiles, out, partials)
     else:
@@ -307,7 +307,7 @@ def paged_prefill(
     return out
 
 
-def _overlapped_kernel(
+def _overlapped_launcher(
     shape: AttentionShape, kv_bytes: int, tiling: PrefillTiling, device: torch.device
 ) -> Callable[..., torch.Tensor] | None:
     """→ `overlapped_prefill`, if it replaces `prefill_kernel` for these tiles"""

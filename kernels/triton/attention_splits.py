@@ -32,8 +32,8 @@ TABLES = ["block_tables", "context_lens", "query_starts"]
 alignment gains nothing, and a variant for each alignment takes seconds to compile if it is first needed while serving."""
 MERGE_CONSTANTS = ("H", "D", "QUERIES", "WINDOW", "WIDTH", "TILE", "SPLIT")
 SPLIT_QUERIES = (4, 8)
-"""Numbers of queries per request, besides one, that the kernel is compiled for. A smaller number would still fill a tile of 16
-rows."""
+"""Numbers of queries per request, besides one, that the kernel is compiled for. A smaller number would take a whole tile
+of 16 rows too."""
 COLUMNS_MAX = 8
 """With an fp8 cache, up to this many queries of one KV head are the columns of the matrix products, and tokens the rows: as
 rows the queries would be padded to at least 16, with twice the instructions."""
@@ -48,7 +48,8 @@ class DecodeWorkspace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """Launch parameters: a split has at least `split` tokens; `tile` tokens are loaded at a time."""
+    """Launch parameters: `split` tokens are a split of a short request, those of long requests are larger; `tile` tokens are
+    loaded at a time."""
 
     tile: int
     split: int
@@ -110,7 +111,7 @@ def _exceeds_registers(head_dim: int, rows: int, is_small: bool) -> bool:
 
 def registers_for(programs: int, num_warps: int) -> int:
     """The most registers per thread with which `programs` programs fit on a multiprocessor. Left to itself, the assembler takes
-    188 over an fp8 cache, where three programs have 170 each, so a third of the grid would wait for the rest."""
+    188 over an fp8 cache, where three programs leave 170 to each thread, so a third of the grid would wait for the rest."""
     return min(255, REGISTERS_MULTIPROCESSOR // (32 * num_warps * programs) // 8 * 8)
 
 
@@ -222,7 +223,7 @@ def plan_splits(
     long_splits = tl.where(splits_x1 <= 128, tl.cdiv(num_tokens, 4 * SPLIT), tl.cdiv(num_tokens, 8 * SPLIT))
     long_splits = tl.where(long_splits >= resident_groups, long_splits // resident_groups * resident_groups, long_splits)
     num_splits = tl.maximum(tl.where(splits_x1 <= 4, splits_x1, tl.where(splits_x1 <= 16, splits_x2, long_splits)), 1)
-    # Equal splits: none is a remainder of a few tokens.
+    # Splits have equal numbers of tiles; only the last may be shorter.
     tiles = tl.maximum((num_tokens + num_splits * TILE - 1) // (num_splits * TILE), 1)
     return first_token, tiles, tl.maximum((num_tokens + tiles * TILE - 1) // (tiles * TILE), 1)
 

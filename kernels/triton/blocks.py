@@ -116,5 +116,5 @@ def _addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[layers] int64 on the device. The cache's key is its content, so an entry stays valid whatever is at these addresses."""
+    """[layers] int64 on the device. The key is the table's content: an entry stays valid whatever is at these addresses."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)

@@ -25,7 +25,7 @@ SPLIT_FROM = 4
 """A tile is split only if it has keys for this many splits: with fewer, launching the merge costs more than splitting saves."""
 PARTIAL_RESULTS_MAX = 1 << 16
 """The most partial results, one per query, head and split, that a step writes: those of four tiles per multiprocessor of an
-H200, 34 MB for heads of 128. `engine.memory.splits` reserves memory for them."""
+H200, 34 MB for heads of 128. `engine.memory.splits` counts them in the memory plan."""
 FEW_REQUESTS = 32
 """Chunks of more requests have enough tiles, and would need another kernel variant to search the requests."""
 SPLIT_OVERHEAD = 1 / 32
@@ -94,7 +94,7 @@ def chunk_workspace(num_rows: int, splits: int, shape: AttentionShape, device: t
 @triton.jit
 def plan_tile_splits(begin, newest, max_splits, KEYS, SPLIT: tl.constexpr):
     """→ tiles of keys per split and number of splits of a query tile that attends to keys begin … newest, from their number and
-    `max_splits` alone. Splits are equal, so that none is a remainder of a few tokens."""
+    `max_splits` alone. Splits have equal numbers of tiles; only the last may be shorter."""
     num_tokens = newest + 1 - begin
     num_splits = tl.where(num_tokens < _SPLIT_FROM * SPLIT, 1, tl.minimum(num_tokens // SPLIT, max_splits))
     tiles = (num_tokens + num_splits * KEYS - 1) // (num_splits * KEYS)

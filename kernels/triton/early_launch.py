@@ -8,8 +8,8 @@ launched early waits, so stream order is preserved: each kernel sees the results
 Before its wait a kernel may load only what its direct predecessor does not write: weights; in the decode of a single request
 (`lone_decode`) also the block table, the length, the angle and the slot, which are written when the step begins, and cached
 tokens. Such a load is marked by its eviction policy: `evict_first` if the data is read once in a step, `evict_last` if every
-layer reads it. The compile gate and the emulated card reject every other access before the wait; the card also rejects loads of
-data that the predecessor has actually stored.
+layer reads it. The compile gate and the emulated card reject every other access before the wait; the latter also rejects loads
+of data that the predecessor has actually stored.
 
 Why that is safe: stores of earlier kernels are in memory, because the predecessor has waited for them. And no multiprocessor
 has a stale copy in its cache: it invalidates that cache when it starts a program or when a program waits, depending on the

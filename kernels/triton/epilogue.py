@@ -17,9 +17,10 @@ from kernels.triton.activation import gated_activation
 class Epilogue:
     """Operands and results of the epilogue of a product of M rows; None for each part that is absent.
 
-    out: [M, N]; bias: [N], or [2·N] with a gate. Either squares: [C, M] float32, the partial sums of squares of the multiplied
-    rows, by whose RMS alpha · product is divided; or residual: [M, N], to which alpha · product is added. Of that sum,
-    weighted: [M, N] receives its product with norm_weight: [N], and squares_out: [tiles, M] float32 its sums of squares.
+    out: [M, N]; bias: [N], or [2·N] with a gate. Either squares: [C, M] float32, the partial sums of squares of the rows before
+    they were multiplied by the norm's weight: alpha · product is divided by their RMS; or residual: [M, N], to which alpha ·
+    product is added. Of that sum, weighted: [M, N] receives its product with norm_weight: [N], and squares_out: [tiles, M]
+    float32 its sums of squares.
     """
 
     out: torch.Tensor
@@ -103,9 +104,9 @@ def _scale_and_gate(
         if GATE is not None:
             up *= _load_scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
     if squares is not None:
-        inverse_rms = alpha * tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
-        product *= inverse_rms
-        up *= inverse_rms
+        alpha_over_rms = alpha * tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
+        product *= alpha_over_rms
+        up *= alpha_over_rms
     if bias is not None:
         product += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
         if GATE is not None:

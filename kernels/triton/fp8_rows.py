@@ -20,10 +20,10 @@ def clamp_to_e4m3(value):
 @triton.jit
 def store_e4m3_rows(value, quantised, scales, rows, columns, mask, stride, num_rows):
     """Stores value: [ROWS, BLOCK] float32, zero where masked, as e4m3 (448 is its largest value) and one scale per row."""
-    row_max = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
-    clamped = clamp_to_e4m3(value * (448.0 / row_max)[:, None])
+    row_absmax = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
+    clamped = clamp_to_e4m3(value * (448.0 / row_absmax)[:, None])
     tl.store(quantised + rows[:, None] * stride + columns[None, :], clamped.to(tl.float8e4nv), mask=mask)
-    tl.store(scales + rows, row_max / 448.0, mask=rows < num_rows)
+    tl.store(scales + rows, row_absmax / 448.0, mask=rows < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,11 +1,11 @@
-"""Fused GEMV with 8-bit weights on Hopper's tensor cores: the products of fused_row.py, with their prologue and epilogue.
+"""Fused GEMV with 8-bit weights on Hopper's tensor cores: the products of fused_row.py, with their epilogue.
 
 `fused_row` converts each byte to float32 in two to three instructions and multiplies it with another: half of what a
 multiprocessor can issue in the time its bytes take to arrive. Here three to four instructions turn two bytes into a pair of
 operands of a matrix instruction, and multiplying these costs next to nothing. A thread loads 16 bytes: contiguous columns of
 one output. A dot product may sum its columns in any order if x has the same order; here it is the order in which threads hold
-what they loaded, so no data moves between threads before the reduction at the end, and none goes through shared memory. Warps
-take chunks in turn; the first two chunks of each warp are loaded before the wait. Each output belongs to one program.
+what they loaded, so until the reduction at the end no data moves between threads, nor through shared memory. Warps take chunks
+in turn; the first two chunks of each warp are loaded before the wait. Each output belongs to one program.
 
     int8 as bfloat16   the lower seven bits go under the exponent of 128; 128 is subtracted, or 256 if the sign bit is set
     int8 as float16    all eight bits, the sign bit flipped, go under the exponent of 1024; 1024 + 128 is subtracted

@@ -1,4 +1,4 @@
-"""Fused GEMV with 4-bit weights on Hopper: the products of fused_int4.py for one request, with their prologue and epilogue.
+"""Fused GEMV with 4-bit weights on Hopper: the products of fused_int4.py for one request, with their epilogue.
 
 `fused_int4` stages words in shared memory, splits the columns among programs, reduces the splits' sums, and loads nothing
 before its wait: 5 to 6 µs of each product on an H200 are not spent on its bytes. Here a thread loads 16 bytes that are its own
@@ -88,7 +88,8 @@ def _add_scaled(acc, chunk_sum, x_sum, scale_zero, BFLOAT_SCALES: gl.constexpr, 
 
 @gluon.jit
 def _accumulate_chunk(acc, pairs, scale_zero, x, first_column, column, K, BFLOAT_SCALES: gl.constexpr):
-    """Adds the products of each warp's chunk to acc; its columns are first_column + column. column: [WARPS, RUN]"""
+    """Adds the products of each warp's chunk to acc; the columns of run r are first_column + RUN · r + column:
+    [WARPS, RUN]"""
     WARPS: gl.constexpr = acc.shape[0]
     X_LAYOUT: gl.constexpr = column.type.layout.parent
     ACC_LAYOUT: gl.constexpr = acc.type.layout

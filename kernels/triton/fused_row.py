@@ -1,4 +1,4 @@
-"""Fused GEMV: the products of fused_linear.py for a decode step of a single request, with their prologue and epilogue.
+"""Fused GEMV: the products of fused_linear.py for a decode step of a single request, with their epilogue.
 
 For one row, a 16-row tile for the tensor cores is mostly padding, and staging it in shared memory, splitting it and reducing
 the splits cost more than the products. Here each program multiplies a few whole rows of the weight in registers: no output is
@@ -62,8 +62,8 @@ def _unpack16(word, INDEX: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _unpack_weights(words, DTYPE: tl.constexpr):
-    """The four weights of each word in float32, exactly. Integer conversion runs at 16 per cycle and multiprocessor, so int8
-    is not converted: a byte moved under an exponent is a float already."""
+    """The four weights of each word in float32, exactly. Integer conversion runs at 16 per cycle, so int8 is not
+    converted: a byte moved under an exponent is a float already."""
     if DTYPE.primitive_bitwidth == 16:
         return (_unpack16(words, 0, DTYPE), _unpack16(words, 1, DTYPE), _unpack16(words, 2, DTYPE), _unpack16(words, 3, DTYPE))
     elif tl.int8 == DTYPE:  # noqa: RET505

@@ -28,7 +28,7 @@ def output_rows(tile, N, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def load_or(values, outputs, mask, DEFAULT: gl.constexpr):
-    """Loads the values of these outputs in float32, to be read only once; DEFAULT if `values` is None."""
+    """Loads the values of these outputs in float32, each of which is read once; DEFAULT if `values` is None."""
     if values is None:
         return DEFAULT
     else:  # noqa: RET505 - Triton takes the branch away where it is not a tail

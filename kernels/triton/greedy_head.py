@@ -4,8 +4,8 @@ Formula. argmax_v round(scale[v] · Σ_k hidden[m, k] · weight[v, k]), the lowe
 the logits of a separate product would be; only 8-bit weights have a scale. Sums in float32, columns in the order of
 `kernels.triton.linear` without splits, or of `linear_int8` and `linear_fp8`.
 Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), V·K in 8 bits; 8 bytes per row for each of
-V / 64 tiles, which `join` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles of 16
-rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, gets
+V / 64 tiles, which `merge_argmax` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles
+of 16 rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, gets
 NO_TOKEN.
 """
 
@@ -76,8 +76,8 @@ def merge_argmax_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: 
 
 
 def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Tiles:
-    """TILES, with fewer loads in flight on cards with 100 KiB of shared memory, and for float32 on all cards. `row_bytes`:
-    bytes of an element of x that is multiplied with 8-bit weights."""
+    """TILES, with fewer loads in flight on cards with 100 KiB of shared memory, and for float32 weights on all cards; for 8-bit
+    weights with float32 rows, FLOAT32_FEW_ROWS. `row_bytes`: bytes of an element of x that is multiplied with 8-bit weights."""
     if weight_bytes == 1 and row_bytes == 4:
         return FLOAT32_FEW_ROWS
     if card(capability).is_small or weight_bytes == 4:

@@ -61,7 +61,8 @@ def accumulate_int4(
 ):  # fmt: skip
     """Σ x[rows, k] · w[outputs, k] over the columns of chunks first … last - 1: [rows, outputs] float32
 
-    `num_outputs`: outputs of the whole weight, the stride of a chunk. A group's scale is applied to its sum.
+    `num_outputs`: outputs of the whole weight: a chunk has RUN words for each, a group one scale. The scale is applied to the
+    sum over each chunk's part of its group.
 
     Each chunk's sum starts from zero: where several dots accumulate into a value that the loop carries, Triton up to 3.8 starts
     the first one before the last of the previous iteration has completed (Blackwell, 64 rows and more; triton-lang/triton,
@@ -75,7 +76,7 @@ def accumulate_int4(
     for chunk in tl.range(first, last, num_stages=STAGES):
         chunk_ptrs = word_ptrs + tl.cast(chunk, tl.int64) * (num_outputs * RUN)
         word_tile = tl.load(chunk_ptrs, mask=output_mask[None, :], other=0, eviction_policy="evict_first")
-        group_sum = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+        partial_sum = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
         for run in tl.static_range(RUNS):
             if (RUN * run) % GROUP == 0:
                 group = (chunk * COLUMNS + RUN * run) // GROUP
@@ -86,8 +87,8 @@ def accumulate_int4(
             if not EVEN_K:
                 x_mask = x_mask & (offsets < K - k)[None, :]
             x_run = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
-            group_sum = tl.dot(x_run, unpack_biased_codes(word_tile, run, DTYPE) - zeros, group_sum)
+            partial_sum = tl.dot(x_run, unpack_biased_codes(word_tile, run, DTYPE) - zeros, partial_sum)
             if (RUN * run + RUN) % GROUP == 0 or run == RUNS - 1:
-                acc += group_sum * unpack_scales(scale_zero, BFLOAT_SCALES)[None, :]
-                group_sum = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+                acc += partial_sum * unpack_scales(scale_zero, BFLOAT_SCALES)[None, :]
+                partial_sum = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
     return acc

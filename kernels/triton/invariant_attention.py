@@ -5,7 +5,7 @@ The keys of a request are split at multiples of SPLIT for every query, and every
 the same instructions. The results of its splits are merged in order: in registers if one program computes all splits of its
 queries, by a second kernel if programs share them. Both merge with the same function, and all roundings are explicit (no
 product is fused with a sum), so the bits do not depend on which one merges. The number of programs that share a tile depends
-only on the numbers of requests and of possible splits, so a captured graph may keep it.
+only on the numbers of rows, requests and possible splits, so a captured graph may keep it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ PROGRAMS_MIN, PROGRAMS_MULTIPROCESSOR = 8, 4
 """The fewest programs that share the splits of a tile, for one long request among many short ones; and, with few tiles,
 programs per multiprocessor: twice as many as fit. Programs without a split exit at once."""
 WORKSPACE_BYTES_MAX = 256 * 1024 * 1024
-"""For the partial results that the second kernel merges (`engine.memory.splits` reserves it). Decodes that need more are
-computed in several launches, and chunks are not shared among programs."""
+"""For the partial results that the second kernel merges (`engine.memory.splits` counts it in the memory plan). Decodes that
+need more are computed in several launches, and chunks are not shared among programs."""
 WORKSPACE_QUERIES_MIN = 64
-"""The fewest queries that the workspace holds all splits of, for chunks in engines of fewer requests."""
+"""The fewest queries that the workspace holds all splits of, within WORKSPACE_BYTES_MAX, for chunks in engines of fewer
+requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,8 @@ def paged_prefill(
     and as a decode, as long as the keys and values of its request are finite.
 
     Bytes: keys and values once per tile of 64 rows, mostly from L2. Operations: 4 · D · 64 rows per key of each tile. Programs
-    share the splits of a tile only if one program per tile would not fill the card, and if the partial results fit the
-    `workspace` of decodes or, without one, the limit of an allocated one.
+    share the splits of a tile only if one program per tile would not fill the card, or with `any_lengths`, and if the partial
+    results fit the `workspace` of decodes or, without one, the limit of an allocated one.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     splits = _max_splits(shape, block_tables.shape[1], max_query_len)

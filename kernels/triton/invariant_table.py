@@ -2,7 +2,7 @@
 batch (products, attention, fused products, the heads of greedy steps).
 
 Norms, rotation, activations, embedding and log-probabilities are already computed row by row. A mixture's experts are
-multiplied in tiles of one size; those that `bind_experts` cannot read are multiplied one by one, as in any engine.
+multiplied together in tiles of one size; those that `bind_experts` cannot read are multiplied one by one, as in any engine.
 """
 
 from __future__ import annotations

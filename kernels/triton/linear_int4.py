@@ -134,7 +134,7 @@ def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: in
         (4 if block_m < SPLIT_K_ROWS_MAX else 3) if card(capability).is_small else (6 if block_m < SPLIT_K_ROWS_MAX else 4)
     )
     chunks = -(-num_columns // CHUNK_COLUMNS)
-    # A step takes some 350 instructions per warp; a multiprocessor hides their latency behind two other programs.
+    # A step takes some 350 instructions per warp; a multiprocessor hides them behind those of two other programs.
     step_bytes = 128 * CHUNK_COLUMNS // 2
     splits = choose_splits(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, occupancy=UNPACK, splits_max=16)
     return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)

@@ -1,4 +1,4 @@
-"""Tiled GEMM x Wᵀ, for weights that are a cast and at most a scale away from the multiplied values.
+"""Tiled GEMM x Wᵀ, for weights that need only a cast and, at most, a scale on the sum.
 
 The kernel of linear.py, linear_int8.py and linear_fp8.py: it reads W once, converts it to x's type in registers and scales the
 sum, so that a scale costs nothing per weight. Those modules choose the tiles.

@@ -71,7 +71,7 @@ def scan_kernel(
     min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, tiles,
 ):  # fmt: skip
-    """Program (row, split): the largest logit of each group of its split, and the split's winner if the row has no filters."""
+    """Program (row, split): the largest logit of each group, and the winner if the row is greedy or has no filters."""
     row, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
@@ -143,7 +143,7 @@ def select_kernel(
     logits_stride, masks_stride, V, G, num_splits,
     GROUPS_PADDED: tl.constexpr, SPLITS: tl.constexpr, LIST_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the token. For rows without filters only the winner among the splits remains to be found."""
+    """Program (row): the token. If it is greedy or has no filters, only the winner among the splits remains to be found."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     token = slot * 0 + _NO_TOKEN
@@ -197,16 +197,16 @@ class SamplingWorkspace(NamedTuple):
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace:
     """For up to `max_rows` rows; 8 KiB per row, and the groups."""
     groups = max_rows * -(-vocab_size // GROUP.value)
-    num_splits = max(rows * _splits(rows, vocab_size, device)[0] for rows in range(1, max_rows + 1))
+    num_results = max(rows * _splits(rows, vocab_size, device)[0] for rows in range(1, max_rows + 1))
 
     def empty(size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     return SamplingWorkspace(
         empty(groups, torch.float32),
-        empty(num_splits, torch.float32),
-        empty(num_splits, torch.int32),
-        empty(num_splits, torch.int64),
+        empty(num_results, torch.float32),
+        empty(num_results, torch.int32),
+        empty(num_results, torch.int64),
         empty(groups, torch.int32),
         empty(max_rows * LIST_SIZE, torch.float32),
         empty(max_rows * LIST_SIZE, torch.int32),

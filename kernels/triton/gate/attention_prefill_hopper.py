@@ -11,7 +11,7 @@ from kernels.triton.gate.compilation import Compilation
 
 def compilations() -> list[Compilation]:
     """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B; fp16, larger blocks, a group of heads that does not fill a
-    tile; whole tiles and splits."""
+    tile; whole tiles, and splits for few requests."""
     llama = AttentionShape(16, 32, 8, 128)
     shapes = {
         "llama-8b bf16": llama,

@@ -49,9 +49,9 @@ class Compilation:
     `tensor_cores`: the card's own kind of matrix instruction must be used: mma.sync on 80 and 89, wgmma on 90, tcgen05 on 100.
     `small_tile`: the tile has fewer than 64 rows, for which every card has mma.sync alone, or 64 that Triton may transpose for
     it: either kind is accepted. `fp_fusion`: whether the launch allows fusing products with sums, as all do unless every
-    rounding matters. `registers_max`: its limit per thread (`maxnreg`), None for no limit. `programs`: how many of its programs
-    each multiprocessor must hold at a time. `exponentials_min`: how many exponentials a thread must compute at least while
-    products of its loop are in flight.
+    rounding matters. `registers_max`: the limit of registers per thread (`maxnreg`), None for no limit. `programs`: how many of
+    its programs each multiprocessor must hold at a time. `exponentials_min`: how many exponentials a thread must compute at
+    least while products of its loop are in flight.
     """
 
     name: str
@@ -216,8 +216,8 @@ def _source(compilation: Compilation, capability: int) -> Any:
     if "EARLY" in names:
         constants["EARLY"] = _is_early(compilation, capability)
     signature = {name: compilation.signature.get(name, "constexpr") for name in names}
-    unaligned = {param.name for param in compilation.kernel.params if param.do_not_specialize_on_alignment}
-    aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} - unaligned
+    any_alignment = {param.name for param in compilation.kernel.params if param.do_not_specialize_on_alignment}
+    aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} - any_alignment
     aligned |= set(compilation.divisible)
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in aligned}
     language = GluonASTSource if isinstance(compilation.kernel, GluonJITFunction) else ASTSource
