@@ -35,10 +35,10 @@ def environment(data_dir: Path) -> dict[str, str]:
 def typed(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end in a process of its own, which is forked: `serve` below is started as an operator would."""
     with tempfile.TemporaryDirectory() as name:
-        said, complained = Path(name, "said"), Path(name, "complained")
-        program = ("tests.support.serve_for_tests", "command", arguments, environment(data_dir), said, complained)
+        stdout, stderr = Path(name, "stdout"), Path(name, "stderr")
+        program = ("tests.support.serve_for_tests", "run_command", arguments, environment(data_dir), stdout, stderr)
         status = forked_processes.wait_for_exit(forked_processes.start(*program), GREETING_DEADLINE_S)
-        return subprocess.CompletedProcess(arguments, status, said.read_text("utf-8"), complained.read_text("utf-8"))
+        return subprocess.CompletedProcess(arguments, status, stdout.read_text("utf-8"), stderr.read_text("utf-8"))
 
 
 @pytest.fixture
