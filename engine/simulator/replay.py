@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from engine.errors import EngineConfigError
-from engine.memory.fit import MemoryFit
+from engine.memory.fit import MemoryFit, format_distinct
 from engine.memory.needs import GIB
 from engine.options import SEATS_MAX, EngineOptions
 from engine.protocol import SamplingParams
@@ -90,8 +90,10 @@ class Setup:
             raise EngineConfigError("slo_tpot_ms", f"must be between 0.1 and 1000000, not {self.inter_token_target_s * 1e3:g}")
         if not 0 <= self.host_cache_gib <= 1e6:
             raise EngineConfigError("host_cache_gib", f"must be between 0 and 1000000, not {self.host_cache_gib}")
-        if not self.fit.context_len and self.num_kv_blocks is None:
-            raise EngineConfigError("gpu", f"{self.gpu.name} cannot hold {self.model.name}: it {self.fit.explain()}")
+        if self.num_kv_blocks is not None and self.num_kv_blocks < 1:
+            raise EngineConfigError("num_kv_blocks", f"must be at least 1, not {self.num_kv_blocks}")
+        if self.num_kv_blocks is None and not self.fit.context_len:
+            raise self._no_room()
 
     @property
     def kv_bytes(self) -> int:
@@ -101,27 +103,46 @@ class Setup:
     @cached_property
     def fit(self) -> MemoryFit:
         """The memory of an engine with these options, as `gatehouse plan` computes it."""
+        return self._fit_with(self.max_num_seqs, self.token_budget)
+
+    def _fit_with(self, max_num_seqs: int | None, token_budget: int | None) -> MemoryFit:
         options = EngineOptions(
             model=Path(self.model.name),
             device="cuda",
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.token_budget,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=token_budget,
             kv_cache_dtype="fp8" if self.kv_cache_dtype == "fp8" else "auto",
         )
         return engine_fit(self.model.config, options, self.gpu)
 
-    @property
+    def _no_room(self) -> EngineConfigError:
+        """Names the option without which there would be room for keys and values, else the GPU."""
+        needs, option = self.fit.needs, "gpu"
+        if self.token_budget is not None and self._fit_with(self.max_num_seqs, None).context_len:
+            option = "token_budget"
+        elif self.max_num_seqs is not None and self._fit_with(None, self.token_budget).context_len:
+            option = "max_num_seqs"
+        needed, usable = format_distinct(needs.fixed_bytes + needs.block_bytes, self.fit.usable_bytes)
+        value = self.gpu.name if option == "gpu" else getattr(self, option)
+        return EngineConfigError(
+            option,
+            f"{value} leaves {self.model.name} no room: it needs at least {needed}, and {usable} may be used "
+            f"(`gatehouse plan` says what would make it fit)",
+        )
+
+    @cached_property
     def seats(self) -> int:
         """The most running requests."""
         return self.fit.load.num_seqs if self.max_num_seqs is None else self.max_num_seqs
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """KV blocks."""
         return self.fit.kv_tokens // BLOCK_SIZE if self.num_kv_blocks is None else self.num_kv_blocks
 
-    @property
+    @cached_property
     def max_model_len(self) -> int:
+        """The longest request, at most the model's context."""
         return min(self.model.config.max_position_len, self.blocks * BLOCK_SIZE)
 
     def host_tier(self) -> HostTier | None:
@@ -153,7 +174,7 @@ class Replay:
         self._arrivals = iter(workload.requests)
         self._next = next(self._arrivals, None)
         self._num_arrived = 0
-        self._next_static_batch: list[SimulatedRequest] = []
+        self._static_waiting: list[SimulatedRequest] = []
 
     def _make_scheduler(self) -> Scheduler:
         setup = self.setup
@@ -206,10 +227,10 @@ class Replay:
         while traced is not None and traced.arrival_s <= now_s:
             self._submit(traced)
             self._next = traced = next(self._arrivals, None)
-        if self._next_static_batch and not self.scheduler.has_requests:
-            for request in self._next_static_batch[: self.setup.seats]:
+        if self._static_waiting and not self.scheduler.has_requests:
+            for request in self._static_waiting[: self.setup.seats]:
                 self.scheduler.add(request)
-            del self._next_static_batch[: self.setup.seats]
+            del self._static_waiting[: self.setup.seats]
 
     def _submit(self, traced: TracedRequest) -> None:
         """Submit a request. A prompt that does not fit the context is refused, as by the engine, and recorded."""
@@ -233,7 +254,7 @@ class Replay:
         )
         tenant.queue(traced.arrival_s)
         if self.setup.policy == "static":
-            self._next_static_batch.append(request)
+            self._static_waiting.append(request)
         else:
             self.scheduler.add(request)
 

@@ -203,9 +203,29 @@ def test_a_simulated_engine_has_the_seats_and_blocks_of_the_plan(name: str, opti
 
 def test_a_model_that_leaves_no_room_for_keys_and_values_is_refused_with_what_would_help() -> None:
     model, gpu = find_model("llama-3.1-8b"), replace(find_gpu("h200"), memory_bytes=16 * GIB)
-    with pytest.raises(EngineConfigError, match=r"gpu h200 cannot hold llama-3\.1-8b: it needs .* weights in 8 bits"):
+    text = (
+        r"gpu h200 leaves llama-3\.1-8b no room: it needs at least 16\.9 GiB, and 14\.4 GiB may be used \(`gatehouse plan` says"
+    )
+    with pytest.raises(EngineConfigError, match=text):
         Setup(model=model, gpu=gpu)
+    with pytest.raises(EngineConfigError, match="num_kv_blocks must be at least 1, not 0"):
+        Setup(model=model, gpu=gpu, num_kv_blocks=0)
     assert Setup(model=model, gpu=gpu, num_kv_blocks=100).blocks == 100
+
+
+@pytest.mark.parametrize("option", [{"token_budget": 5_000_000}, {"max_num_seqs": SEATS_MAX}])
+def test_the_option_that_leaves_no_room_is_named(option: dict[str, int]) -> None:
+    gpu = replace(find_gpu("h200"), memory_bytes=20 * GIB)
+    ((name, value),) = option.items()
+    with pytest.raises(EngineConfigError, match=f"{name} {value} leaves llama-3.1-8b no room"):
+        Setup(model=find_model("llama-3.1-8b"), gpu=gpu, **option)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama-3.1-8b", 872_800), ("qwen3-0.6b", 1_138_272)])
+def test_the_cache_of_a_known_model_has_the_size_worked_out_by_hand(name: str, tokens: int) -> None:
+    """Nine tenths of 139 GiB without weights, activations, graphs, slots, rotary tables and context, by bytes per token."""
+    setup = Setup(model=find_model(name), gpu=find_gpu("h200"))
+    assert (setup.blocks * 16, setup.seats) == (tokens, 256)
 
 
 def test_a_16_bit_cache_is_refused_for_a_model_in_32_bits(tmp_path: Path) -> None:
