@@ -31,7 +31,7 @@ class HealthShape(msgspec.Struct, kw_only=True):
 
 
 @get("/health/live", summary="Check that the process is alive", tags=["health"])
-async def live(request: Request[Any, Any, Any]) -> LiveShape:
+async def check_live(request: Request[Any, Any, Any]) -> LiveShape:
     """Answer 200 as long as the process runs, even while models load."""
     return LiveShape(status="ok", version=services_of(request).version)
 
@@ -42,7 +42,7 @@ async def live(request: Request[Any, Any, Any]) -> LiveShape:
     tags=["health"],
     opt={"errors": (503,), "error_body": HealthShape},
 )
-async def ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
+async def check_ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     """Answer 200 when every part is ready, else 503 with the reason for each part that is not."""
     services = services_of(request)
     parts = await _parts(services)
@@ -57,7 +57,7 @@ async def ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     tags=["health"],
     opt={"text": "text/plain", "errors": (401, 403)},
 )
-async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
+async def read_metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Return all metrics in Prometheus' text format. Callers on other machines need an administrator token."""
     if not is_from_this_machine(request):
         await authenticate_administrator(request, Action.READ_BOX)
@@ -76,4 +76,4 @@ async def _parts(services: Services) -> dict[str, str]:
     return parts
 
 
-HANDLERS = [live, ready, metrics]
+HANDLERS = [check_live, check_ready, read_metrics]

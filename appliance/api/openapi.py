@@ -23,7 +23,7 @@ from litestar.routes import HTTPRoute
 from appliance.api.descriptions import describe_fields
 from appliance.api.descriptions.parameters import describe_parameter
 from appliance.api.error_responses import ErrorAnswer
-from appliance.api.openapi_names import Named, name_operations, rename_components
+from appliance.api.openapi_names import Named, in_order, name_operations, rename_components
 
 ContentOf = Callable[[Any], dict[str, Any]]
 """The content of a body of some type."""
@@ -45,6 +45,15 @@ _ERRORS = {
     429: "A limit is reached; `retry-after` says when to try again",
     503: "Not available now: an engine is down or loading, the queue is full, or the appliance is stopping",
 }
+_PARAMETER_TYPES = {
+    "limit": "integer",
+    "start_time": "integer",
+    "end_time": "integer",
+    "effective_at": "integer",
+    "batch": "boolean",
+    "tenant_only": "boolean",
+}
+"""Of query parameters that are no strings; `effective_at[gt]` and its like are those of `effective_at`."""
 _SUCCESSES = {200: "OK", 201: "Created", 204: "Done, without a body"}
 _SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration": ("administrator",)}
 
@@ -112,12 +121,12 @@ def _build(app: Litestar) -> bytes:
             if operation is not None:
                 _complete(operation, handler, content_of)
                 _describe_errors(operation, route, handler, content_of)
-                _describe_parameters(operation, route)
+                _describe_parameters(operation, route, handler)
                 named.append(Named(operation, handler.handler_name, route.path_format))
     name_operations(named)
     _describe_structs(app, schemas)
     describe_fields(schemas)
-    schema["paths"] = dict(sorted(schema["paths"].items()))
+    schema["paths"] = in_order(schema["paths"])
     return msgspec.json.encode(rename_components(schema))
 
 
@@ -133,8 +142,7 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: 
     for name in handler.opt.get("query", ()):
         if name.endswith("[]"):
             continue  # the same parameter as OpenAI's clients spell it: in a generated client the two would have one name
-        kind = "integer" if name == "limit" else "string"
-        schema: dict[str, Any] = {"type": kind}
+        schema: dict[str, Any] = {"type": _PARAMETER_TYPES.get(name.partition("[")[0], "string")}
         if name in handler.opt.get("repeatable", ()):
             schema = {"type": "array", "items": schema}
         required = name in handler.opt.get("required", ())
@@ -165,11 +173,13 @@ def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRo
     return statuses
 
 
-def _describe_parameters(operation: dict[str, Any], route: HTTPRoute) -> None:
+def _describe_parameters(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler) -> None:
     for parameter in operation.get("parameters", ()):
-        text = describe_parameter(route.path_format, parameter["name"])
+        name = parameter["name"]
+        text = describe_parameter(route.path_format, name)
         if text is not None:
-            parameter["description"] = text
+            is_spelled_twice = f"{name}[]" in handler.opt.get("query", ())
+            parameter["description"] = f"{text} `{name}[]` means the same." if is_spelled_twice else text
 
 
 def _describe_structs(app: Litestar, schemas: dict[str, Any]) -> None:

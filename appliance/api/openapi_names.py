@@ -7,12 +7,14 @@ The framework derives the name of an operation from its path and that of a gener
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 _REFERENCE = "#/components/schemas/"
 _ANY = "Object"
 """The name of an argument that is not a struct."""
+_FIRST = ("/v1/", "/admin/", "/health", "/metrics")
+"""Paths in the order of the document; those without `/v1` come last."""
 
 
 class Named(NamedTuple):
@@ -26,7 +28,7 @@ class Named(NamedTuple):
 def name_operations(operations: Iterable[Named]) -> None:
     """Give every operation an `operationId`: its handler's name, `createChatCompletion`.
 
-    Of the paths with the same handler the shorter one, which is there for clients that leave out `/v1`, gets a suffix.
+    Of two paths with the same handler, such as `/v1/models` and `/models`, the shorter one gets a suffix.
     """
     taken: set[str] = set()
     for operation, handler, path in sorted(operations, key=lambda each: (-len(each.path), each.path)):
@@ -37,6 +39,15 @@ def name_operations(operations: Iterable[Named]) -> None:
         assert name not in taken, f"two operations have the name {name}: {path}"
         taken.add(name)
         operation["operationId"] = name
+
+
+def in_order(paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the paths of a document in the order of `_FIRST`, alphabetically in each part."""
+
+    def place(path: str) -> tuple[int, str]:
+        return next((rank for rank, prefix in enumerate(_FIRST) if path.startswith(prefix)), len(_FIRST)), path
+
+    return {path: paths[path] for path in sorted(paths, key=place)}
 
 
 def rename_components(document: dict[str, Any]) -> dict[str, Any]:
@@ -53,8 +64,8 @@ def rename_components(document: dict[str, Any]) -> dict[str, Any]:
 def component_name(name: str) -> str:
     """Return the public name of a schema: `Key` for `KeyShape`, `KeyPage` for `PageShape_appliance.api.shapes.KeyShape_`."""
     generic, _, argument = name.partition("_")
-    noun = argument.removesuffix("_").rpartition(".")[2].replace("Any", _ANY)
-    return re.sub("Shape$", "", noun) + re.sub("Shape$", "", generic)
+    noun = argument.removesuffix("_").rpartition(".")[2]
+    return (_ANY if noun == "Any" else re.sub("Shape$", "", noun)) + re.sub("Shape$", "", generic)
 
 
 def _public(value: Any, names: dict[str, str]) -> Any:

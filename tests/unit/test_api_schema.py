@@ -86,6 +86,7 @@ async def test_operations_have_names_that_a_client_can_use_as_methods(box: ApiBo
 
     assert paths["/v1/chat/completions"]["post"]["operationId"] == "createChatCompletion"
     assert paths["/chat/completions"]["post"]["operationId"] == "createChatCompletionShortPath"
+    assert paths["/health/live"]["get"]["operationId"] == "checkLive"
     assert len(set(names)) == len(names)
     assert [name for name in names if not re.fullmatch("[a-z][A-Za-z]*", name)] == []
 
@@ -98,10 +99,43 @@ async def test_schemas_have_names_that_a_client_can_use_as_classes(box: ApiBox) 
     assert [name for name, schema in schemas.items() if schema["title"] != name] == []
 
 
-async def test_the_document_is_in_alphabetical_order(box: ApiBox) -> None:
+async def test_the_document_begins_with_the_interface_of_programs_and_is_in_alphabetical_order(box: ApiBox) -> None:
     document = (await box.client.get("/schema/openapi.json")).json()
-    for part in (document["paths"], document["components"]["schemas"]):
-        assert list(part) == sorted(part)
+    paths, schemas = list(document["paths"]), list(document["components"]["schemas"])
+    parts = [[path for path in paths if path.startswith(prefix)] for prefix in ("/v1/", "/admin/", "/health", "/metrics")]
+    others = [path for path in paths if not path.startswith(("/v1/", "/admin/", "/health", "/metrics"))]
+
+    assert paths == [path for part in (*parts, others) for path in sorted(part)]
+    assert schemas == sorted(schemas)
+
+
+async def test_a_parameter_that_can_be_spelled_in_two_ways_is_described_once(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            names = [parameter["name"] for parameter in operation.get("parameters", ())]
+            assert len(set(names)) == len(names), path
+            assert [name for name in names if name.endswith("[]")] == [], path
+    parameters = paths["/v1/organization/usage/completions"]["get"]["parameters"]
+    (projects,) = [parameter for parameter in parameters if parameter["name"] == "project_ids"]
+
+    assert projects["schema"] == {"type": "array", "items": {"type": "string"}}
+    assert projects["description"].endswith("`project_ids[]` means the same.")
+
+
+async def test_parameters_that_are_numbers_or_truth_values_are_described_so(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    described = {
+        parameter["name"]: parameter["schema"].get("type")
+        for path in ("/v1/organization/usage/completions", "/v1/organization/audit_logs")
+        for parameter in paths[path]["get"]["parameters"]
+    }
+
+    assert {described[name] for name in ("start_time", "end_time", "limit", "effective_at[gt]", "effective_at[lte]")} == {
+        "integer"
+    }
+    assert {described[name] for name in ("batch", "tenant_only")} == {"boolean"}
+    assert described["bucket_width"] == "string"
 
 
 async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fails(box: ApiBox) -> None:
