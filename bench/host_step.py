@@ -34,13 +34,13 @@ from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.loop import Engine
 from engine.main import serve
-from engine.memory.device import GraphMemory
+from engine.memory.device import CapturedGraphs
 from engine.protocol import EngineFrame, EngineInfo, GatewayFrame, GenerationRequest, SamplingParams
 from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import slot_words
-from engine.sampling.columns import ColumnSampler, Kind, SampledTokens
+from engine.sampling.columns import ColumnSampler, Kind, SampledColumns
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
@@ -83,8 +83,8 @@ class NoSampler(ColumnSampler):
     def choose(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Kind, masks: torch.Tensor | None = None,
         *, scores_out: torch.Tensor | None = None,
-    ) -> SampledTokens:  # fmt: skip
-        return SampledTokens(torch.zeros(len(slots), dtype=torch.int64), None)
+    ) -> SampledColumns:  # fmt: skip
+        return SampledColumns(torch.zeros(len(slots), dtype=torch.int64), None)
 
 
 class NoCalls:
@@ -101,8 +101,8 @@ class NoCalls:
     def run(self, key: Hashable, function: Callable[[], None]) -> None: ...
 
     @property
-    def graph_memory(self) -> GraphMemory:
-        return GraphMemory()
+    def captured_graphs(self) -> CapturedGraphs:
+        return CapturedGraphs()
 
 
 class NoPlainRunner:

@@ -117,7 +117,7 @@ def build_engine(
     measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes)
     slot_runner = _make_slot_runner(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if slot_runner is not None:
-        measured = meter.with_graphs(measured, slot_runner.steps.calls.graph_memory)
+        measured = meter.with_graphs(measured, slot_runner.steps.calls.captured_graphs)
         times.record("graphs")
     speed = measure_speed(
         resolved.config,

@@ -136,8 +136,8 @@ class OverlappedSteps:
                 self._invalidate(step)
 
     def collect(self, step: InFlightStep, successor: InFlightStep | None) -> list[RowResult]:
-        """Results of a step whose predecessors are settled. If they are in doubt, so is the step that was launched `successor`
-        it."""
+        """Results of a step whose predecessors are settled. If they are in doubt, so is `successor`, the step that was
+        launched behind it."""
         outputs = self._wait(step)
         if outputs is None:
             self._invalidate(successor)
@@ -157,7 +157,7 @@ class OverlappedSteps:
         """Results of a step in which some rows verify guesses. How many are accepted is not known beforehand, so no step is
         under way before it, and none is launched behind it."""
         items = batch.items
-        outputs = self._launch_verification(batch) if self._can_launch(batch) else None
+        outputs = self._run_verification(batch) if self._can_launch(batch) else None
         if outputs is None:
             return run_isolated(self._runner, items)
         failed = [row for row, output in enumerate(outputs) if output is None]
@@ -181,7 +181,7 @@ class OverlappedSteps:
         self.plain_steps[reason] += 1
         return False
 
-    def _launch_verification(self, batch: ScheduledBatch) -> list[RowResult] | None:
+    def _run_verification(self, batch: ScheduledBatch) -> list[RowResult] | None:
         try:
             pending = self._runner.launch_verification(batch)
             pending.complete()

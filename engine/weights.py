@@ -166,7 +166,7 @@ def _read_ahead(paths: Sequence[Path]) -> None:
 
 def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float], None]) -> None:
     """Fill every place of `plan`. `progress` gets the loaded fraction, from 0 to 1. Raises `WeightsError`."""
-    loaded: set[str] = set()
+    names_read: set[str] = set()
     unexpected: list[str] = []
     tied: dict[str, torch.Tensor] = {}
     files = weight_files(directory)
@@ -175,15 +175,15 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
             _read_ahead(files[number : number + 2])
             for stored in tensors.keys():  # noqa: SIM118 - not a mapping
                 name = plan.name_of(stored)
-                if name in loaded:
+                if name in names_read:
                     raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
-                loaded.add(name)
+                names_read.add(name)
                 if name in plan.tied:
                     tied[name] = tensors.get_tensor(stored)
                 elif not _load_tensor(plan, name, partial(tensors.get_tensor, stored), path):
                     unexpected.append(stored)
-                progress(min(1.0, len(loaded) / max(1, len(plan.places))))
-    _check_complete(directory, plan, loaded, unexpected)
+                progress(min(1.0, len(names_read) / max(1, len(plan.places))))
+    _check_complete(directory, plan, names_read, unexpected)
     for name, tensor in tied.items():
         _check_tied(plan, name, tensor)
 
@@ -233,8 +233,8 @@ def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
         raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.tied[name]}")
 
 
-def _check_complete(directory: Path, plan: WeightPlan, loaded: set[str], unexpected: list[str]) -> None:
-    missing = sorted(set(plan.places) - loaded - plan.optional)
+def _check_complete(directory: Path, plan: WeightPlan, names_read: set[str], unexpected: list[str]) -> None:
+    missing = sorted(set(plan.places) - names_read - plan.optional)
     if missing:
         verb = "tensor is" if len(missing) == 1 else "tensors are"
         raise WeightsError(f"{directory}: {len(missing)} {verb} missing: {_shown(missing)}; {FOREIGN}")

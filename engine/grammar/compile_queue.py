@@ -88,7 +88,8 @@ class CompileQueue:
         return grammar
 
     def start_next(self) -> Job | None:
-        """Start the next compile, of the tenant that was served least recently; None if none can start now."""
+        """Start the next compile, of the first tenant in turn that has one waiting and may run one more; None if there is none.
+        A tenant that was just served comes last, as a new one does."""
         for tenant_id, queue in self._queues.items():
             if queue.waiting and queue.num_running < self._running_max:
                 queue.num_running += 1

@@ -35,14 +35,14 @@ class ObjectWriter:
         self._value = value
         self._shape = shape
         self._count_max = max(1, shape.low, 0 if shape.high is None else shape.high)
-        self._is_unconstrained = shape.high is None and shape.low <= 1 and not shape.pairs
+        self._needs_no_count = shape.high is None and shape.low <= 1 and not shape.pairs
         self._num_states = 0
         self._pending: deque[tuple[str, str, _State]] = deque()
         self._named = tuple(rules.intern(member) for member in shape.named)
         self._constraints_id = rules.intern((shape.others, shape.low, shape.high, shape.pairs))
 
     def start(self) -> str:
-        if self._shape.any_order and self._is_unconstrained and len(self._shape.named) <= BITS:
+        if self._shape.any_order and self._needs_no_count and len(self._shape.named) <= BITS:
             return self._each_once()
         any_order = self._shape.any_order and len(self._shape.named) <= FREE_NAMES_MAX
         name = self._state("free" if any_order else "open", (0, 0, frozenset()))
@@ -84,7 +84,7 @@ class ObjectWriter:
     def _open(self, state: _State) -> list[Body]:
         index, count, satisfied = state
         due = self._state("due", state)
-        if self._is_unconstrained and count:
+        if self._needs_no_count and count:
             return [(self._other_members(), due)] if self._shape.others else [(due,)]
         bodies: list[Body] = [(due,)]
         if self._may_add(count):

@@ -23,8 +23,8 @@ STEP_ITEMS_MAX = 60_000
 LEXER_STATES_MAX = 30_000  # about 2 kB each, shared by the requests of a grammar
 ALLOWANCE_S = 1.0
 TOKEN_ALLOWANCE_S = 0.004
-WARM_UP_RUNS = 3
-WARM_UP_TOKENS = 40
+TRIAL_RUNS = 3
+TRIAL_TOKENS = 40
 COMPILE_LEXER_FUEL = 2_000_000
 GRAMMAR_SYMBOLS_MAX = 500_000
 
@@ -70,7 +70,7 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> Any:
-    """Compile a grammar and compute its first mask. Raises `GrammarError` naming the field of `spec`."""
+    """Compile a grammar and try it out on random texts. Raises `GrammarError` naming the field of `spec`."""
     matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits())
     if matcher.is_error():
         reason = _first_line(matcher.get_error())
@@ -80,14 +80,15 @@ def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) ->
             reason = "its patterns together are too complex"
         raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {reason}")
     rng = random.Random(0)  # noqa: S311 - the same walks in the process that checks a grammar and in the one that uses it
-    for _ in range(WARM_UP_RUNS):
-        _warm_up(matcher.deep_copy(), rng, spec)
+    for _ in range(TRIAL_RUNS):
+        _try_out(matcher.deep_copy(), rng, spec)
     return matcher
 
 
-def _warm_up(matcher: Any, rng: random.Random, spec: GrammarSpec) -> None:
-    """Generate a random text, so that the first steps of requests hit the lexer's cache, and excessive cost is detected now."""
-    for _ in range(WARM_UP_TOKENS):
+def _try_out(matcher: Any, rng: random.Random, spec: GrammarSpec) -> None:
+    """Generate a random text: this refuses a grammar that has no text or costs too much, before any request uses it, and fills
+    the lexer's cache for the first steps of requests. Raises `GrammarError`."""
+    for _ in range(TRIAL_TOKENS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             reason = _first_line(matcher.get_error())

@@ -193,8 +193,8 @@ class Cases:
         only_whole = "integer" in names and "number" not in names
         branch.types = branch.types & listed if holds else branch.types - (names & TYPES)
         if only_whole:
-            is_integer = self._integer_constraints.setdefault(constraint, Constraint("whole", None, constraint.path))
-            branch.facts[(is_integer, holds)] = None
+            integer_constraint = self._integer_constraints.setdefault(constraint, Constraint("whole", None, constraint.path))
+            branch.facts[(integer_constraint, holds)] = None
         return bool(branch.types)
 
     def _one_of(self, nodes: tuple[Node, ...], branch: _Branch) -> Iterator[list[Literal]]:

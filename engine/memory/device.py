@@ -26,7 +26,7 @@ def free_kv_bytes(needs: MemoryNeeds, utilization: float, device: torch.device) 
     return max(0, int(total * utilization) - (total - free) - reserved)
 
 
-class GraphMemory(NamedTuple):
+class CapturedGraphs(NamedTuple):
     """Captured graphs, including those evicted since, and the memory that the driver allocated on the card for them outside
     torch's allocator (`driver_bytes`). The driver allocates in large pieces, so that one graph alone shows nothing or too much.
     What it defers until a graph first runs is not included; what other processes allocated on the card during captures is,
@@ -53,9 +53,9 @@ def check_swap_space(options: EngineOptions, device: torch.device) -> None:
     """Raise `EngineConfigError` for a host tier that main memory cannot hold. Beside a GPU it is page-locked, of which
     torch takes the next power of two."""
     memory, wanted = main_memory_bytes(), int(options.swap_space * GIB)
-    locked_bytes = 1 << (wanted - 1).bit_length() if wanted and device.type == "cuda" else wanted
-    if locked_bytes > memory * SWAP_SPACE_SHARE_MAX:
-        rounded = f", page-locked as {locked_bytes / GIB:g} GiB," if locked_bytes > wanted else ""
+    needed_bytes = 1 << (wanted - 1).bit_length() if wanted and device.type == "cuda" else wanted
+    if needed_bytes > memory * SWAP_SPACE_SHARE_MAX:
+        rounded = f", page-locked as {needed_bytes / GIB:g} GiB," if needed_bytes > wanted else ""
         raise EngineConfigError(
             "swap_space",
             f"({options.swap_space:g} GiB){rounded} is more than {SWAP_SPACE_SHARE_MAX:.0%} of main memory "

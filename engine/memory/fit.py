@@ -1,8 +1,8 @@
 """Whether a model fits into a device's memory, and which changes would make it fit, in words. Knows no torch.
 
 Changes are offered in the order of what they cost, each with the context that it leaves: a larger share of the card, which
-other programs then lack; fewer requests and tokens at a time and no captured steps, which cost speed; fewer bits for
-activations, output head, keys and values, or weights, which cost quality; and last, all of them together.
+other programs then lack; fewer requests and tokens at a time and no captured steps, which cost speed; a dtype of 16 bits, or
+fewer bits for output head, keys and values, or weights, which cost quality; and last, all of them together.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def disable_graphs(fit: MemoryFit) -> Changed | None:
     return Changed("no captured steps (enforce_eager)", replace(fit, load=replace(fit.load, has_slots=False)))
 
 
-def activations_16_bit(fit: MemoryFit) -> Changed | None:
+def dtype_16_bit(fit: MemoryFit) -> Changed | None:
     if not fit.load.on_gpu or fit.formats.element_bytes <= 2:
         return None
     return Changed("numbers in 16 bits (dtype=bfloat16)", replace(fit, formats=_in_16_bits(fit.formats)))
@@ -225,10 +225,10 @@ CHANGES_BY_COST: tuple[tuple[Change, ...], ...] = (
     (shrink_batch,),
     (disable_graphs,),
     (shrink_batch, disable_graphs),
-    (activations_16_bit,),
+    (dtype_16_bit,),
     (head_8_bit,),
     (kv_8_bit,),
-    (activations_16_bit, kv_8_bit),
+    (dtype_16_bit, kv_8_bit),
     (weights_8_bit,),
     (weights_8_bit, kv_8_bit),
     (weights_4_bit,),

@@ -11,7 +11,7 @@ import torch
 from engine.config.model import ModelConfig
 from engine.device import format_name
 from engine.errors import EngineConfigError
-from engine.memory.device import WORKSPACE_BYTES, GraphMemory, driver_bytes, main_memory_bytes
+from engine.memory.device import WORKSPACE_BYTES, CapturedGraphs, driver_bytes, main_memory_bytes
 from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import MemoryFit, gib
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
@@ -124,7 +124,8 @@ def forecast_memory(
 
 
 def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
-    """What this process may use of the device, and what is in use already, by others included."""
+    """What this process may use of the device, and what is in use already: of a GPU by all processes, of main memory the peak
+    of this one alone."""
     if device.type == "cpu":
         used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=used_bytes)
@@ -199,14 +200,14 @@ class MemoryMeter:
             self._reserved_before_graphs = torch.cuda.memory_reserved(self._device)
             self._slots_bytes = torch.cuda.memory_allocated(self._device) - self._allocated_before_slots
 
-    def with_graphs(self, measured: MeasuredMemory, graph_memory: GraphMemory) -> MeasuredMemory:
+    def with_graphs(self, measured: MeasuredMemory, captured: CapturedGraphs) -> MeasuredMemory:
         """`measured` with the slots and the graphs captured so far: what these compute with, from torch's allocator, and what
-        the driver took for them (`graph_memory`, which other processes on the card may disturb)."""
+        the driver took for them (`captured`, which other processes on the card may disturb)."""
         if not self._on_gpu:
             return measured
         pool_bytes = max(0, torch.cuda.memory_reserved(self._device) - self._reserved_before_graphs)
-        graphs_bytes = pool_bytes + graph_memory.driver_bytes
-        return replace(measured, graphs_bytes=graphs_bytes, num_graphs=graph_memory.num_graphs, slots_bytes=self._slots_bytes)
+        graphs_bytes = pool_bytes + captured.driver_bytes
+        return replace(measured, graphs_bytes=graphs_bytes, num_graphs=captured.num_graphs, slots_bytes=self._slots_bytes)
 
     def measured(self, weights_bytes: int, kv_bytes: int, rotary_bytes: int) -> MeasuredMemory:
         """What was taken, once the first steps have run. On a CPU that is the given sizes and nothing else."""

@@ -67,7 +67,8 @@ class OnTheFlyHeadStorage:
 
 
 class PackedOnLoad:
-    """Stacked matrices that are packed when the last of them has been read. The unpacked tensor exists only until then."""
+    """Stacked matrices that are packed when the last of them has been read. The unpacked tensor exists only from the
+    first read to the last."""
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
 """Captures and replays functions of buffers at fixed addresses as CUDA graphs. Where there are none, `DirectCalls` calls the
 function.
 
-A replayed graph costs the host one call, however many kernels it launches. A graph is captured when its key is used for the
-first time. All graphs share one memory pool, because only one runs at a time. The function runs once before it is captured, so
-that kernels are compiled and libraries have their workspaces; the caller makes sure that this run changes nothing. A capture
-that failed is not tried again, because it would fail at every step: asking for its key raises at once.
+A replayed graph costs the host one call, however many kernels it launches. A graph is captured by `make_ready`: at warm-up, or
+right before a step without one, and where that step can be computed in another way only if the capture is worth it (`admits`).
+All graphs share one memory pool, because only one runs at a time. The function runs once before it is captured, so that kernels
+are compiled and libraries have their workspaces; the caller makes sure that this run changes nothing. A capture that failed is
+not tried again, because it would fail at every step: asking for its key raises at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from engine.memory.device import GraphMemory, driver_bytes
+from engine.memory.device import CapturedGraphs, driver_bytes
 from engine.runner.graph_eviction import GraphEviction
 
 log = logging.getLogger("gatehouse.engine")
@@ -49,8 +50,9 @@ class Calls(Protocol):
         ...
 
     @property
-    def graph_memory(self) -> GraphMemory:
-        """The graphs captured so far, and the memory they took."""
+    def captured_graphs(self) -> CapturedGraphs:
+        """The graphs captured so far, and what the driver allocated for them; what they took of torch's allocator is not
+        included."""
         ...
 
 
@@ -70,9 +72,9 @@ class DirectCalls:
         function()
 
     @property
-    def graph_memory(self) -> GraphMemory:
+    def captured_graphs(self) -> CapturedGraphs:
         """Nothing."""
-        return GraphMemory()
+        return CapturedGraphs()
 
 
 class CudaGraphs:
@@ -166,8 +168,8 @@ class CudaGraphs:
         self._graphs[key].replay()
 
     @property
-    def graph_memory(self) -> GraphMemory:
-        return GraphMemory(self._num_captured, max(0, self._driver_bytes))
+    def captured_graphs(self) -> CapturedGraphs:
+        return CapturedGraphs(self._num_captured, max(0, self._driver_bytes))
 
 
 @contextlib.contextmanager

@@ -56,7 +56,8 @@ class DecodeInputBuffers:
 
     def write_slots(self, slots: Sequence[int] | Int64Array, size: int) -> None:
         """Send the slots of the first `size` rows, padded behind the last of `slots`; `fill_from_slots` derives the other
-        inputs from them. If `slots` is the same object as in the last call, nothing is sent."""
+        inputs from them. Nothing is sent if `slots` is the same object and `size` the same as in the last call, and no
+        `write_columns` came between."""
         written, written_size = self._last_written
         if slots is not written or size != written_size:
             padded = np.full(size, NOTHING, dtype=np.int32)

@@ -128,7 +128,7 @@ class ModelRunner:
         return self._sampler.sample(logits.expand(2, -1).clone(), [*rows, *rows], twice)[:1]
 
     def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Logits of rows of `hidden`, without a gather where all of them are meant: [len(places), V]"""
+        """Logits of rows of `hidden`, without a gather where all of them are meant: [len(rows), V]"""
         if len(rows) == hidden.shape[0]:
             return self.target.logits(hidden)
         return self.target.logits(hidden.index_select(0, torch.tensor(rows, dtype=torch.int64).to(hidden.device)))

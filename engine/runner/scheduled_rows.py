@@ -73,7 +73,7 @@ def scored_positions(item: ScheduledRequest) -> range:
 
 @dataclass(slots=True)
 class PlainStepRows:
-    """Rows of one step of the plain runner. Hidden states are in the order of items, sampled ones before scored ones:
+    """Rows of one step of the plain runner. Hidden states stand item by item, of each the sampled ones before the scored ones:
 
     item 0: known tokens … last │ guesses        item 1: a chunk of a prompt with log-probabilities
             ······        0       1   2                  3 (sampled, if the prompt ends here)   4 5 6 7 (scored)

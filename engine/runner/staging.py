@@ -45,7 +45,7 @@ class Staging:
         """`size`: numbers that are sent at once. More can be: then page-locked memory is asked for while requests wait."""
         self._device = device
         self._buffers = [PinnedBuffer(size) for _ in range(DEPTH)] if device.type == "cuda" else []
-        self._last_buffer = 0
+        self._last_index = 0
 
     def send(
         self,
@@ -71,9 +71,9 @@ class Staging:
 
     def _next_buffer(self, size: int) -> PinnedBuffer:
         """A buffer of `size` numbers at least, when the copy that used it last is over."""
-        self._last_buffer = (self._last_buffer + 1) % DEPTH
-        buffer = self._buffers[self._last_buffer]
+        self._last_index = (self._last_index + 1) % DEPTH
+        buffer = self._buffers[self._last_index]
         buffer.event.synchronize()
         if len(buffer.array) < size:
-            buffer = self._buffers[self._last_buffer] = PinnedBuffer(2 * size)
+            buffer = self._buffers[self._last_index] = PinnedBuffer(2 * size)
         return buffer

@@ -107,8 +107,8 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses
 
 
 def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[list[TokenSpan]]:
-    """The rows of each step: decodes, a chunk beside short ones, a chunk behind a long context, decodes of long contexts beside
-    a chunk, and guesses."""
+    """The spans of each step: decodes, a chunk beside short ones, a chunk behind a long context, decodes of long contexts
+    beside a chunk, and guesses."""
     max_tokens, max_seqs, block_size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     room = min(max_tokens, limits.max_model_len)
     max_rows = min(max_seqs + max_guesses, max_tokens)

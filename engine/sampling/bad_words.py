@@ -21,7 +21,8 @@ class BadWordTree:
     """Nodes are numbers, so that none refers to another and the tree is freed as soon as it is no longer used."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        self._words_from: list[Sequence[Sequence[int]]] = []  # the words that continue from each node
+        # The words that begin with the text of each node; none once its children are known, except at the root.
+        self._words_from: list[Sequence[Sequence[int]]] = []
         self._depths: list[int] = []
         self._forbidden_tokens: list[np.ndarray] = []
         self._failure_links: list[int] = []

@@ -51,7 +51,7 @@ class SamplingNeeds(NamedTuple):
     masked: list[int]
 
 
-class SampledTokens(NamedTuple):
+class SampledColumns(NamedTuple):
     """tokens: [R] int64, NO_TOKEN where none can be drawn; scores: [R, W] int64 as of `scores.packed`"""
 
     tokens: torch.Tensor
@@ -98,7 +98,7 @@ class ColumnSampler:
         self._kernels = ops.sampling_kernels(device, dtype)
         self._workspace = self._kernels.sampling_workspace(num_slots + max_guesses, vocab_size, device)
         self.vocab_size = vocab_size
-        self._bias_rows: dict[Request, int] = {}
+        self._bias_row_of: dict[Request, int] = {}
         self._prompt_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()  # of the first answer of each request
         self._biases: list[dict[int, float]] = [{} for _ in range(num_biases)]
         self._flags = np.zeros(num_slots, dtype=np.uint8)  # the constants above, combined
@@ -112,15 +112,15 @@ class ColumnSampler:
     def _reserve(self, request: Request, bias: dict[int, float]) -> bool:
         """Reserve a row for the request's bias while the request exists, shared with equal biases. Returns whether there is
         one."""
-        if request not in self._bias_rows:
-            self._bias_rows = {owner: row for owner, row in self._bias_rows.items() if not owner.is_finished}
-            used = set(self._bias_rows.values())
+        if request not in self._bias_row_of:
+            self._bias_row_of = {owner: row for owner, row in self._bias_row_of.items() if not owner.is_finished}
+            used = set(self._bias_row_of.values())
             row = next((row for row in used if self._biases[row] == bias), None)
             if row is None:
                 row = next((row for row in range(len(self._biases)) if row not in used), None)
             if row is None:
                 return False
-            self._bias_rows[request], self._biases[row] = row, bias
+            self._bias_row_of[request], self._biases[row] = row, bias
         return True
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
@@ -141,7 +141,7 @@ class ColumnSampler:
         parameters = self.columns.to_write(
             np.array(slots),
             np.array(floats, np.float32),
-            np.array([*zip(top_ks, (self._bias_rows.get(r, -1) for r in requests), strict=True)], np.int32),
+            np.array([*zip(top_ks, (self._bias_row_of.get(r, -1) for r in requests), strict=True)], np.int32),
             np.array(longs, np.int64),
             np.array([ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids)) for ids in suppressed_ids], np.int32),
         )
@@ -156,7 +156,7 @@ class ColumnSampler:
                 | NOT_GREEDY * (not is_greedy(sampling) or changes_logits(sampling) or is_scored)
             )
             self._num_scored[slot] = sampling.logprobs or 0
-        for row in {self._bias_rows[request] for request in requests if request in self._bias_rows}:
+        for row in {self._bias_row_of[request] for request in requests if request in self._bias_row_of}:
             self._write_bias(row)
         return parameters
 
@@ -209,7 +209,7 @@ class ColumnSampler:
         masks: torch.Tensor | None = None,
         *,
         scores_out: torch.Tensor | None = None,
-    ) -> SampledTokens:
+    ) -> SampledColumns:
         """logits: [R, V], not changed; slots: [R] int32, below 0 is padding; positions: [R], index of the chosen token in
         prompt plus output; masks: [R, ceil(V / 32)] int32, the tokens that may be chosen; scores_out: [R, W] int64, for the
         scores. Can be captured in a graph."""
@@ -219,5 +219,5 @@ class ColumnSampler:
         if kind.counts:
             self._ops.count_tokens(slots, tokens, self.columns.counts)
         if not kind.num_top:
-            return SampledTokens(tokens, None)
-        return SampledTokens(tokens, scores.packed(self._ops, logits, tokens, kind.num_top, out=scores_out))
+            return SampledColumns(tokens, None)
+        return SampledColumns(tokens, scores.packed(self._ops, logits, tokens, kind.num_top, out=scores_out))

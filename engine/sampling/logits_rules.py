@@ -84,10 +84,10 @@ class TokenCounts:
         self._num_counted = request.num_tokens
         indices = [self._index_of.setdefault(token_id, len(self._index_of)) for token_id in new]
         if len(self._index_of) > num_known:
-            self._append([*dict.fromkeys(i for i, position in zip(new, indices, strict=True) if position >= num_known)])
+            self._append([*dict.fromkeys(token_id for token_id, index in zip(new, indices, strict=True) if index >= num_known)])
         if indices[num_prompt:]:
-            index = torch.tensor(indices[num_prompt:], device=self._ids.device)
-            self._in_output.index_add_(0, index, torch.ones(len(index), device=self._ids.device))
+            output_indices = torch.tensor(indices[num_prompt:], device=self._ids.device)
+            self._in_output.index_add_(0, output_indices, torch.ones(len(output_indices), device=self._ids.device))
 
     def _append(self, ids: list[int]) -> None:
         """Doubles the capacity when needed, so that a growing output is rarely copied."""

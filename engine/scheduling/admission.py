@@ -24,7 +24,8 @@ SHORT_TOKENS = 1 << 12
 
 
 class Admission:
-    """Admits requests. `start` must follow a `can_start` that returned NOW, with no change in between."""
+    """Admits requests. `start` must follow a `can_start` that returned NOW or a `can_return` that returned True for the same
+    request, with no change in between."""
 
     def __init__(
         self, accounts: Accounts, kv: KvBlocks, block_size: int, *, max_num_seqs: int, step_budget: StepBudget | None
@@ -110,7 +111,8 @@ class Admission:
         return request.num_tokens - num_shared * self._block_size
 
     def first_position(self, request: Request) -> int:
-        """Where the next chunk of a request begins: what is computed, or found by the `can_start` just made."""
+        """Where the next chunk of a request begins: behind what is computed or, if it waits, behind what it shares with its
+        parent, or what the `can_start` or `can_return` just made for it has found."""
         if request.status is not RequestStatus.QUEUED:
             return request.num_computed_tokens
         if _shares_prompt(request):

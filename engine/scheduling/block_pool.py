@@ -7,9 +7,10 @@ A block is in exactly one of three states:
     free    reference count 0 and nothing worth keeping
 
 `used + cached + free == num_blocks` always. Allocation, release and eviction of one block cost O(1): unowned blocks are kept in
-ordered dictionaries and taken from the front. Free blocks are taken first, then the least recently used content that was never
-found again, then the least recently used of the rest (segmented LRU, Karedla, Love and Wherry, IEEE Computer 1994);
-`protected_percent=0` makes it plain LRU.
+ordered dictionaries and taken from the front. Free blocks are taken first, then the least recently used content that is not
+protected, then the least recently used of the rest (segmented LRU, Karedla, Love and Wherry, IEEE Computer 1994). Content
+is protected if it was found again or its owner will come back for it, up to `protected_percent` of the pool; 0 makes it plain
+LRU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 PROTECTED_PERCENT = 25
-"""Share of the pool reserved for blocks that were found again. Hits on samples of a chat service's conversations, relative to
-those of a cache that knows the future: 0.70 with plain LRU, 0.74 with 20 to 35 per cent, 0.72 with 50."""
+"""The largest share of the pool in which cached blocks are protected: these are evicted after all other cached ones. Hits on
+samples of a chat service's conversations, relative to those of a cache that knows the future: 0.70 with plain LRU, 0.74 with 20
+to 35 per cent, 0.72 with 50."""
 
 
 class OutOfBlocks(AssertionError):
@@ -29,12 +31,16 @@ class OutOfBlocks(AssertionError):
 
 @dataclass(slots=True)
 class Block:
-    """One block of `block_size` token slots in every layer's cache. `was_reused`: it was shared while it had no owner."""
+    """One block of `block_size` token slots in every layer's cache.
+
+    `deserves_protection`: whether it is protected once it has no owner, because it was found again while it had none, or
+    because its last owner will come back for it (`BlockPool.release`).
+    """
 
     block_id: int
     ref_count: int = 0
     content_hash: bytes | None = None
-    was_reused: bool = False
+    deserves_protection: bool = False
 
 
 def _difference(found: Iterable[object], expected: Iterable[object]) -> list[object]:
@@ -58,7 +64,7 @@ class BlockPool:
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._probation: OrderedDict[int, None] = OrderedDict()  # cached, oldest use first
-        self._protected: OrderedDict[int, None] = OrderedDict()  # cached and found before, oldest use first
+        self._protected: OrderedDict[int, None] = OrderedDict()  # cached and protected, oldest use first
         self._by_hash: dict[bytes, int] = {}
 
     @property
@@ -100,7 +106,7 @@ class BlockPool:
         assert content_hash is not None, f"block {block.block_id} was cached without content"
         del self._by_hash[content_hash]
         block.content_hash = None
-        block.was_reused = False
+        block.deserves_protection = False
         return content_hash
 
     def allocate_scratch(self) -> int | None:
@@ -132,13 +138,14 @@ class BlockPool:
                 del self._probation[block_id]
             else:
                 del self._protected[block_id]
-            block.was_reused = True
+            block.deserves_protection = True
         block.ref_count += 1
 
     def release(self, block_table: Sequence[int], *, is_wanted: bool | None = None) -> None:
         """Release one owner's blocks. Tail blocks go first, so that a chain is evicted from its end.
 
-        `is_wanted` overrides whether the content has proved worth keeping: the owner will come back for it, or has done so.
+        `is_wanted` decides instead of earlier finds whether the content deserves protection: True if the owner will come back
+        for it, False if it has done so and is over.
         """
         blocks = self._blocks
         for block_id in reversed(block_table):
@@ -149,13 +156,13 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} was released more often than taken"
             block.ref_count = 0
             if is_wanted is not None:
-                block.was_reused = is_wanted
+                block.deserves_protection = is_wanted
             self._add_unowned(block)
 
     def _add_unowned(self, block: Block) -> None:
         if block.content_hash is None:
             self._free.append(block.block_id)
-        elif block.was_reused and self._protected_max:
+        elif block.deserves_protection and self._protected_max:
             self._protected[block.block_id] = None
             if len(self._protected) > self._protected_max:
                 self._probation[self._protected.popitem(last=False)[0]] = None

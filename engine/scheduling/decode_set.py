@@ -2,7 +2,7 @@
 
 A decoding request computes one token per step, so the step in which its last block is full is known when the block is
 allocated, and the request is not visited before. Accepted drafts and pauses move that step; a request that is due too early is
-scheduled again.
+entered in the calendar again.
 
 Among many requests some are full in every step, and sending the device one block costs as much as sending many. So once in
 `EARLY_GROWTH_STEPS` steps, requests that will be full before the next such step get their blocks too.

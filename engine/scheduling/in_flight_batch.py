@@ -16,8 +16,9 @@ class InFlightBatch:
 
     `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with; a request that has lost its
     blocks since has another table. `chunks` holds, for each row after the decodes (which have one token each), its number of
-    tokens and whether it samples. `ends`: the maximum length of each decode. `min_tokens_left`: the fewest tokens that any
-    decode has left before its maximum, so that a step in which none can reach it does not check for ends.
+    tokens and whether it samples. `ends`: the maximum length of each decode. `min_tokens_left`: the smallest
+    distance from the start of a decode to its maximum, one more than the tokens that it may still sample (that of this step
+    included), so that a step in which none can reach it does not check for ends; 0 or less without decodes.
     """
 
     decodes: list[ScheduledRequest]

@@ -92,7 +92,7 @@ class Lifecycle:
         self._policy.on_queued(request)
 
     def start(self, request: Request) -> None:
-        """Give a waiting request a seat and blocks; the last `Admission.can_start` must have returned NOW for it."""
+        """Give a waiting request a seat and blocks; `Admission.can_start` or `can_return` must have admitted it just before."""
         account = account_of(request)
         del self._queued[request]
         num_swapped_in = self._admission.start(request)

@@ -60,8 +60,9 @@ class SpeculationCosts:
     times: tuple[float, ...]
     draft_step: float = 0.0
 
-    def step_time(self, num_rows: int, num_draft_steps: int = 0) -> float:
-        """The time of a step, interpolated between the measured numbers of rows and extrapolated beyond them."""
+    def relative_cost(self, num_rows: int, num_draft_steps: int = 0) -> float:
+        """The time of a step in units of one with one row, interpolated between the measured numbers of rows and extrapolated
+        beyond them."""
         rows, times = self.rows, self.times
         upper = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
         slope = (times[upper] - times[upper - 1]) / (rows[upper] - rows[upper - 1])
@@ -69,12 +70,12 @@ class SpeculationCosts:
 
     def best_depth(self, acceptance: float, num_running: int, limit: int) -> int:
         """The depth up to `limit` with the most expected tokens per time, if all running requests guess to the same depth."""
-        best, best_rate = 0, 1.0 / self.step_time(num_running)
+        best, best_rate = 0, 1.0 / self.relative_cost(num_running)
         expected = term = 1.0
         for depth in range(1, limit + 1):
             term *= acceptance
             expected += term
-            rate = expected / self.step_time(num_running * (1 + depth), depth)
+            rate = expected / self.relative_cost(num_running * (1 + depth), depth)
             if rate > best_rate:
                 best, best_rate = depth, rate
         return best

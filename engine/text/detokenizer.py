@@ -96,7 +96,7 @@ class Detokenizer:
         return text
 
     def _show(self, count: int, decoded: str) -> None:
-        """`count` unread tokens are shown now; `decoded` is the text of the tokens shown before and these."""
+        """The first `count` pending tokens are shown now; `decoded` is the text of the tokens shown before and these."""
         self._shown += self._pending[:count]
         del self._pending[:count]
         if len(self._shown) > SHOWN_TOKENS_MAX:

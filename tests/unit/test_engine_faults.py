@@ -22,7 +22,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.token_spans import TokenSpan
-from engine.sampling.columns import ColumnSampler, SampledTokens
+from engine.sampling.columns import ColumnSampler, SampledColumns
 from engine.sampling.sampler import NOT_FINITE, SampledToken, Sampler
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.speculation.options import SpeculativeOptions
@@ -160,7 +160,7 @@ def test_logits_that_are_not_finite_end_their_own_request(
 
     def poisoned_in_slots(
         self: ColumnSampler, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *more: Any, **named: Any
-    ) -> SampledTokens:
+    ) -> SampledColumns:
         logits[[i for i, slot in enumerate(slots.tolist()) if slot in bad_slots and positions[i] == 5], 17] = poison
         return choose(self, logits, slots, positions, *more, **named)
 

@@ -338,7 +338,7 @@ def test_a_space_that_the_decoder_drops_is_asked_for() -> None:
 
 def test_a_table_that_another_request_filled_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 40)
-    monkeypatch.setattr(matcher, "WARM_UP_RUNS", 0)
+    monkeypatch.setattr(matcher, "TRIAL_RUNS", 0)
     grammar = compiled("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
     greedy, patient = grammar.start(), grammar.start()
     write(patient, "ab")
