@@ -9,8 +9,9 @@ import pytest
 
 from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.queue import AdmissionQueue, Waiter
+from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits
-from tests.support.clock import FakeClock
+from tests.support.clock import START, FakeClock
 from tests.support.factories import principal
 from tests.support.ledgers import num_running
 from tests.support.waiting_requests import Queue, Waits, limited
@@ -116,3 +117,24 @@ async def test_a_wait_that_ends_by_a_bug_is_counted_as_such(clock: FakeClock, mo
     await queue.alarms.settle()
     assert waits.told == [("began", "demo"), ("failed", "demo", 3.0)]
     await queue.close()
+
+
+@pytest.mark.parametrize("broken", ["take", "join"])
+async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    limits = Limits(concurrent_requests=2, tokens_per_minute=60, tokens_per_day=100)
+    bob, policy = principal(limits, limits), ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=START)
+    (await queue.ask(bob, 10, policy=policy)).result().void()
+    allowances = list(queue.admission._allowances.values())
+    assert [allowance.owner.scope for allowance in allowances] == ["tenant", "key", "model"]
+    before, at = [allowance.taken(queue.admission._moment()) for allowance in allowances], queue.admission._moment()
+    with monkeypatch.context() as bug:
+        if broken == "join":  # without the policy the model's limits do not hold, but what uses it counts there
+            bug.setattr(Allowance, "join", failing(Allowance.join))
+            failed = await queue.ask(bob, 10)
+        else:
+            bug.setattr(Allowance, "take", failing(Allowance.take, lambda self, *_given: self is allowances[-1]))
+            failed = await queue.ask(bob, 10, policy=policy)
+    assert isinstance(failed.exception(), BugError)
+    assert [allowance.taken(at) for allowance in allowances] == before
+    for tokens in (50, 10):
+        (await queue.ask(bob, tokens, policy=policy)).result()
