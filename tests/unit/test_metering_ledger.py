@@ -133,7 +133,7 @@ async def test_settling_otherwise_is_refused_loudly(database: Database, clock: F
     assert await all_events(database) == [first]
 
 
-async def test_of_settlements_of_one_request_in_one_round_the_first_counts_and_others_are_refused(
+async def test_of_settlements_of_one_request_in_one_round_the_first_counts_and_only_different_ones_are_refused(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     gated, entry = FailingDatabase.around(database), pending(cast.bob)

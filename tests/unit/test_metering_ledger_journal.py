@@ -528,6 +528,11 @@ async def test_while_the_tables_fail_nobody_who_reads_waits(
         with monkeypatch.context() as impatient:
             impatient.setattr(asyncio, "wait", None)
             await ledger.caught_up()
+        reading = asyncio.create_task(ledger.caught_up())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert reading.done()
+        await reading
         failing.fail_before_commit = 0
 
 
