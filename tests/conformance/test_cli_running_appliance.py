@@ -36,7 +36,7 @@ def typed(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end in a process of its own, which is forked: `serve` below is started as an operator would."""
     with tempfile.TemporaryDirectory() as name:
         said, complained = Path(name, "said"), Path(name, "complained")
-        program = ("tests.support.serve_for_tests", "command", arguments, environment(data_dir), said, complained)
+        program = ("tests.support.serve_for_tests", "run_command", arguments, environment(data_dir), said, complained)
         status = forked_processes.wait_for_exit(forked_processes.start(*program), GREETING_DEADLINE_S)
         return subprocess.CompletedProcess(arguments, status, said.read_text("utf-8"), complained.read_text("utf-8"))
 
