@@ -94,6 +94,7 @@ class FirstReads:
             while self._line:
                 await self._read_some([self._line.popleft() for _ in range(min(len(self._line), OWNERS_PER_READ))])
         finally:
+            self._task = None
             self._line.clear()
             for owner in list(self._met):  # after a cancellation or a bug in here: nobody waits for ever
                 self._fail(owner, asyncio.CancelledError())
@@ -101,7 +102,6 @@ class FirstReads:
             for request_id in self._recorded:
                 self._ended.pop(request_id, None)
             self._recorded.clear()
-            self._task = None
 
     async def _read_some(self, rules: Sequence[Rule]) -> None:
         """Make the allowances of these owners known, or tell who waits for them why not: one that cannot be read, or ends in a
