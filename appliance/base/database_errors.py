@@ -37,13 +37,14 @@ def as_outage(error: Exception, method: str) -> Overloaded | None:
 
     In our own words: the driver's name hosts and paths.
     """
-    if not _is_outage(error):
+    if not is_outage(error):
         return None
     then = "try again in a moment" if method in _READ_METHODS else "see whether a change was made before you send it again"
     return Overloaded(f"the database cannot be used now; {then}", retry_after_s=RETRY_AFTER_S)
 
 
-def _is_outage(error: Exception) -> bool:
+def is_outage(error: Exception) -> bool:
+    """Return whether the database is away, locked, full or read-only."""
     if isinstance(error, PoolTimeout):
         return True
     if not isinstance(error, OperationalError | InterfaceError | InternalError):

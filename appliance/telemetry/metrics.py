@@ -154,7 +154,7 @@ class Metrics:
         self._waiting.labels(model).inc()
 
     def wait_ended(self, model: str, how: str, waited_s: float) -> None:
-        """Count its end: admitted, refused, abandoned."""
+        """Count its end: admitted, refused, abandoned or failed."""
         self._waiting.labels(model).dec()
         self._waits.labels(model, how).inc()
         self._admission_wait_s.labels(model).observe(waited_s)

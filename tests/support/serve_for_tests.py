@@ -43,12 +43,12 @@ def _use_fake_engine(step_s: float, truths: Path | None) -> None:
     extra_arguments = [] if truths is None else ["--truths", str(truths)]
     module = "tests.support.fake_engine" if truths is None else "tests.crash.witness_engine"
 
-    def run_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
+    def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
         assert folder.path.is_dir()
         assert settings.models
         return [sys.executable, "-m", module, "--fd", str(fd), "--step-s", str(step_s), *extra_arguments]
 
-    model_builder.engine_command = run_command
+    model_builder.engine_command = engine_command
 
 
 def run_command(arguments: Sequence[str], environ: Mapping[str, str], stdout: Path, stderr: Path) -> int:

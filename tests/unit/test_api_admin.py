@@ -1,4 +1,4 @@
-"""The administrators' API: response shapes, roles, and an audit entry for every change."""
+"""The administrators' API: response shapes and roles."""
 
 from __future__ import annotations
 

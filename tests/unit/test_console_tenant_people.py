@@ -1,4 +1,4 @@
-"""A tenant's members on its page: only managers invite, change and remove them."""
+"""A tenant's members on its page: only its managers and the appliance's owners invite, change and remove them."""
 
 from __future__ import annotations
 

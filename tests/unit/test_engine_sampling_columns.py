@@ -1,4 +1,4 @@
-"""Sampling by slot columns draws the tokens of the plain sampler, and rejects what it cannot hold."""
+"""Sampling by slot columns: tokens and scores of the plain sampler, masks where the token before decides, rows for biases."""
 
 from __future__ import annotations
 

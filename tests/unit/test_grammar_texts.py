@@ -58,7 +58,7 @@ ws    ::= " "*
 """
 
 
-def test_a_gbnf_grammar_accepts_exactly_its_texts() -> None:
+def test_a_gbnf_grammar_accepts_its_texts_and_rejects_those_that_come_near() -> None:
     grammar = compiled("grammar", GBNF)
     assert all(accepts(grammar, text) for text in ("{ab:12}", "{ab:12, c:3}", "{x-y}", "{a:é}"))
     assert not any(accepts(grammar, text) for text in ("{}", "{abcd:1}", "{ab:12,}", "{ab:12"))
@@ -83,7 +83,7 @@ def test_a_recursive_grammar_accepts_balanced_texts_only() -> None:
     assert not accepts(grammar, "(()")
 
 
-def test_a_lark_grammar_accepts_exactly_its_texts() -> None:
+def test_a_lark_grammar_accepts_its_texts_and_rejects_those_that_come_near() -> None:
     grammar = compiled("grammar", 'start: WORD ("," WORD)*\nWORD: /[a-z]+/ & ~/bad/\n')
     assert accepts(grammar, "good,fine")
     assert not accepts(grammar, "good,bad")

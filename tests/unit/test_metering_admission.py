@@ -199,10 +199,12 @@ async def test_a_currency_or_a_mode_that_is_changed_holds_for_answers_that_run(a
         assert running.record_progress(0, 20) == is_cut
 
 
-async def test_headers_tell_of_the_limits_of_tenant_and_key_what_leaves_less(admission: Admission) -> None:
+async def test_a_snapshot_tells_of_the_limits_of_tenant_and_key_the_one_that_leaves_less(admission: Admission) -> None:
     for tenant, key in (
         (Limits(tokens_per_minute=100), Limits(tokens_per_minute=30)),
         (Limits(), Limits(tokens_per_minute=30)),
+        (Limits(tokens_per_minute=30), Limits(tokens_per_minute=100)),
+        (Limits(tokens_per_minute=30), Limits()),
     ):
         bob = principal(tenant, key)
         for remaining in (30, 20):
@@ -229,11 +231,18 @@ async def test_what_the_ledger_says_of_an_owner_counts_whichever_it_is(clock: Fa
     await admission.admit(msgspec.structs.replace(asked, prompt_tokens=10))
 
 
-async def test_what_would_be_admitted_would_not_wait_however_patient_it_is(admission: Admission) -> None:
+async def test_neither_what_would_be_admitted_nor_what_never_fits_would_wait_however_patient_it_is(
+    admission: Admission,
+) -> None:
     bob = principal(Limits(tokens_per_minute=100))
-    for prompt, wait_s, would_wait in ((100, 60.0, False), (101, 60.0, False), (50, 60.0, False)):
+    for prompt, refusals in ((50, 0), (100, 0), (101, 1)):
         asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=prompt, max_output_tokens=0, price=None)
-        assert (await admission.forecast(asked, wait_s)).would_wait == would_wait
+        forecast = await admission.forecast(asked, wait_s=60.0)
+        assert (len(forecast.refusals), forecast.would_wait) == (refusals, False)
+
+
+async def test_what_would_be_refused_would_wait_only_if_there_is_room_within_its_patience(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100))
     await admit(admission, bob, 100, 0)
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
     assert [(await admission.forecast(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]

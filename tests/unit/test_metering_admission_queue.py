@@ -16,61 +16,13 @@ from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Ahead
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.queue import Abandoned, Patience
-from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
-from tests.support.empty_sums import EmptySums
 from tests.support.factories import adjustment, price, principal
-from tests.support.fake_timer import FakeTimer
-from tests.support.ledgers import num_running, utc_admission
-
-
-def asked(who: Principal, tokens: int) -> AdmissionRequest:
-    """Return a request of so many tokens."""
-    return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
-
-
-class Queue:
-    """Admission on a clock that stands still, and requests that wait in it."""
-
-    def __init__(self, clock: FakeClock, **options: Any) -> None:
-        self.alarms = FakeTimer(clock)
-        self.admission = utc_admission(clock, EmptySums(), later=self.alarms.call_later, **options)
-        self.gone = asyncio.Event()
-        self._tasks: list[asyncio.Task[Reservation]] = []
-        self._failures: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self._failures.append(context))
-
-    def alarms_of(self) -> int:
-        """Return how many retries are planned."""
-        return sum(planned.call is not None for _due_us, _number, planned in self.alarms._planned)
-
-    async def refusing(self, who: Principal, tokens: int, **changes: object) -> set[tuple[str, str]]:
-        """Return the scope and kind of each limit that would refuse one more request."""
-        forecast = await self.admission.forecast(msgspec.structs.replace(asked(who, tokens), **changes))
-        return {(decision.scope, decision.kind) for decision in forecast.refusals}
-
-    async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
-        """Start asking and let it come to its answer or its place in line."""
-        patience = Patience(wait_s=wait_s, gone=self._gone)
-        task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked(who, tokens), **changes), patience))
-        self._tasks.append(task)
-        await self.alarms.settle()
-        return task
-
-    async def close(self) -> None:
-        """End whoever still waits. Nothing may have failed in a callback, where nobody would hear of it."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        assert self.admission.waiting == []
-        assert not self.admission._queue._lines, "somebody was left in a line"
-        assert self._failures == []
-
-    async def _gone(self) -> None:
-        await self.gone.wait()
+from tests.support.ledgers import num_running
+from tests.support.waiting_requests import Queue, Waits, limited
 
 
 @pytest.fixture
@@ -78,19 +30,6 @@ async def queue(clock: FakeClock):  # type: ignore[no-untyped-def]
     opened = Queue(clock)
     yield opened
     await opened.close()
-
-
-class Waits:
-    """Writes down what an observer of waits is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str] | tuple[str, str, float]] = []
-
-    def wait_began(self, model: str) -> None:
-        self.told.append(("began", model))
-
-    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
-        self.told.append((how, model, round(waited_s, 3)))
 
 
 def with_key(who: Principal, key_id: str, limits: Limits | None = None) -> Principal:
@@ -387,26 +326,6 @@ async def test_a_request_that_is_cancelled_in_the_moment_of_its_refusal_is_cance
     assert waiting.cancelled()
 
 
-async def test_an_error_while_it_is_tried_again_is_told_to_the_request_and_holds_up_nobody_behind_it(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bob = principal(Limits(concurrent_requests=2))
-    running = [await queue.ask(bob, 1) for _ in range(2)]
-    waiting = [await queue.ask(bob, tokens) for tokens in (7, 1)]
-    attempt = queue.admission._try
-
-    def broken_for_seven(asked: AdmissionRequest, *given: Any) -> Any:
-        if asked.prompt_tokens == 7:
-            raise ZeroDivisionError("a bug")
-        return attempt(asked, *given)
-
-    monkeypatch.setattr(queue.admission, "_try", broken_for_seven)
-    running[0].result().settle(1)
-    await queue.alarms.settle()
-    assert isinstance(waiting[0].exception(), ZeroDivisionError)
-    assert waiting[1].result()
-
-
 async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
@@ -533,11 +452,6 @@ async def test_of_what_waits_nothing_is_taken(queue: Queue) -> None:
     assert queue.admission.snapshot(bob) == before
     assert num_running(queue.admission, bob.tenant.id) == 0
     assert not waiting.done()
-
-
-def limited(who: Principal, limits: Limits) -> dict[str, Principal]:
-    """Return the principal after a change of its tenant's limits, by the id of the key."""
-    return {who.key.id: dataclasses.replace(who, tenant=dataclasses.replace(who.tenant, limits=limits))}
 
 
 async def test_a_raised_limit_wakes_who_waits_for_it_and_a_lowered_one_refuses_them(queue: Queue) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
+from appliance.base.errors import InternalError
 from appliance.base.journal import Journal
 from appliance.metering.ledger import writer
 from appliance.metering.ledger.writer import Ledger
@@ -23,7 +24,7 @@ from appliance.metering.limits import ledger_sums
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.first_reads import OWNERS_PER_READ
+from appliance.metering.limits.first_reads import OWNERS_PER_READ, FirstReads
 from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
@@ -248,6 +249,119 @@ async def test_a_bug_after_a_read_is_told_to_all_who_wait_and_the_next_read_is_t
         await turns()
         assert [isinstance(task.exception(), ZeroDivisionError) for task in (first, later) if task.done()] == [True, True]
     assert await admission.admit(asking(bob))
+
+
+async def test_a_bug_with_one_owner_keeps_none_of_those_out_that_are_read_with_it(
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob, enter = principal(), Allowance.enter
+
+    def broken(allowance: Allowance, at: Moment) -> None:
+        if allowance.owner == Owner("key", bob.key.id):
+            raise ZeroDivisionError
+        enter(allowance, at)
+
+    first = await begin(admission, asking(principal()))
+    tasks = await begin(admission, *(asking(who) for who in (bob, principal(), key_of(bob, "another key of his"))))
+    with monkeypatch.context() as bug:
+        bug.setattr(Allowance, "enter", broken)
+        slow.go_on.set()
+        answers = await asyncio.gather(*first, *tasks, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [Reservation, ZeroDivisionError, Reservation, Reservation]
+    assert await admission.admit(asking(bob))
+
+
+async def test_whoever_comes_while_owners_are_read_alone_is_read_after_them_also_if_one_of_them_ends_by_a_bug(
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob, read, alone = principal(), slow.read, asyncio.Event()
+    enter, reading, others = Allowance.enter, set[Owner](), list[set[Owner]]()
+
+    async def counted(currencies: Mapping[Owner, str], *given: Any) -> dict[Owner, PeriodSums]:
+        reading.update(currencies)
+        others.append(reading - set(currencies))
+        if list(currencies) == [Owner("tenant", bob.tenant.id)]:
+            await alone.wait()
+        reading.difference_update(currencies)
+        return await read(currencies, *given)
+
+    def broken(allowance: Allowance, at: Moment) -> None:
+        if allowance.owner == Owner("key", bob.key.id):
+            raise ZeroDivisionError
+        enter(allowance, at)
+
+    monkeypatch.setattr(slow, "read", counted)
+    monkeypatch.setattr(Allowance, "enter", broken)
+    slow.go_on.set()
+    (refused,) = await begin(admission, asking(bob))
+    (later,) = await begin(admission, asking(principal()))
+    came_between = later.done()
+    alone.set()
+    await turns()
+    assert (came_between, later.done()) == (False, True)
+    assert isinstance(refused.exception(), ZeroDivisionError)
+    assert others == [set(), set(), {Owner("tenant", bob.tenant.id)}, set()], "each of those read together alone, then the next"
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_read_that_is_cancelled_is_told_to_who_waits_and_the_next_one_is_tried(
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    bob, read, ends = principal(), slow.read, [asyncio.CancelledError(), OSError("the disk is away")]
+
+    async def cancelled(*given: Any) -> dict[Owner, PeriodSums]:
+        if ends:
+            raise ends.pop()
+        return await read(*given)
+
+    if together:
+        ends.pop()
+    monkeypatch.setattr(slow, "read", cancelled)
+    slow.go_on.set()
+    with pytest.raises(InternalError, match="was cancelled"):
+        async with asyncio.timeout(5.0):
+            await admission.admit(asking(bob))
+    assert admission._first_reads._task is None
+    assert await admission.admit(asking(bob))
+
+
+async def test_what_runs_counts_once_with_limits_whose_read_ended_by_a_bug_before(
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob, model = principal(), Owner("model", ALL_TENANTS, "demo")
+    policy = ModelPolicy(model="demo", limits=Limits(concurrent_requests=4), limit_mode="enforce", updated_at=START)
+    slow.go_on.set()
+    running = await admission.admit(asking(bob))
+    with monkeypatch.context() as bug:
+        bug.setattr(FirstReads, "_count_ended", lambda *_given: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            await admission.admit(asking(bob, policy))
+    assert [hold.allowance.owner.scope for hold in running.holds] == ["tenant", "key"]
+    await admission.admit(asking(bob, policy))
+    assert [hold.allowance.owner.scope for hold in running.holds] == ["tenant", "key", "model"]
+    assert admission._allowances[model].running == 2
+
+
+@pytest.mark.parametrize(("fault", "is_logged"), [("a bug", True), ("the disk", False)])
+async def test_a_bug_is_in_the_log_also_when_nobody_waits_any_more(
+    admission: Admission,
+    slow: SlowSums,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    fault: str,
+    is_logged: bool,
+) -> None:
+    bob = principal()
+    (gone,) = await begin(admission, asking(bob))
+    gone.cancel()
+    await turns()
+    if fault == "a bug":
+        monkeypatch.setattr(Allowance, "enter", lambda *_given: 1 // 0)
+    else:
+        slow.broken = {Owner("tenant", bob.tenant.id), Owner("key", bob.key.id)}
+    slow.go_on.set()
+    await turns()
+    assert ("ZeroDivisionError" in capfd.readouterr().out) == is_logged
 
 
 async def test_when_all_who_waited_have_gone_a_failure_is_told_to_nobody(admission: Admission, slow: SlowSums) -> None:

@@ -1,4 +1,4 @@
-"""Query plans of reports: index ranges instead of full scans, and only the rows of the owners concerned."""
+"""Queries of usage reports: index ranges of the owners concerned instead of full scans; their results, segments and order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's speed comes from the engine's clock, because the gateway may read tokens later."""
+"""A request's speed, by the engine's clock where the gateway reads tokens later than they came; and who came before it."""
 
 from __future__ import annotations
 
@@ -80,14 +80,16 @@ def test_an_answer_that_is_aborted_tells_no_time() -> None:
 
 
 @pytest.mark.on_either_database
-async def test_how_many_came_before_it_is_told_of_a_past_request_too(
+async def test_how_many_of_its_tenant_came_before_it_is_told_of_a_past_request_too(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
-        first, second = await box.start(cast.bob, [STALL, 5]), await box.start(cast.bob, "the quick brown fox")
+        of_another, first = [await box.start(who, [STALL, 5]) for who in (cast.charlie, cast.bob)]
+        second = await box.start(cast.bob, "the quick brown fox")
         await second.outcome
-        box.generations.abort(first.request_id, access=WHOLE_BOX)
-        await first.outcome
+        for running in (of_another, first):
+            box.generations.abort(running.request_id, access=WHOLE_BOX)
+            await running.outcome
     past = PastRequests(database)
     found = [await past.get(each.request_id, access=WHOLE_BOX) for each in (first, second)]
     assert [row.tenant_open for row in found] == [0, 1]

@@ -171,6 +171,7 @@ async def test_tokens_behind_a_stop_string_that_came_with_it_are_neither_shown_n
     expected = next(count for count in range(1, len(ids)) if "quick" in box.text(ids[:count]))
 
     assert (outcome.finish_reason, outcome.usage.completion_tokens) == ("stop", expected)
+    assert await text_of(generation) == "the "
     assert generation.live.completion_tokens == expected < len(ids)
     assert (await box.event(generation)).completion_tokens == expected
 
@@ -264,7 +265,7 @@ async def test_a_reader_that_leaves_ends_the_generation_and_pays_for_what_was_ma
     assert 1 <= event.completion_tokens < 1000
 
 
-async def test_who_leaves_when_the_engine_is_done_already_ends_as_the_engine_says(
+async def test_who_leaves_and_whose_abort_comes_too_late_ends_as_the_engine_says(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(box.client, "abort", lambda _request_id: None)  # it comes too late

@@ -13,7 +13,7 @@ from appliance.base.clock import Clock
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.allowances import Allowance
+from appliance.metering.limits.allowances import Allowance, Hold
 from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
 from appliance.metering.limits.first_reads import FirstReads
 from appliance.metering.limits.needs import Needs, needs_of
@@ -242,14 +242,10 @@ class Admission:
                 overlooked[allowance] = refusals
         if refused:
             return Refusals(by=refused, estimate=self._live.estimate)
-        holds = [
-            allowance.overlook(at) if allowance in overlooked else allowance.take(need, at)
-            for allowance, need in needs.each.items()
-        ]
         reservation = Reservation(
             needs.request,
             needs.common,
-            holds,
+            self._take(request, needs, overlooked, at),
             admitted_at=at.now,
             moment=self._moment,
             on_end=self._ended,
@@ -258,12 +254,24 @@ class Admission:
             cut_at_budget=request.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
-        for beside in self._beside(request, needs.each):
-            beside.enter(at)
-            self._live.hold(reservation, beside.join(needs.common, at.day))
         self.output_estimates.began(needs.request)
         self._unsaved.update(needs.each)
         return reservation
+
+    def _take(self, request: AdmissionRequest, needs: Needs, overlooked: Collection[Allowance], at: Moment) -> list[Hold]:
+        """Return what the request now holds of every allowance that it counts against. A bug in one leaves nothing taken."""
+        holds: list[Hold] = []
+        try:
+            for allowance, need in needs.each.items():
+                holds.append(allowance.overlook(at) if allowance in overlooked else allowance.take(need, at))
+            for beside in self._beside(request, needs.each):
+                beside.enter(at)
+                holds.append(beside.join(needs.common, at.day))
+        except Exception:
+            for hold in holds:
+                hold.void(at.monotonic_s)
+            raise
+        return holds
 
     def _ended(self, reservation: Reservation, output_tokens: int) -> None:
         self._live.discard(reservation)

@@ -4,8 +4,9 @@
                              └─ the read failed ─► each of them alone ─┬► known
                                                                        └► whoever waits hears the error; asked for anew
 
-One read runs at a time, and requests that come meanwhile share the next. So a start under load takes a few reads instead of one
-for each key. The read belongs to none of those that wait: one that is cancelled leaves it to the others.
+One read runs at a time, or at once one for each of those that failed together. Requests that come meanwhile share the next. So
+a start under load takes a few reads instead of one for each key. The read belongs to none of those that wait: one that is
+cancelled leaves it to the others.
 
 What ran before its owner was known, or ends while that is read, counts once:
 
@@ -19,8 +20,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import structlog
+
+from appliance.base.database_errors import is_outage
+from appliance.base.errors import InternalError
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.limits.allowances import Allowance
+from appliance.metering.limits.allowances import Allowance, Hold
 from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Rule
@@ -29,6 +34,8 @@ from appliance.metering.limits.sums import PeriodSums, SumsReader
 from appliance.metering.limits.windows import Moment
 
 OWNERS_PER_READ = 64
+
+_log = structlog.get_logger()
 
 
 class FirstReads:
@@ -85,56 +92,69 @@ class FirstReads:
     async def _read_line(self) -> None:
         try:
             while self._line:
-                await self._read([self._line.popleft() for _ in range(min(len(self._line), OWNERS_PER_READ))])
-        except Exception as error:  # noqa: BLE001 - owned task: a bug in here leaves nobody waiting for ever
+                await self._read_some([self._line.popleft() for _ in range(min(len(self._line), OWNERS_PER_READ))])
+        finally:
+            self._task = None
             self._line.clear()
-            for owner in list(self._met):
-                self._fail(owner, error)
-        self._corrections.clear()
-        for request_id in self._recorded:
-            self._ended.pop(request_id, None)
-        self._recorded.clear()
-        self._task = None
+            for owner in list(self._met):  # after a cancellation or a bug in here: nobody waits for ever
+                self._fail(owner, asyncio.CancelledError())
+            self._corrections.clear()
+            for request_id in self._recorded:
+                self._ended.pop(request_id, None)
+            self._recorded.clear()
+
+    async def _read_some(self, rules: Sequence[Rule]) -> None:
+        """Make the allowances of these owners known, or tell who waits for them why not: one that cannot be read, or ends in a
+        bug, keeps nobody else out."""
+        try:
+            await self._read(rules)
+        except Exception as error:  # noqa: BLE001 - owned task: whoever waits is told
+            if len(rules) == 1:
+                self._fail(rules[0].owner, error)
+                return
+            _log_bug(error, num_owners=len(rules))
+            alone = await asyncio.gather(*(self._read([rule]) for rule in rules), return_exceptions=True)
+            for rule, failure in zip(rules, alone, strict=True):
+                if failure is not None:
+                    self._fail(rule.owner, failure)
 
     async def _read(self, rules: Sequence[Rule]) -> None:
-        """Make the allowances of these owners known, or tell who waits for them why not."""
+        """Make the allowances of these owners known. Raises what kept it from that; then nothing has changed."""
         at = self._moment()
         made = {rule.owner: Allowance(rule.owner, rule.currency, at) for rule in rules}
-        try:
-            sums = await self._sums.read({rule.owner: rule.currency for rule in rules}, at, self._ended.keys)
-            for owner, allowance in made.items():
-                allowance.remember(sums[owner], at)
-        except Exception as error:  # noqa: BLE001 - owned task: whoever waits is told
-            if len(rules) > 1:  # one that cannot be read keeps nobody else out
-                await asyncio.gather(*(self._read([rule]) for rule in rules))
-                return
-            self._fail(rules[0].owner, error)
-            return
-        # No await from here on: a request runs or has ended.
-        for allowance in made.values():
+        sums = await self._sums.read({rule.owner: rule.currency for rule in rules}, at, self._ended.keys)
+        # No await from here on: a request runs or has ended. What may fail comes first, and changes what is made here alone.
+        for owner, allowance in made.items():
+            allowance.remember(sums[owner], at)
             allowance.enter(self._moment())  # it may have been read over midnight
-        self._hold_running(made)
+        holds = self._holds_of_running(made)
         self._count_ended(made, sums)
         for correction in self._corrections:
             for owner in owners_of(correction.tenant_id, correction.key_id, correction.model):
                 if owner in made:
                     made[owner].correct(correction)
+        for reservation, hold in holds:
+            self._live.hold(reservation, hold)
         for owner, allowance in made.items():
             self._known[owner] = allowance
             self._met.pop(owner).set_result(None)
 
-    def _fail(self, owner: Owner, error: Exception) -> None:
+    def _fail(self, owner: Owner, error: BaseException) -> None:
         """Tell who waits for an owner why it is not known."""
+        _log_bug(error, scope=owner.scope, owner_id=owner.id, model=owner.model)
+        told = error if isinstance(error, Exception) else InternalError("the read of what was used so far was cancelled")
         failed = self._met.pop(owner)
-        failed.set_exception(error)
+        failed.set_exception(told)
         failed.exception()  # maybe nobody waits any more
 
-    def _hold_running(self, made: Mapping[Owner, Allowance]) -> None:
-        """Let what runs already, from before it had these limits, count with them from now on, on the day of its admission: no
-        record has it yet."""
-        for reservation in self._live:
-            for allowance in _counting(reservation, made):
-                self._live.hold(reservation, allowance.join(reservation.need, reservation.holds[0].day.start))
+    def _holds_of_running(self, made: Mapping[Owner, Allowance]) -> list[tuple[Reservation, Hold]]:
+        """Return what those that run already, from before they had these limits, hold of them from now on, on the day of their
+        admission: no record has them yet."""
+        return [
+            (reservation, allowance.join(reservation.need, reservation.holds[0].day.start))
+            for reservation in self._live
+            for allowance in _counting(reservation, made)
+        ]
 
     def _count_ended(self, made: Mapping[Owner, Allowance], sums: Mapping[Owner, PeriodSums]) -> None:
         """Count what was settled without these limits and was recorded too late for the sums, on the day of its admission."""
@@ -143,6 +163,12 @@ class FirstReads:
             for allowance in _counting(reservation, made):
                 if request_id not in sums[allowance.owner].counted:
                     allowance.count(reservation.used, reservation.request.currency, admitted)
+
+
+def _log_bug(error: BaseException, **of: object) -> None:
+    """Log why a read failed, unless it is the database's fault: maybe nobody waits any more."""
+    if not isinstance(error, OSError) and not (isinstance(error, Exception) and is_outage(error)):
+        _log.error("first_read_failed", exc_info=error, **of)
 
 
 def _counting(reservation: Reservation, made: Mapping[Owner, Allowance]) -> list[Allowance]:

@@ -14,6 +14,7 @@ them keeps no other out.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError, Refused
@@ -38,6 +40,8 @@ LINE_MAX = 256
 TRIES_PER_TURN = 32  # in a turn of the event loop: two milliseconds
 ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
 WINDOWS = ("tokens_per_day", "budget")
+
+_log = structlog.get_logger()
 
 
 class Abandoned(Exception):
@@ -71,7 +75,7 @@ NO_PATIENCE = Patience()
 
 
 class WaitObserver(Protocol):
-    """Who counts the waits: `how` they end is admitted, refused or abandoned."""
+    """Who counts the waits: `how` they end is admitted, refused, abandoned or failed."""
 
     def wait_began(self, model: str) -> None:
         """Hear that a request waits for room."""
@@ -114,6 +118,7 @@ class Waiter:
     answer: asyncio.Future[Reservation]
     lines: set[Allowance] = field(default_factory=set)
     alarm: Alarm | None = None
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)  # with the request's id for the log
 
     @property
     def tenant_id(self) -> str:
@@ -173,11 +178,11 @@ class AdmissionQueue:
                 deadline_s=self._clock.monotonic_s() + patience.wait_s,
                 answer=asyncio.get_running_loop().create_future(),
             )
-            self._waiting.add(waiter)
-            self._join_lines(waiter, refusals)
             watcher = asyncio.ensure_future(_never() if patience.gone is None else patience.gone())
             kept = False
             try:
+                self._waiting.add(waiter)
+                self._join_lines(waiter, refusals)
                 await asyncio.wait((waiter.answer, watcher), return_when=asyncio.FIRST_COMPLETED)
                 if not waiter.answer.done():
                     raise Abandoned
@@ -193,13 +198,16 @@ class AdmissionQueue:
         if self._observer is None:
             yield
             return
-        began_s, how = self._clock.monotonic_s(), "abandoned"
+        began_s, how = self._clock.monotonic_s(), "failed"
         self._observer.wait_began(model)
         try:
             yield
             how = "admitted"
         except GatehouseError:
             how = "refused"
+            raise
+        except (Abandoned, asyncio.CancelledError):
+            how = "abandoned"
             raise
         finally:
             self._observer.wait_ended(model, how, self._clock.monotonic_s() - began_s)
@@ -239,34 +247,47 @@ class AdmissionQueue:
             self._refuse(waiter, error)
 
     def _try(self, waiter: Waiter) -> set[Allowance]:
-        """Try `waiter` once; return the lines in which others have moved up because of it."""
+        """Try `waiter` once; return the lines in which others have moved up because of it. A bug ends its wait and no other."""
         try:
-            answer = waiter.attempt(waiter)
+            return self._try_once(waiter)
         except Exception as error:  # noqa: BLE001 - nobody awaits this callback: whoever waits is told
+            request = waiter.request
+            waiter.context.run(_log.exception, "admission_failed", model=request.model, key_id=request.principal.key.id)
             return self._refuse(waiter, error)
+
+    def _try_once(self, waiter: Waiter) -> set[Allowance]:
+        answer = waiter.attempt(waiter)
         if isinstance(answer, Reservation):
-            left = self._leave(waiter)
-            waiter.answer.set_result(answer)
-            return left
+            return self._admit(waiter, answer)
         left_s = waiter.deadline_s - self._clock.monotonic_s()
         if left_s <= 0 or not may_wait(answer.decisions, left_s + ROUNDING_S):
             return self._refuse(waiter, answer.error)
         return self._join_lines(waiter, answer)
 
+    def _admit(self, waiter: Waiter, reservation: Reservation) -> set[Allowance]:
+        """End a wait with `reservation` and return the lines that the waiter has left."""
+        try:
+            left = self._leave(waiter)
+            waiter.answer.set_result(reservation)
+        except Exception:
+            reservation.void()
+            raise
+        return left
+
     def _refuse(self, waiter: Waiter, error: Exception) -> set[Allowance]:
         """End a wait with `error` and return the lines that the waiter has left."""
-        left = self._leave(waiter)
         if not waiter.answer.done():
             waiter.answer.set_exception(error)
-        return left
+        return self._leave(waiter)
 
     def _join_lines(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
         """Join the line of every owner that refused, leave and return those of models that did not, and plan a retry."""
         refusing = {allowance for allowance, _decision in refusals.by}
         for allowance in refusing:
             for_window = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
-            line = self._lines.setdefault(allowance, Line())
+            line = self._lines.get(allowance, Line())
             line.join(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
+            self._lines[allowance] = line
             waiter.lines.add(allowance)
         left = {each for each in waiter.lines if each.owner.scope == "model" and each not in refusing}
         for allowance in left:

@@ -1,0 +1,82 @@
+"""Requests that wait for room in their limits on a clock that stands still, and an observer that notes what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.queue import Patience
+from appliance.metering.limits.reservations import Reservation
+from appliance.tenancy.principals import Limits, Principal
+from tests.support.clock import FakeClock
+from tests.support.empty_sums import EmptySums
+from tests.support.fake_timer import FakeTimer
+from tests.support.ledgers import utc_admission
+
+
+def asked(who: Principal, tokens: int) -> AdmissionRequest:
+    """Return a request of so many tokens."""
+    return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
+
+
+class Queue:
+    """Admission on a clock that stands still, and requests that wait in it."""
+
+    def __init__(self, clock: FakeClock, **options: Any) -> None:
+        self.alarms = FakeTimer(clock)
+        self.admission = utc_admission(clock, EmptySums(), later=self.alarms.call_later, **options)
+        self.gone = asyncio.Event()
+        self._tasks: list[asyncio.Task[Reservation]] = []
+        self._failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self._failures.append(context))
+
+    def alarms_of(self) -> int:
+        """Return how many retries are planned."""
+        return sum(planned.call is not None for _due_us, _number, planned in self.alarms._planned)
+
+    async def refusing(self, who: Principal, tokens: int, **changes: object) -> set[tuple[str, str]]:
+        """Return the scope and kind of each limit that would refuse one more request."""
+        forecast = await self.admission.forecast(msgspec.structs.replace(asked(who, tokens), **changes))
+        return {(decision.scope, decision.kind) for decision in forecast.refusals}
+
+    async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
+        """Start asking and let it come to its answer or its place in line."""
+        patience = Patience(wait_s=wait_s, gone=self._gone)
+        task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked(who, tokens), **changes), patience))
+        self._tasks.append(task)
+        await self.alarms.settle()
+        return task
+
+    async def close(self) -> None:
+        """End whoever still waits. Nothing may have failed in a callback, where nobody would hear of it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert self.admission.waiting == []
+        assert not self.admission._queue._lines, "somebody was left in a line"
+        assert self._failures == []
+
+    async def _gone(self) -> None:
+        await self.gone.wait()
+
+
+class Waits:
+    """Writes down what an observer of waits is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str] | tuple[str, str, float]] = []
+
+    def wait_began(self, model: str) -> None:
+        self.told.append(("began", model))
+
+    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
+        self.told.append((how, model, round(waited_s, 3)))
+
+
+def limited(who: Principal, limits: Limits) -> dict[str, Principal]:
+    """Return the principal after a change of its tenant's limits, by the id of the key."""
+    return {who.key.id: dataclasses.replace(who, tenant=dataclasses.replace(who.tenant, limits=limits))}

@@ -1,0 +1,140 @@
+"""Bugs while requests are admitted or wait for room: each is told to its own request and logged, and holds up nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from appliance.metering.limits.allowances import Allowance
+from appliance.metering.limits.queue import AdmissionQueue, Waiter
+from appliance.tenancy.model_policies import ModelPolicy
+from appliance.tenancy.principals import Limits
+from tests.support.clock import START, FakeClock
+from tests.support.factories import principal
+from tests.support.ledgers import num_running
+from tests.support.waiting_requests import Queue, Waits, limited
+
+TWO = Limits(concurrent_requests=2)
+
+
+class BugError(Exception):
+    """What these tests break."""
+
+
+@pytest.fixture
+async def queue(clock: FakeClock) -> AsyncIterator[Queue]:
+    opened = Queue(clock, waits=Waits())
+    yield opened
+    await opened.close()
+
+
+def failing(real: Callable[..., Any], fails: Callable[..., bool] = lambda *_given: True) -> Callable[..., Any]:
+    """Return `real` with a bug where `fails` says so."""
+
+    def broken(*given: Any, **named: Any) -> Any:
+        if fails(*given):
+            raise BugError
+        return real(*given, **named)
+
+    return broken
+
+
+def break_step(queue: Queue, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a bug in what is done with requests of seven tokens, or with all that are refused in the end."""
+    admission = queue.admission
+    if step == "the attempt":
+        monkeypatch.setattr(admission, "_try", failing(admission._try, lambda asked, *_more: asked.prompt_tokens == 7))
+    elif step == "the estimate":
+        monkeypatch.setattr(admission._live, "estimate", failing(admission._live.estimate))
+    else:
+        lines = admission._queue
+        for_seven = failing(lines._join_lines, lambda waiter, _refusals: waiter.request.prompt_tokens == 7)
+        monkeypatch.setattr(lines, "_join_lines", for_seven)
+
+
+@pytest.mark.parametrize("step", ["the attempt", "the estimate", "the lines"])
+async def test_a_bug_while_a_request_is_tried_again_is_told_to_it_and_holds_up_nobody_behind_it(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], step: str
+) -> None:
+    bob = principal(TWO)
+    running = [await queue.ask(bob, 1) for _ in range(2)]
+    first, second = await queue.ask(bob, 7, wait_s=5.0), await queue.ask(bob, 1)
+    break_step(queue, step, monkeypatch)
+    queue.admission.reconfigure(limited(bob, TWO), {})
+    await queue.alarms.settle()
+    await queue.alarms.advance(5.0)
+    assert isinstance(first.exception(), BugError)
+    assert capfd.readouterr().out.count("Traceback") == 1, "logged once, whoever still waits"
+
+    running[0].result().settle(1)
+    await queue.alarms.settle()
+    assert second.result()
+
+
+async def test_a_bug_on_the_way_into_the_lines_is_told_and_leaves_nobody_in_them(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal(TWO)
+    for _ in range(2):
+        await queue.ask(bob, 1)
+    break_step(queue, "the lines", monkeypatch)
+    assert isinstance((await queue.ask(bob, 7)).exception(), BugError)
+    assert queue.admission.waiting == []
+
+
+async def test_what_was_taken_for_a_request_that_a_bug_then_keeps_from_it_is_put_back(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal(TWO)
+    running = [await queue.ask(bob, 1) for _ in range(2)]
+    first, second = await queue.ask(bob, 7), await queue.ask(bob, 1)
+    leave, failures = AdmissionQueue._leave_line, [BugError()]
+
+    def leave_once(lines: AdmissionQueue, waiter: Waiter, allowance: Allowance) -> None:
+        if failures:
+            raise failures.pop()
+        leave(lines, waiter, allowance)
+
+    monkeypatch.setattr(AdmissionQueue, "_leave_line", leave_once)
+    running[0].result().settle(1)
+    await queue.alarms.settle()
+    assert isinstance(first.exception(), BugError)
+    assert second.result()
+    assert num_running(queue.admission, bob.tenant.id) == 2
+
+
+async def test_a_wait_that_ends_by_a_bug_is_counted_as_such(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, bob = Waits(), principal(TWO)
+    queue = Queue(clock, waits=waits)
+    for _ in range(2):
+        await queue.ask(bob, 1)
+    await queue.ask(bob, 7)
+    break_step(queue, "the attempt", monkeypatch)
+    await queue.alarms.advance(3.0)
+    queue.admission.reconfigure(limited(bob, TWO), {})
+    await queue.alarms.settle()
+    assert waits.told == [("began", "demo"), ("failed", "demo", 3.0)]
+    await queue.close()
+
+
+@pytest.mark.parametrize("broken", ["take", "join"])
+async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    limits = Limits(concurrent_requests=2, tokens_per_minute=60, tokens_per_day=100)
+    bob, policy = principal(limits, limits), ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=START)
+    (await queue.ask(bob, 10, policy=policy)).result().void()
+    allowances = list(queue.admission._allowances.values())
+    assert [allowance.owner.scope for allowance in allowances] == ["tenant", "key", "model"]
+    before, at = [allowance.taken(queue.admission._moment()) for allowance in allowances], queue.admission._moment()
+    with monkeypatch.context() as bug:
+        if broken == "join":  # without the policy the model's limits do not hold, but what uses it counts there
+            bug.setattr(Allowance, "join", failing(Allowance.join))
+            failed = await queue.ask(bob, 10)
+        else:
+            bug.setattr(Allowance, "take", failing(Allowance.take, lambda self, *_given: self is allowances[-1]))
+            failed = await queue.ask(bob, 10, policy=policy)
+    assert isinstance(failed.exception(), BugError)
+    assert [allowance.taken(at) for allowance in allowances] == before
+    for tokens in (50, 10):
+        (await queue.ask(bob, tokens, policy=policy)).result()

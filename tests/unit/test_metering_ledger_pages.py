@@ -1,0 +1,94 @@
+"""Pages of the ledger: in order and to the end, only what is asked for, and to each tenant its own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from appliance.base.acting import SYSTEM
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue, NotFound
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.corrections import Correction
+from appliance.metering.past_requests import PastRequests
+from appliance.metering.usage import LedgerFilter, UsageReports
+from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.roles import Role, TenantRole
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted, voided
+from tests.support.ledgers import running_ledger, utc_corrections
+
+
+async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    reports = UsageReports(database, calendar=BillingCalendar())
+    entries = [pending(cast.bob if n % 3 else cast.charlie) for n in range(10)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for entry in entries:
+            await ledger.open(entry)
+            await ledger.settle(posted(entry.request_id))
+    seen: list[str] = []
+    cursor = None
+    while True:
+        page = await reports.ledger_page(3, cursor, access=WHOLE_BOX)
+        seen += [event.request_id for event in page.data]
+        cursor = page.next_cursor
+        assert page.has_more == (cursor is not None)
+        if cursor is None:
+            break
+    assert seen == [entry.request_id for entry in entries]
+    newest = await reports.ledger_page(4, None, newest_first=True, access=WHOLE_BOX)
+    assert [event.request_id for event in newest.data] == [entry.request_id for entry in reversed(entries)][:4]
+    bobs = await reports.ledger_page(50, None, LedgerFilter(tenant_id=cast.bob.tenant.id), access=WHOLE_BOX)
+    assert [event.request_id for event in bobs.data] == [e.request_id for n, e in enumerate(entries) if n % 3]
+    bob = Access(role=Role.MEMBER, actor=SYSTEM, tenants={cast.bob.tenant.id: TenantRole.VIEWER})
+    with pytest.raises(NotFound):
+        await reports.event(entries[0].request_id, access=bob)
+    with pytest.raises(NotFound):
+        await PastRequests(database).get(entries[0].request_id, access=bob)
+
+
+async def test_a_page_of_the_ledger_shows_what_is_asked_for_alone(database: Database, clock: FakeClock, cast: Cast) -> None:
+    reports, bob, charlie = UsageReports(database, calendar=BillingCalendar()), cast.bob, cast.charlie
+    later = clock.now() + timedelta(hours=1)
+    entries = [pending(bob), pending(charlie), pending(bob, model="large"), pending(bob, admitted_at=later)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for entry in entries:
+            await ledger.open(entry)
+        for entry in entries[1:]:
+            await ledger.settle(posted(entry.request_id) if entry.model == "demo" else voided(entry.request_id))
+        charlies = await reports.event(entries[1].request_id, access=WHOLE_BOX)
+        await utc_corrections(database, clock).add(charlies.id, Correction(prompt_tokens=-1, note="too much"))
+        asked: list[tuple[dict[str, Any], list[int]]] = [
+            ({}, [0, 1, 2, 3, 1]),
+            ({"tenant_id": charlie.tenant.id}, [1, 1]),
+            ({"key_id": bob.key.id}, [0, 2, 3]),
+            ({"model": "large"}, [2]),
+            ({"status": "pending"}, [0]),
+            ({"status": "voided", "key_id": bob.key.id}, [2]),
+            ({"kind": "adjustment"}, [1]),
+            ({"kind": "usage", "tenant_id": charlie.tenant.id}, [1]),
+            ({"request_id": entries[1].request_id}, [1, 1]),
+            ({"start": later}, [3]),
+            ({"end": later}, [0, 1, 2, 1]),
+        ]
+        for wanted, shown in asked:
+            page = await reports.ledger_page(filters=LedgerFilter(**wanted), access=WHOLE_BOX)
+            assert [event.request_id for event in page.data] == [entries[number].request_id for number in shown], wanted
+            newest = await reports.ledger_page(2, filters=LedgerFilter(**wanted), newest_first=True, access=WHOLE_BOX)
+            assert newest.data == page.data[::-1][:2]
+            if newest.next_cursor is not None:
+                older = await reports.ledger_page(
+                    50, newest.next_cursor, LedgerFilter(**wanted), newest_first=True, access=WHOLE_BOX
+                )
+                assert older.data == page.data[::-1][2:]
+                with pytest.raises(InvalidValue, match="cursor"):
+                    await reports.ledger_page(50, newest.next_cursor, LedgerFilter(**wanted), access=WHOLE_BOX)
+        await ledger.settle(voided(entries[0].request_id))
+    for field, value in (("status", "open"), ("kind", "refund")):
+        with pytest.raises(InvalidValue, match=field):
+            await reports.ledger_page(filters=LedgerFilter(**{field: value}), access=WHOLE_BOX)  # type: ignore[arg-type]
