@@ -130,10 +130,10 @@ class Setup:
             f"(`gatehouse plan` says what would make it fit)",
         )
 
-    @cached_property
+    @property
     def seats(self) -> int:
         """The most running requests."""
-        return self.fit.load.num_seqs if self.max_num_seqs is None else self.max_num_seqs
+        return self.fit.load.num_seqs
 
     @cached_property
     def blocks(self) -> int:
