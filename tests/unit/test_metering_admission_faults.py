@@ -9,6 +9,7 @@ import pytest
 
 from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.queue import AdmissionQueue, Waiter
+from appliance.metering.limits.token_bucket import TokenBucket
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits
 from tests.support.clock import START, FakeClock
@@ -119,9 +120,9 @@ async def test_a_wait_that_ends_by_a_bug_is_counted_as_such(clock: FakeClock, mo
     await queue.close()
 
 
-@pytest.mark.parametrize("broken", ["take", "join"])
+@pytest.mark.parametrize("broken", ["take", "the second bucket", "join"])
 async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    limits = Limits(concurrent_requests=2, tokens_per_minute=60, tokens_per_day=100)
+    limits = Limits(concurrent_requests=2, tokens_per_minute=60, requests_per_minute=60, tokens_per_day=100)
     bob, policy = principal(limits, limits), ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=START)
     (await queue.ask(bob, 10, policy=policy)).result().void()
     allowances = list(queue.admission._allowances.values())
@@ -132,7 +133,9 @@ async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatc
             bug.setattr(Allowance, "join", failing(Allowance.join))
             failed = await queue.ask(bob, 10)
         else:
-            bug.setattr(Allowance, "take", failing(Allowance.take, lambda self, *_given: self is allowances[-1]))
+            last = allowances[-1]
+            kind, its = (Allowance, last) if broken == "take" else (TokenBucket, last.requests)
+            bug.setattr(kind, "take", failing(kind.take, lambda self, *_given: self is its))
             failed = await queue.ask(bob, 10, policy=policy)
     assert isinstance(failed.exception(), BugError)
     assert [allowance.taken(at) for allowance in allowances] == before
