@@ -11,6 +11,7 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import Name
 from appliance.api.organization.audit_log_shapes import ENTRY_PREFIX, TYPE_OF, AuditLogShape, audit_log_shape
 from appliance.api.organization.queries import (
     SECONDS_MAX,
@@ -23,7 +24,7 @@ from appliance.api.organization.queries import (
     unix,
     whole,
 )
-from appliance.api.queries import AdminRequest, both, choice, many
+from appliance.api.queries import ORDERS, AdminRequest, both, choice, many
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
 from appliance.tenancy.audit import AuditFilter
@@ -47,7 +48,7 @@ AUDIT_OPTIONS = {"query": AUDIT_PARAMETERS, "repeatable": AUDIT_LISTS}
 class NewAdminKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """An admin key (an administrator token with the role `owner`) to create."""
 
-    name: str
+    name: Name
     expires_in_seconds: int | None = None
 
 
@@ -111,7 +112,7 @@ async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
         count(request),
         None if after is None else encode_cursor("admin_tokens", [after]),
         include_revoked=False,
-        newest_first=choice(request, "order", ("asc", "desc"), "asc") == "desc",
+        newest_first=choice(request, "order", ORDERS, "asc") == "desc",
     )
     return list_shape(page.data, _admin_key_shape, lambda key: key.id, has_more=page.has_more)
 
