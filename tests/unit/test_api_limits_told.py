@@ -119,7 +119,7 @@ def names(schema: Schema, number: int) -> list[str]:
 def own_trials(schema: Schema, schemas: dict[str, Schema], path: Place) -> Iterator[tuple[Any, bool]]:
     """Yield values that try the limits of `schema` alone, with whether it accepts them; the least that it accepts first."""
     field = next((part for part in reversed(path) if isinstance(part, str)), "")
-    text = TEXTS.get(dotted(path), lambda length: "a" * length)
+    text = TEXTS.get(dotted(path), "a".__mul__)
     step = 1 if schema.get("type") == "integer" else 0.01
     if "minimum" in schema:
         yield from ((schema["minimum"], True), (schema["minimum"] - step, False))
