@@ -31,6 +31,7 @@ EXAMPLES = {
     "^[a-zA-Z0-9_-]{1,64}$": ("a" * 64, "a" * 65),
     "^[0-9]{1,10}$": ("1", "one"),
     "^(tenant|key|model)(,(tenant|key|model))*$": ("tenant,model", "tenant,nobody"),
+    "^rl-": ("rl-*", "*"),
 }
 """By format or pattern: what it accepts, and what it does not."""
 TEXTS: dict[str, Callable[[int], str]] = {
@@ -363,3 +364,21 @@ async def test_parameters_are_refused_beyond_the_limits_of_the_document_and_not_
                 assert refused != trial.accepted, f"{path}?{name}={str(value)[:80]}: {answer.text[:200]}"
                 tried += 1
     assert tried > 100
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "body"),
+    [
+        ("patch /admin/v1/tiers/{name}", "name", {"admission_wait_ms": 0}),
+        ("post /v1/organization/projects/{project_id}/rate_limits/{rate_limit_id}", "rate_limit_id", {}),
+    ],
+)
+async def test_path_parameters_beyond_the_limits_of_the_document_name_nothing(
+    box: ApiBox, operation: str, name: str, body: Schema
+) -> None:
+    document, ids = await document_of(box), await ids_in(box)
+    method, path = operation.split(" ")
+    (schema,) = [each["schema"] for each in document["paths"][path][method]["parameters"] if each["name"] == name]
+    for value, accepted in own_trials(schema, {}, (name,)):
+        answer = await box.client.request(method, path.format_map(ids | {name: value}), json=body)
+        assert answer.status_code == (200 if accepted else 404), value
