@@ -52,6 +52,11 @@ def format_name(dtype: torch.dtype) -> str:
     return "fp8_e4m3" if dtype is torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
 
 
+def device_capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU, None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -9,6 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.sampling_params import BAD_WORDS_CHARS_MAX as BAD_WORDS_CHARS_MAX
+from engine.sampling_params import BAD_WORDS_MAX as BAD_WORDS_MAX
+from engine.sampling_params import GUIDED_CHARS_MAX as GUIDED_CHARS_MAX
+from engine.sampling_params import GUIDED_CHOICES_MAX as GUIDED_CHOICES_MAX
+from engine.sampling_params import LOGIT_BIAS_MAX as LOGIT_BIAS_MAX
+from engine.sampling_params import RANGES as RANGES
+from engine.sampling_params import STOP_STRINGS_MAX as STOP_STRINGS_MAX
 from engine.sampling_params import InvalidOption as InvalidOption
 from engine.sampling_params import SamplingParams as SamplingParams
 from engine.sampling_params import UnsupportedOption as UnsupportedOption

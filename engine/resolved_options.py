@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.config.model import ModelConfig, load_model_config
-from engine.device import format_name, resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.device import device_capability, format_name, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.errors import EngineConfigError, UnsupportedModel
 from engine.formats import check_formats
 from engine.memory.device import check_swap_space
@@ -51,7 +51,7 @@ class ResolvedOptions:
         config = load_model_config(options.model)
         check_context(config, options)
         dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        capability = device_capability(device)
         check_formats(config, options, format_name(dtype), capability)
         check_swap_space(options, device)
         draft = _draft_config(options, config, format_name(dtype), capability)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.number_checks import is_integer, is_number
 
@@ -25,10 +25,38 @@ BAD_WORDS_CHARS_MAX = 16_384  # of all bad words together
 BAD_WORDS_TOKENS_MAX = 8 * BAD_WORDS_CHARS_MAX  # twice (with and without a space) up to four bytes for each character
 GUIDED_CHARS_MAX = 256 * 1024
 GUIDED_CHOICES_MAX = 1024
-REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 10.0
 SEED_MAX = 2**63 - 1
 TOKENS_MAX = 2**31 - 1  # as a count and as an id: more than any context and any vocabulary
 TOP_K_MAX = 2**31 - 1  # more than any vocabulary; what does not fit an int64 would fail inside the sampler
+
+
+class Range(NamedTuple):
+    """The limits of a number. `above`: the lower one itself is refused."""
+
+    low: float
+    high: float
+    above: bool = False
+
+
+RANGES = {
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(0.0, 1.0, above=True),
+    "top_k": Range(-1, TOP_K_MAX),
+    "min_p": Range(0.0, 1.0),
+    "typical_p": Range(0.0, 1.0, above=True),
+    "repetition_penalty": Range(0.01, 10.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "logit_bias": Range(-100.0, 100.0),
+    "seed": Range(0, SEED_MAX),
+    "n": Range(1, N_MAX),
+    "best_of": Range(1, N_MAX),
+    "max_tokens": Range(1, TOKENS_MAX),
+    "min_tokens": Range(0, TOKENS_MAX),
+    "logprobs": Range(0, TOP_LOGPROBS_MAX),
+    "prompt_logprobs": Range(0, TOP_LOGPROBS_MAX),
+}
+"""Of every number of a request, and of the amounts in `logit_bias`."""
 FLOAT_PARAMS = (
     "temperature",
     "top_p",
@@ -171,34 +199,28 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         raise InvalidOption("guided_json", f"guided_json cannot be written as JSON: {error}") from error
 
 
-def _number(p: SamplingParams, param: str, low: float, high: float, *, above: bool = False) -> None:
-    """A float between its limits; NaN is between none. `above`: the lower limit itself is refused."""
-    value = getattr(p, param)
+def _number(p: SamplingParams, param: str) -> None:
+    """A float between its limits; NaN is between none."""
+    value, (low, high, above) = getattr(p, param), RANGES[param]
     if is_number(value) and (low < value if above else low <= value) and value <= high:
         return
     limits = f"must be above {low:g} and at most {high:g}" if above else f"must be between {low:g} and {high:g}"
     raise InvalidOption(param, f"{param} {limits}, not {_shown(value)}")
 
 
-def _integer(p: SamplingParams, param: str, low: int, high: int, *, optional: bool = False, note: str = "") -> None:
-    value = getattr(p, param)
+def _integer(p: SamplingParams, param: str, *, optional: bool = False, note: str = "") -> None:
+    value, (low, high, _) = getattr(p, param), RANGES[param]
     if (optional and value is None) or (is_integer(value) and low <= value <= high):
         return
     raise InvalidOption(param, f"{param} must be an integer between {low} and {high}{note}, not {_shown(value)}")
 
 
 def _check_numbers(p: SamplingParams) -> None:
-    _number(p, "temperature", 0.0, 2.0)
-    _number(p, "top_p", 0.0, 1.0, above=True)
-    _integer(p, "top_k", -1, TOP_K_MAX, note=" (-1 and 0 are off)")
-    _number(p, "min_p", 0.0, 1.0)
-    _number(p, "typical_p", 0.0, 1.0, above=True)
-    _number(p, "repetition_penalty", REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
-    _number(p, "presence_penalty", -2.0, 2.0)
-    _number(p, "frequency_penalty", -2.0, 2.0)
-    _integer(p, "seed", 0, SEED_MAX, optional=True)
-    _integer(p, "logprobs", 0, TOP_LOGPROBS_MAX, optional=True)
-    _integer(p, "prompt_logprobs", 0, TOP_LOGPROBS_MAX, optional=True)
+    for param in FLOAT_PARAMS:
+        _number(p, param)
+    _integer(p, "top_k", note=" (-1 and 0 are off)")
+    for param in ("seed", "logprobs", "prompt_logprobs"):
+        _integer(p, param, optional=True)
     for param in ("ignore_eos", "echo"):
         value = getattr(p, param)
         _require(isinstance(value, bool), param, f"must be True or False, not {_shown(value)}")
@@ -215,11 +237,11 @@ def _make_floats(p: SamplingParams) -> None:
 
 
 def _check_lengths(p: SamplingParams) -> None:
-    _integer(p, "n", 1, N_MAX)
-    _integer(p, "best_of", 1, N_MAX, optional=True)
+    _integer(p, "n")
+    _integer(p, "best_of", optional=True)
     _require(p.best_of is None or p.best_of >= p.n, "best_of", f"must be at least n ({p.n}), not {p.best_of}")
-    _integer(p, "max_tokens", 1, TOKENS_MAX, optional=True)
-    _integer(p, "min_tokens", 0, TOKENS_MAX)
+    _integer(p, "max_tokens", optional=True)
+    _integer(p, "min_tokens")
     _require(
         p.max_tokens is None or p.min_tokens <= p.max_tokens,
         "min_tokens",
@@ -269,8 +291,9 @@ def _check_bias(p: SamplingParams) -> None:
     _require(isinstance(bias, Mapping), "logit_bias", f"must map token ids to numbers, not be {_shown(bias)}")
     _require(len(bias) <= LOGIT_BIAS_MAX, "logit_bias", f"takes at most {LOGIT_BIAS_MAX} tokens, not {len(bias)}")
     _token_ids(bias, "logit_bias")
-    ok = all(is_number(value) and -100.0 <= value <= 100.0 for value in bias.values())
-    _require(ok, "logit_bias", "values must be numbers between -100 and 100")
+    low, high, _ = RANGES["logit_bias"]
+    ok = all(is_number(value) and low <= value <= high for value in bias.values())
+    _require(ok, "logit_bias", f"values must be numbers between {low:g} and {high:g}")
 
 
 def _check_bad_words(p: SamplingParams) -> None:

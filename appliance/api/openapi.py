@@ -24,6 +24,8 @@ from appliance.api.descriptions import describe_fields
 from appliance.api.descriptions.parameters import describe_parameter
 from appliance.api.error_responses import ErrorAnswer
 from appliance.api.openapi_names import Named, in_order, name_operations, rename_components
+from appliance.api.parameter_schemas import parameter_schema
+from appliance.api.queries import VALUES_MAX
 
 ContentOf = Callable[[Any], dict[str, Any]]
 """The content of a body of some type."""
@@ -45,15 +47,6 @@ _ERRORS = {
     429: "A limit is reached; `retry-after` says when to try again",
     503: "Not available now: an engine is down or loading, the queue is full, or the appliance is stopping",
 }
-_PARAMETER_TYPES = {
-    "limit": "integer",
-    "start_time": "integer",
-    "end_time": "integer",
-    "effective_at": "integer",
-    "batch": "boolean",
-    "tenant_only": "boolean",
-}
-"""Of query parameters that are no strings; `effective_at[gt]` and its like are those of `effective_at`."""
 _SUCCESSES = {200: "OK", 201: "Created", 204: "Done, without a body"}
 _SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration": ("administrator",)}
 
@@ -142,11 +135,8 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: 
     for name in handler.opt.get("query", ()):
         if name.endswith("[]"):
             continue  # the same parameter as OpenAI's clients spell it: in a generated client the two would have one name
-        schema: dict[str, Any] = {"type": _PARAMETER_TYPES.get(name.partition("[")[0], "string")}
-        if name in handler.opt.get("repeatable", ()):
-            schema = {"type": "array", "items": schema}
         required = name in handler.opt.get("required", ())
-        operation.setdefault("parameters", []).append({"name": name, "in": "query", "required": required, "schema": schema})
+        operation.setdefault("parameters", []).append({"name": name, "in": "query", "required": required})
     operation["security"] = [{name: []} for name in _security(operation)]
 
 
@@ -176,6 +166,9 @@ def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRo
 def _describe_parameters(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler) -> None:
     for parameter in operation.get("parameters", ()):
         name = parameter["name"]
+        schema = parameter_schema(route.path_format, name)
+        is_repeatable = name in handler.opt.get("repeatable", ())
+        parameter["schema"] = {"type": "array", "items": schema, "maxItems": VALUES_MAX} if is_repeatable else schema
         text = describe_parameter(route.path_format, name)
         if text is not None:
             is_spelled_twice = f"{name}[]" in handler.opt.get("query", ())

@@ -15,6 +15,7 @@ from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, PAGE_ROWS_MAX, Page, chec
 AdminRequest = Request[Any, Any, Any]
 Connection = ASGIConnection[Any, Any, Any, Any]
 PAGING = ("limit", "cursor")
+ORDERS = ("asc", "desc")
 VALUES_MAX = 1000  # of a parameter that may be given several times
 
 T = TypeVar("T")

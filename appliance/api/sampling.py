@@ -7,7 +7,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.api.schemas import STOP_CHARS_MAX, ChatCompletionRequest
+from appliance.api.schemas import (
+    SEED_BITS,
+    STOP_CHARS_MAX,
+    STOP_TOKEN_IDS_MAX,
+    TOKEN_ID_DIGITS_MAX,
+    ChatCompletionRequest,
+)
 from appliance.api.structured_output import constraint
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from appliance.serving.endings import as_written
@@ -15,9 +21,6 @@ from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import output_room
 from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
 
-STOP_TOKEN_IDS_MAX = 256
-TOKEN_ID_DIGITS_MAX = 10
-SEED_BITS = 63  # the engine's seeds are not negative
 _PLAIN_FIELDS = (
     "n",
     "temperature",

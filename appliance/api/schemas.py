@@ -7,21 +7,45 @@ Ignored by documented choice: `store`, `metadata`, `user`, `safety_identifier`, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from appliance.api.field_types import at_least, chars, entries, items, matching, one_of, sampling, within
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
-from appliance.metering.limits.admission_request import is_batch_work
+from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_work
+from engine.protocol import (
+    BAD_WORDS_CHARS_MAX,
+    BAD_WORDS_MAX,
+    GUIDED_CHARS_MAX,
+    GUIDED_CHOICES_MAX,
+    LOGIT_BIAS_MAX,
+    STOP_STRINGS_MAX,
+)
 
 MESSAGES_MAX = 4096
 PARTS_MAX = 16_384  # content parts in all messages together: some 50 ms of processor time, in which everybody else waits
 STOP_CHARS_MAX = 1000
+STOP_TOKEN_IDS_MAX = 256
+TOKEN_ID_DIGITS_MAX = 10
+SEED_BITS = 63  # the engine's seeds are not negative
+FORMATS = ("text", "json_object", "json_schema")
+SCHEMA_NAME = "[a-zA-Z0-9_-]{1,64}"
 TEXT_ROLES = ("developer", "system", "user", "assistant")
 OPENAI_ROLES = (*TEXT_ROLES, "tool", "function")
 CONTENT_PARTS = ("text", "refusal")
 PART_FIELDS_IGNORED = ("prompt_cache_breakpoint",)
 NEVER_SUPPORTED = ("tools", "functions", "audio", "prediction", "web_search_options", "moderation", "prompt_logprobs")
+
+GuidedText = Annotated[str, chars(0, GUIDED_CHARS_MAX)]
+GuidedChoices = Annotated[list[Annotated[str, chars(1, GUIDED_CHARS_MAX)]], items(1, GUIDED_CHOICES_MAX)]
+StopString = Annotated[str, chars(1, STOP_CHARS_MAX)]
+TokenIds = Annotated[list[Annotated[int, at_least(0)]], items(0, STOP_TOKEN_IDS_MAX)]
+Biases = Annotated[
+    dict[str, Annotated[float, sampling("logit_bias")]],
+    entries(LOGIT_BIAS_MAX, propertyNames={"pattern": f"^[0-9]{{1,{TOKEN_ID_DIGITS_MAX}}}$"}),
+]
+BadWords = Annotated[list[Annotated[str, chars(1, BAD_WORDS_CHARS_MAX)]], items(0, BAD_WORDS_MAX)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -35,8 +59,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A message of the conversation. Only text is supported."""
 
-    role: str
-    type: str | None = None  # lm-eval 0.4.9 sends `text`
+    role: Annotated[str, one_of(TEXT_ROLES)]
+    type: Annotated[str, one_of(["text"])] | None = None  # lm-eval 0.4.9 sends `text`
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -50,7 +74,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A named JSON schema. It is always enforced exactly."""
 
-    name: str
+    name: Annotated[str, matching(f"^{SCHEMA_NAME}$")]
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -59,7 +83,7 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The format of the answer."""
 
-    type: str
+    type: Annotated[str, one_of(FORMATS)]
     json_schema: JsonSchema | None = None
 
 
@@ -67,10 +91,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """The format of the answer, under the names that vLLM uses now. Set exactly one of `json`, `regex`, `choice`, `grammar` and
     `json_object`; the other fields are accepted only with a value that changes nothing."""
 
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json: GuidedText | dict[str, Any] | None = None
+    regex: GuidedText | None = None
+    choice: GuidedChoices | None = None
+    grammar: GuidedText | None = None
     json_object: bool | None = None
     structural_tag: Any = None
     disable_any_whitespace: bool | None = None
@@ -82,47 +106,47 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
     """A chat completion to create."""
 
     model: str
-    messages: list[Message]
+    messages: Annotated[list[Message], items(1, MESSAGES_MAX)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_tokens: Annotated[int, at_least(1)] | None = None
+    max_completion_tokens: Annotated[int, at_least(1)] | None = None
+    min_tokens: Annotated[int, at_least(0)] | None = None
+    temperature: Annotated[float, sampling("temperature")] | None = None
+    top_p: Annotated[float, sampling("top_p")] | None = None
+    top_k: Annotated[int, sampling("top_k")] | None = None
+    min_p: Annotated[float, sampling("min_p")] | None = None
+    seed: Annotated[int, within(-(1 << SEED_BITS), (1 << SEED_BITS) - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], items(0, STOP_STRINGS_MAX)] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: Annotated[float, sampling("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, sampling("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, sampling("repetition_penalty")] | None = None
+    logit_bias: Biases | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    n: int | None = None
+    top_logprobs: Annotated[int, sampling("logprobs")] | None = None
+    n: Annotated[int, sampling("n")] | None = None
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
-    service_tier: str | None = None
-    reasoning_effort: str | None = None
+    modalities: Annotated[list[Annotated[str, one_of(["text"])]], items(1, 1)] | None = None
+    service_tier: Annotated[str, one_of(SERVICE_TIERS)] | None = None
+    reasoning_effort: Annotated[str, one_of(["none"])] | None = None
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
     moderation: Any = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_json: GuidedText | dict[str, Any] | None = None
+    guided_regex: GuidedText | None = None
+    guided_choice: GuidedChoices | None = None
+    guided_grammar: GuidedText | None = None
     structured_outputs: StructuredOutputs | None = None
-    best_of: int | None = None
-    typical_p: float | None = None
-    bad_words: list[str] | None = None
+    best_of: Annotated[int, within(1, 1)] | None = None
+    typical_p: Annotated[float, sampling("typical_p")] | None = None
+    bad_words: BadWords | None = None
     prompt_logprobs: int | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None

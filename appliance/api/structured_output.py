@@ -9,15 +9,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.api.schemas import ChatCompletionRequest, ResponseFormat, StructuredOutputs
+from appliance.api.schemas import FORMATS, SCHEMA_NAME, ChatCompletionRequest, ResponseFormat, StructuredOutputs
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 STRUCTURED_FORMS = ("json", "regex", "choice", "grammar")
 STRUCTURED_OPTIONS = ("structural_tag", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-FORMATS = ("text", "json_object", "json_schema")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(SCHEMA_NAME)
 
 
 @dataclass(frozen=True, slots=True)

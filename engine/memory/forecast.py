@@ -11,9 +11,11 @@ import torch
 from engine.config.model import ModelConfig
 from engine.device import format_name
 from engine.errors import EngineConfigError
+from engine.formats import formats_of, has_fp8
 from engine.memory.device import WORKSPACE_BYTES, CapturedGraphs, driver_bytes, main_memory_bytes
 from engine.memory.estimate import DeviceMemory, estimate_fit
-from engine.memory.fit import MemoryFit, gib
+from engine.memory.fit import FEW_TOKENS, MemoryFit, format_distinct, gib
+from engine.memory.shape import Load, MemoryShape
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.step_mode import StepMode
@@ -121,6 +123,37 @@ def forecast_memory(
     if kv_bytes is not None:
         fit = replace(fit, wanted_len=min(fit.wanted_len, kv_bytes // fit.needs.block_bytes * options.block_size))
     return MemoryForecast(fit, kv_bytes, name)
+
+
+def check_text_decoder(
+    name: str, config: ModelConfig, options: EngineOptions, *, max_len: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise `EngineConfigError` for a decoder whose weights, tables and activations of FEW_TOKENS tokens do not fit: one that
+    gives embeddings alone, and so has no cache."""
+    ops.operations(device, dtype)
+    memory = _memory(options, device)
+    fit = MemoryFit(
+        model=replace(MemoryShape.of(config), kv_token=0),
+        formats=formats_of(config, options, format_name(dtype)),
+        load=Load(num_tokens=FEW_TOKENS, num_seqs=1, block_size=options.block_size, on_gpu=device.type == "cuda"),
+        usable_bytes=memory.usable_bytes,
+        context_bytes=memory.context_bytes,
+        wanted_len=max_len,
+        has_fp8=has_fp8(memory.capability),
+        memory_bytes=memory.memory_bytes,
+    )
+    if not fit.fits:
+        raise EngineConfigError("model", f"{name} does not fit: {fit.explain()}")
+
+
+def check_weights(name: str, weights_bytes: int, options: EngineOptions, device: torch.device) -> None:
+    """Raise `EngineConfigError` where not even the weights of a model fit."""
+    memory = _memory(options, device)
+    needed_bytes = weights_bytes + memory.context_bytes
+    if needed_bytes > memory.usable_bytes:
+        needed, usable = format_distinct(needed_bytes, memory.usable_bytes)
+        problem = f"needs {needed} (weights {gib(weights_bytes)}, device context {gib(memory.context_bytes)})"
+        raise EngineConfigError("model", f"{name} does not fit: {problem}, and {usable} may be used")
 
 
 def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:

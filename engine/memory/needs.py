@@ -14,10 +14,12 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
                      13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
                      their A are at least R·V·b. Captured steps with chunks have at most 128 MiB / (w·b) tokens, no more
-                     than a request, and room for 2^16·(D + 1)·4 that splits leave
-    slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB), on a GPU:
-                     what decodes leave between two kernels, counts of tokens, logits that wait for masks, biases. Rows of
-                     guesses add to R, though not to counts and biases. Batch-invariant decodes leave
+                     than a request, and room for 2^16·(D + 1)·4 that splits leave and for
+                     (R + 32)·(context / block_size)·4 of block tables
+    slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB)
+                     + (2·R + 32)·(context / block_size)·4, on a GPU: what decodes leave between two kernels, counts of tokens,
+                     logits that wait for masks, biases; block tables of slots, of rows and of 32 chunks. Rows of guesses add
+                     to R, once to its tables and not to counts and biases. Batch-invariant decodes leave
                      max(R, 64)·(context / 256)·H·(D + 2)·4 for each window, at most 256 MiB, and b is 4
     rotary tables  2·context·D_rotary·b for each rotation of the model: cosines and sines of all positions
     context      C = the driver's context, the libraries' workspaces, the kernels' code
@@ -97,15 +99,16 @@ class MemoryNeeds:
     def _slots_bytes(
         models: Sequence[MemoryShape], load: Load, context_len: int, kv_element_bytes: int, logit_bytes: int
     ) -> int:
-        """Splits of decodes, and what sampling keeps for the model that is served. Without slots the models take turns with one
-        piece of memory for their splits."""
+        """Splits of decodes, block tables, and what sampling keeps for the model that is served. Without slots the models take
+        turns with one piece of memory for their splits, and block tables last for a step."""
         splits: list[int] = []
         if load.on_gpu:
             sizes = load.num_rows, context_len, kv_element_bytes
             splits = [each.splits_bytes(*sizes, batch_invariant=load.batch_invariant) for each in models]
         if not load.has_slots:
             return max(splits, default=0)
-        return sum(splits) + models[0].columns_bytes(load.num_seqs, logit_bytes, num_guesses=load.num_guesses)
+        columns_bytes = models[0].columns_bytes(load.num_seqs, logit_bytes, num_guesses=load.num_guesses)
+        return sum(splits) + load.slot_tables_bytes(context_len) + columns_bytes
 
     @staticmethod
     def _graphs(
@@ -116,7 +119,9 @@ class MemoryNeeds:
         chunk_rows = model.chunk_rows(load, context_len, element_bytes)
         num_graphs = graphs_kept(load.num_seqs, load.num_guesses, chunk_rows=chunk_rows)
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
-        activations_bytes = max(logits_bytes, decodes_bytes, model.captured_chunks_bytes(chunk_rows, element_bytes))
+        tables_bytes = load.chunk_tables_bytes(context_len)
+        chunks_bytes = model.captured_chunks_bytes(chunk_rows, element_bytes, tables_bytes)
+        activations_bytes = max(logits_bytes, decodes_bytes, chunks_bytes)
         graphs_bytes = num_graphs * model.graph_bytes + activations_bytes
         if draft is None:
             return num_graphs, graphs_bytes

@@ -16,7 +16,7 @@ from engine.memory.splits import (
     invariant_bytes,
     num_splits,
 )
-from engine.step_sizes import chunk_rows_max
+from engine.step_sizes import CHUNKS_MANY, chunk_rows_max
 
 LOGITS_ELEMENTS_MAX = 1 << 25
 """The most logits in memory at a time, 128 MiB: the logits of a step's rows are computed in slices of this size."""
@@ -28,6 +28,9 @@ experts has than a gated feed-forward part (router, choice, sort, two products, 
 card for one launch. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's
 log says 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own
 are measured: Llama-3.1-8B's steps come to 8 MiB each."""
+
+CHUNK_TABLES = CHUNKS_MANY + 1
+"""Block tables of a captured step with chunks: padding has one, too."""
 
 BIAS_BYTES_MAX = 128 << 20
 """The most memory for the logit biases of requests. One row takes 0.5 MiB for 128k tokens: enough for 256 requests."""
@@ -57,6 +60,17 @@ class Load:
     def num_rows(self) -> int:
         """The most rows of a step that choose a token."""
         return self.num_seqs + self.num_guesses
+
+    def slot_tables_bytes(self, context_len: int) -> int:
+        """Block tables beside steps over slots: of each slot, of each row of a decode step, and of each chunk."""
+        return (self.num_seqs + self.num_rows + CHUNK_TABLES) * self._table_bytes(context_len)
+
+    def chunk_tables_bytes(self, context_len: int) -> int:
+        """Block tables in a captured step with chunks: of each decode and of each chunk."""
+        return (self.num_seqs + CHUNK_TABLES) * self._table_bytes(context_len)
+
+    def _table_bytes(self, context_len: int) -> int:
+        return -(-context_len // self.block_size) * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +181,12 @@ class MemoryShape:
             num_tokens = min(num_tokens, max(load.num_seqs, INVARIANT_QUERIES_MIN))
         return chunk_rows_max(num_tokens, self.layer_width * element_bytes)
 
-    def captured_chunks_bytes(self, num_rows: int, element_bytes: int) -> int:
-        """What a captured step with chunks needs: activations of so many rows, and the partial results of splits, which only a
-        few rows have. A few block tables are not counted."""
-        partials_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
-        return num_rows * self.layer_width * element_bytes + partials_bytes
+    def captured_chunks_bytes(self, num_rows: int, element_bytes: int, tables_bytes: int) -> int:
+        """What a captured step with chunks needs: activations of so many rows, the partial results of splits, which only a few
+        rows have, and block tables."""
+        if not num_rows:
+            return 0
+        return num_rows * self.layer_width * element_bytes + CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 + tables_bytes
 
     def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
         """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, needs if it has more rows than the workspace of

@@ -9,16 +9,19 @@ import torch
 
 from engine.config.encoder import load_encoder_config
 from engine.config.model import EMBEDDERS, ENCODERS, architecture_of, load_embedder_config, read_model_json
-from engine.device import resolve_device, resolve_dtype
+from engine.device import device_capability, format_name, resolve_device, resolve_dtype
 from engine.environment import default_threads
 from engine.errors import EngineConfigError
+from engine.formats import check_formats
 from engine.layers.attention import attention_shapes
 from engine.layers.rotary import RotaryTable
+from engine.memory.forecast import check_text_decoder, check_weights
 from engine.models.encoder import Encoder
 from engine.models.loading import load_decoder
 from engine.options import EngineOptions
 from engine.runner.embedder import TextModel
-from engine.weights import load_weights
+from engine.switches import check_switches
+from engine.weights import WeightsSize, load_weights
 from kernels import ops
 
 GENERATION_OPTIONS = ("speculative_config", "batch_invariant", "swap_space", "kv_cache_dtype", "shared_prefixes")
@@ -31,10 +34,12 @@ def is_embedding_model(directory: Path) -> bool:
 
 
 def load_text_model(options: EngineOptions) -> TextModel:
-    """Load a model for embeddings. Raises `ModelError` or `EngineConfigError`."""
+    """Load a model for embeddings. Raises `ModelError` or `EngineConfigError`, before anything is loaded for what contradicts
+    itself, the model, the device or its memory."""
     for option in fields(options):
         if option.name in GENERATION_OPTIONS and getattr(options, option.name) != option.default:
             raise EngineConfigError(option.name, "is not supported for a model that gives embeddings and generates no text")
+    check_switches()
     torch.set_num_threads(options.threads or default_threads())
     device = resolve_device(options.device)
     is_encoder = architecture_of(read_model_json(options.model)) in ENCODERS
@@ -48,6 +53,8 @@ def _load_encoder(options: EngineOptions, device: torch.device) -> TextModel:
     config = load_encoder_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)
+    unloaded = Encoder(config, dtype=dtype, device=torch.device("meta"))
+    check_weights(_name(options), WeightsSize.of(unloaded.weight_plan()).num_bytes, options, device)
     encoder = Encoder(config, dtype=dtype, device=device)
     load_weights(options.model, encoder.weight_plan(), progress=lambda _: None)
     encoder.pack()
@@ -67,6 +74,8 @@ def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
     config = load_embedder_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)
+    check_formats(config, options, format_name(dtype), device_capability(device))
+    check_text_decoder(_name(options), config, options, max_len=max_len, dtype=dtype, device=device)
     model = load_decoder(
         options.model,
         config,
@@ -77,6 +86,10 @@ def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
     )
     rotaries = [RotaryTable(rope, max_len, dtype=dtype, device=device) for rope in config.ropes]
     return TextModel.of_decoder(model.decoder, rotaries, attention_shapes(config, options.block_size), max_len)
+
+
+def _name(options: EngineOptions) -> str:
+    return options.name or options.model.name
 
 
 def _max_len(options: EngineOptions, max_position_len: int) -> int:

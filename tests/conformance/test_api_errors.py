@@ -273,6 +273,24 @@ async def test_a_request_beyond_the_monthly_budget_is_refused(server: Server) ->
     assert error.response.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize("limits", [{"tokens_per_minute": 5}, {"requests_per_minute": 0}, {"concurrent_requests": 0}])
+async def test_what_can_never_be_admitted_is_sent_once_by_a_client_with_retries_of_its_own(
+    server: Server, limits: dict[str, int]
+) -> None:
+    _, secret = server.new_key(limits=limits)
+    sent: list[Any] = []
+
+    async def note(request: Any) -> None:
+        sent.append(request)
+
+    http_client = openai.DefaultAsyncHttpxClient(event_hooks={"request": [note]})
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=secret, http_client=http_client) as client:
+        assert client.max_retries > 0
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=100)
+    assert len(sent) == 1
+
+
 async def test_refusals_leave_no_record(server: Server) -> None:
     tenant_id, secret = server.new_key(limits={"tokens_per_minute": 5})
     await refused(server, secret, max_tokens=100)

@@ -16,8 +16,8 @@ import structlog
 
 from appliance.api.admin.usage import NewPriceBody
 from appliance.api.bodies import decode_body
-from appliance.api.sampling import STOP_TOKEN_IDS_MAX, sampling_params
-from appliance.api.schemas import PARTS_MAX, ChatCompletionRequest, check_messages, check_supported
+from appliance.api.sampling import sampling_params
+from appliance.api.schemas import PARTS_MAX, STOP_TOKEN_IDS_MAX, ChatCompletionRequest, check_messages, check_supported
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
 from tests.support.api_box import open_api_box
 

@@ -9,9 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from appliance.api.organization.admin import TYPE_OF, audit_log_shape
+from appliance.api.organization.audit_log_shapes import TYPE_OF, audit_log_shape
 from appliance.api.organization.usage import UsageQuery
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
@@ -244,21 +245,50 @@ def entry(action: str, **changes: Any) -> AuditEntry:
     return AuditEntry(**{**fields, **changes})
 
 
+def written(action: str, **changes: Any) -> Any:
+    """Return an entry of the log as clients get it."""
+    return json.loads(msgspec.json.encode(audit_log_shape(entry(action, **changes))))
+
+
 def test_an_entry_without_a_name_of_openais_keeps_ours() -> None:
-    shape = audit_log_shape(entry("price.create", after=json.dumps({"model": "demo"})))
-    assert (shape["type"], shape["price.create"]) == ("price.create", {"id": "x_1", "changes_requested": {"model": "demo"}})
-    assert shape["actor"] == {
-        "type": "api_key",
-        "api_key": {"id": "adm_1", "type": "service_account", "service_account": {"id": "adm_1"}},
+    assert written("price.create", after=json.dumps({"model": "demo"})) == {
+        "object": "organization.audit_log",
+        "id": "audit_log-7",
+        "type": "price.create",
+        "effective_at": int(START.timestamp()),
+        "actor": {
+            "type": "api_key",
+            "api_key": {"id": "adm_1", "type": "service_account", "service_account": {"id": "adm_1"}},
+        },
+        "price.create": {"id": "x_1", "changes_requested": {"model": "demo"}},
     }
 
 
+def test_an_entry_of_a_tenant_names_it_and_what_is_new() -> None:
+    made = written("tenant.create", tenant_id="tn_1", after=json.dumps({"name": "bob", "weight": 1}))
+    assert (made["type"], made["project"]) == ("project.created", {"id": "tn_1"})
+    assert made["project.created"] == {"id": "x_1", "data": {"name": "bob", "weight": 1, "title": "bob"}}
+    assert set(made) == {"object", "id", "type", "effective_at", "actor", "project", "project.created"}
+    assert written("key.revoke")["api_key.deleted"] == {"id": "x_1"}
+
+
 def test_members_act_by_session_and_a_failed_sign_in_has_nobody() -> None:
-    member = audit_log_shape(entry("tenant.archive", actor_kind="member", actor_id="mb_1", actor_name="alice@example.com"))
-    assert member["actor"]["session"] == {"user": {"id": "mb_1", "email": "alice@example.com"}, "ip_address": "10.0.0.7"}
-    failed = audit_log_shape(entry("session.refuse", actor_kind="system", after=json.dumps({"reason": "password"})))
+    member = written("tenant.archive", actor_kind="member", actor_id="mb_1", actor_name="alice@example.com")
+    session = {"user": {"id": "mb_1", "email": "alice@example.com"}, "ip_address": "10.0.0.7"}
+    assert member["actor"] == {"type": "session", "session": session}
+    failed = written("session.refuse", actor_kind="system", after=json.dumps({"reason": "password"}))
     assert failed["actor"]["session"]["user"] is None
-    assert failed["login.failed"]["error_code"] == "password"
+    assert failed["login.failed"] == {"error_code": "password", "error_message": "x_1 could not sign in"}
+
+
+async def test_the_document_has_a_field_for_the_details_of_every_type_of_openais(box: ApiBox) -> None:
+    document = (await box.client.get("/schema/openapi.json")).json()
+    answer = document["paths"]["/v1/organization/audit_logs"]["get"]["responses"]["200"]["content"]["application/json"]
+    schemas = document["components"]["schemas"]
+    assert answer["schema"] == {"$ref": "#/components/schemas/AuditLogList"}
+    assert schemas["AuditLogList"]["properties"]["data"]["items"] == {"$ref": "#/components/schemas/AuditLog"}
+    assert set(TYPE_OF.values()) <= set(schemas["AuditLog"]["properties"])
+    assert set(schemas["AuditLog"]["required"]) == {"object", "id", "type", "effective_at", "actor"} - {"object"}
 
 
 def test_every_type_of_openais_is_one_that_its_client_knows() -> None:

@@ -119,7 +119,7 @@ async def test_a_parameter_that_can_be_spelled_in_two_ways_is_described_once(box
     parameters = paths["/v1/organization/usage/completions"]["get"]["parameters"]
     (projects,) = [parameter for parameter in parameters if parameter["name"] == "project_ids"]
 
-    assert projects["schema"] == {"type": "array", "items": {"type": "string"}}
+    assert projects["schema"] == {"type": "array", "items": {"type": "string"}, "maxItems": 1000}
     assert projects["description"].endswith("`project_ids[]` means the same.")
 
 

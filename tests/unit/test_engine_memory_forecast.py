@@ -23,7 +23,7 @@ from engine.memory import forecast as memory_forecast
 from engine.memory.estimate import DeviceMemory
 from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory, format_parts, underestimated
 from engine.memory.needs import GIB, MemoryNeeds
-from engine.memory.shape import MemoryShape
+from engine.memory.shape import Load, MemoryShape
 from engine.memory.splits import invariant_bytes
 from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
@@ -32,6 +32,7 @@ from engine.runner.runner_choice import resolve_step_mode
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_warm_up import KINDS
 from engine.runner.token_spans import TokenSpan
+from engine.scheduling.limits import STEP_GUESSES_MAX
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
@@ -39,7 +40,7 @@ from engine.step_sizes import graphs_kept
 from engine.weights import WeightsSize
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
-from tests.support.engines import small_engine
+from tests.support.engines import overlapped_engine, small_engine
 from tests.support.fake_engine import engine_info
 from tests.support.published_configs import LLAMA_8B
 from tests.support.tiny_models import FAMILY_SETTINGS, make_model
@@ -129,6 +130,18 @@ def test_keys_and_values_in_eight_bits_are_predicted(model: Path) -> None:
     engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, kv_cache_dtype="fp8"))
     (cache,) = (part for part in engine.info.memory if part.name == "kv_cache")
     assert cache.predicted_bytes == cache.measured_bytes == engine.info.kv_bytes
+
+
+@pytest.mark.parametrize("with_guesses", [False, True])
+def test_block_tables_beside_steps_over_slots_are_predicted(with_guesses: bool, model: Path) -> None:
+    guesses = SpeculativeOptions.parse({"method": "ngram"}) if with_guesses else None
+    engine = overlapped_engine(model, max_num_seqs=8, num_kv_blocks=64, kv_cache_bytes=None, speculative_config=guesses)
+    assert isinstance(engine.runner, SlotRunner)
+    steps = engine.runner.steps
+    assert steps.chunks is not None
+    kept = [steps.state.tables, steps.inputs.block_tables, steps.chunks._step._tables]
+    load = Load(num_tokens=256, num_seqs=8, block_size=16, num_guesses=STEP_GUESSES_MAX if with_guesses else 0)
+    assert load.slot_tables_bytes(engine.info.max_model_len) == sum(tables.nbytes for tables in kept)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])

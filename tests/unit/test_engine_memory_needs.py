@@ -129,7 +129,7 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
         load = replace(load, has_slots=True)
         needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192, draft=draft)
         rows = load.num_seqs + load.num_guesses
-        chunks_bytes = LLAMA_8B.captured_chunks_bytes(960, 2)
+        chunks_bytes = LLAMA_8B.captured_chunks_bytes(960, 2, load.chunk_tables_bytes(8192))
         return needs.graphs_bytes - max(chunks_bytes, LLAMA_8B.activations_bytes(rows, rows, 2))
 
     assert LLAMA_8B.graph_bytes == (10 * 32 + 20) * 24 * 1024
@@ -156,8 +156,9 @@ def test_captured_steps_with_chunks_take_what_their_largest_one_holds() -> None:
     assert rows(8192, 500) == 500, "no request has"
     assert rows(15) == rows(8192, 15) == 0
     assert rows(8192, batch_invariant=True) == 256, "the rows that its workspace has room for"
-    assert LLAMA_8B.captured_chunks_bytes(960, 2) == 960 * 67_584 * 2 + 2**16 * 129 * 4
-    assert LLAMA_8B.captured_chunks_bytes(0, 2) == 0
+    assert LLAMA_8B.captured_chunks_bytes(960, 2, 7) == 960 * 67_584 * 2 + 2**16 * 129 * 4 + 7
+    assert LLAMA_8B.captured_chunks_bytes(0, 2, 7) == 0
+    assert LOAD.chunk_tables_bytes(131_072) == (256 + 32) * 8192 * 4, "9 MiB"
 
 
 def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
@@ -168,9 +169,10 @@ def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
     assert eager.slots_bytes == LLAMA_8B.splits_bytes(256, 32_768, 2)
     ahead = replace(LOAD, on_gpu=True, has_slots=True)
     slots = MemoryNeeds.of(LLAMA_8B, BF16, ahead, context_bytes=0, context_len=32_768)
-    assert slots.slots_bytes - eager.slots_bytes == LLAMA_8B.columns_bytes(256, 2)
+    assert slots.slots_bytes - eager.slots_bytes == LLAMA_8B.columns_bytes(256, 2) + ahead.slot_tables_bytes(32_768)
     guesses = MemoryNeeds.of(LLAMA_8B, BF16, replace(ahead, num_guesses=64), context_bytes=0, context_len=32_768)
-    assert guesses.slots_bytes - slots.slots_bytes == LLAMA_8B.splits_bytes(64, 32_768, 2) + 64 * 128_256 * 2
+    tables_bytes = 64 * 2048 * 4
+    assert guesses.slots_bytes - slots.slots_bytes == LLAMA_8B.splits_bytes(64, 32_768, 2) + 64 * 128_256 * 2 + tables_bytes
     assert guesses.graphs_bytes > slots.graphs_bytes
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=32_768).slots_bytes == 0, "a CPU has neither"
 
@@ -194,7 +196,8 @@ def test_batch_invariant_decodes_leave_as_much_as_their_positions_say_up_to_a_li
     assert invariant_bytes(256, 131_072, 32, 128, 1024) == invariant_bytes(256, 6 * 256, 32, 128, None)
     load = replace(LOAD, on_gpu=True, has_slots=True, batch_invariant=True)
     needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192)
-    assert needs.slots_bytes == invariant_bytes(256, 8192, 32, 128, None) + LLAMA_8B.columns_bytes(256, 4)
+    kept_bytes = LLAMA_8B.columns_bytes(256, 4) + load.slot_tables_bytes(8192)
+    assert needs.slots_bytes == invariant_bytes(256, 8192, 32, 128, None) + kept_bytes
 
 
 def test_a_model_that_does_not_fit_in_batch_invariant_mode_says_what_that_takes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,27 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, EngineError
 from engine.memory import device as memory_device
+from engine.memory import forecast as memory_forecast
+from engine.memory.estimate import DeviceMemory
 from engine.memory.needs import GIB
 from engine.options import EngineOptions
 from engine.resolved_options import ResolvedOptions
+from engine.runner.text_models import load_text_model
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import find_gpu
 from engine.speculation.options import SpeculativeOptions
 from engine.step_mode import StepMode
 from tests.support import quantised_checkpoints as layouts
+from tests.support.published_configs import LLAMA_8B
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
+ENCODER = {
+    "architectures": ["BertModel"], "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 19,
+    "num_attention_heads": 16, "vocab_size": 60_000, "type_vocab_size": 2,
+}  # fmt: skip
 DRAFT_REFUSED = "field model cannot be served: quantization fp8 needs a GPU of compute capability 8.9"
 
 
@@ -41,6 +50,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("engine.models.loading.load_weights", load)
+    monkeypatch.setattr("engine.runner.text_models.load_weights", load)
 
 
 def guessing(model: Path, name: str) -> dict[str, Any]:
@@ -95,6 +105,65 @@ def test_a_draft_model_in_a_format_that_the_card_cannot_compute_is_refused_befor
     options = EngineOptions(model=model, device="cuda", quantization="int8", speculative_config=speculative)
     with pytest.raises(EngineConfigError, match=f"^speculative_config {DRAFT_REFUSED} or newer, this one has 8.6"):
         ResolvedOptions.of(options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "usable_gib", "parts"),
+    [
+        (
+            {"architectures": ["LlamaModel"]},
+            10,
+            r"weights 14\.0 GiB, activations .*; what would make it fit: .*quantization=int8",
+        ),
+        (ENCODER, 1, r"weights 2\.5 GiB, device context 0\.0 MiB\), and 1\.0 GiB may be used"),
+    ],
+    ids=["decoder", "encoder"],
+)
+def test_a_model_for_embeddings_that_does_not_fit_is_refused_before_loading(
+    tmp_path: Path,
+    nothing_is_loaded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    usable_gib: int,
+    parts: str,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | changed))
+    memory = DeviceMemory(device_type="cpu", usable_bytes=usable_gib * GIB, context_bytes=0)
+    monkeypatch.setattr(memory_forecast, "_memory", lambda *_: memory)
+    with pytest.raises(EngineConfigError, match=rf"^model big does not fit: needs .*{parts}"):
+        load_text_model(EngineOptions(model=tmp_path, name="big", device="cpu", dtype="bfloat16", max_model_len=512))
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "message"),
+    [
+        ({}, {"quantization": "fp8"}, "quantization fp8 needs a GPU of compute capability 8.9 or newer, this one has 8.6"),
+        ({"head_dim": 288}, {}, "head_dim must be at most 256 on a GPU, not 288"),
+    ],
+    ids=["fp8", "long heads"],
+)
+def test_a_model_for_embeddings_that_the_card_cannot_compute_is_refused_before_loading(
+    tmp_path: Path,
+    nothing_is_loaded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    asked: dict[str, Any],
+    message: str,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaModel"], **changed}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    with pytest.raises(EngineError, match=f"^{message}"):
+        load_text_model(EngineOptions(model=tmp_path, device="cuda", **asked))
+
+
+def test_a_switch_that_says_neither_on_nor_off_stops_a_model_for_embeddings(
+    tmp_path: Path, nothing_is_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaModel"]}))
+    monkeypatch.setenv("GATEHOUSE_GRAPHS", "perhaps")
+    with pytest.raises(EngineConfigError, match="GATEHOUSE_GRAPHS is 'perhaps', and can be 0 or 1"):
+        load_text_model(EngineOptions(model=tmp_path, device="cpu"))
 
 
 def test_prefixes_are_tokens_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.queue import AdmissionQueue, Waiter
+from appliance.metering.limits.token_bucket import TokenBucket
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits
 from tests.support.clock import START, FakeClock
@@ -119,9 +120,30 @@ async def test_a_wait_that_ends_by_a_bug_is_counted_as_such(clock: FakeClock, mo
     await queue.close()
 
 
-@pytest.mark.parametrize("broken", ["take", "join"])
+async def test_a_bug_in_the_watch_for_a_clients_leaving_ends_its_wait_as_one_and_not_as_left(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waits, bob = Waits(), principal(TWO)
+    queue = Queue(clock, waits=waits)
+    running = [await queue.ask(bob, 1) for _ in range(2)]
+    with monkeypatch.context() as bug:
+        bug.setattr(queue.gone, "wait", failing(queue.gone.wait))
+        first = await queue.ask(bob, 1)
+    second = await queue.ask(bob, 1)
+    assert isinstance(first.exception(), BugError)
+    assert capfd.readouterr().out.count("Traceback") == 1
+    assert waits.told == [("began", "demo"), ("failed", "demo", 0.0), ("began", "demo")]
+
+    running[0].result().settle(1)
+    await queue.alarms.settle()
+    assert second.result()
+    assert num_running(queue.admission, bob.tenant.id) == 2
+    await queue.close()
+
+
+@pytest.mark.parametrize("broken", ["take", "the second bucket", "join"])
 async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    limits = Limits(concurrent_requests=2, tokens_per_minute=60, tokens_per_day=100)
+    limits = Limits(concurrent_requests=2, tokens_per_minute=60, requests_per_minute=60, tokens_per_day=100)
     bob, policy = principal(limits, limits), ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=START)
     (await queue.ask(bob, 10, policy=policy)).result().void()
     allowances = list(queue.admission._allowances.values())
@@ -132,7 +154,9 @@ async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatc
             bug.setattr(Allowance, "join", failing(Allowance.join))
             failed = await queue.ask(bob, 10)
         else:
-            bug.setattr(Allowance, "take", failing(Allowance.take, lambda self, *_given: self is allowances[-1]))
+            last = allowances[-1]
+            kind, its = (Allowance, last) if broken == "take" else (TokenBucket, last.requests)
+            bug.setattr(kind, "take", failing(kind.take, lambda self, *_given: self is its))
             failed = await queue.ask(bob, 10, policy=policy)
     assert isinstance(failed.exception(), BugError)
     assert [allowance.taken(at) for allowance in allowances] == before

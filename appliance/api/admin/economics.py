@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from litestar import get, put
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import Amount, Currency, Name, UnitPrice, items, within
 from appliance.api.queries import AdminRequest
 from appliance.api.shapes import shape_of
-from appliance.metering.economics import Hardware, HostedPrice
+from appliance.metering.economics import HOSTED_MAX, MONTHS_MAX, POWER_W_MAX, Hardware, HostedPrice
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
 
 
+Power = Annotated[int, within(0, POWER_W_MAX)]
+
+
 class HostedPriceShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The price of a hosted model, to compare with: micro-units of money per million tokens."""
 
-    name: str
-    prompt: int
-    completion: int
-    cached_prompt: int | None = None
+    name: Name
+    prompt: UnitPrice
+    completion: UnitPrice
+    cached_prompt: UnitPrice | None = None
 
 
 class HardwareShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What the appliance's hardware and its power cost. Amounts are in micro-units of money."""
 
-    cost_micros: int
-    months: int
-    kwh_price_micros: int
-    power_w: int | None = None
-    other_power_w: int = 0
-    other_monthly_micros: int = 0
-    currency: str | None = None
-    hosted: list[HostedPriceShape] = []
+    cost_micros: Amount
+    months: Annotated[int, within(1, MONTHS_MAX)]
+    kwh_price_micros: Amount
+    power_w: Power | None = None
+    other_power_w: Power = 0
+    other_monthly_micros: Amount = 0
+    currency: Currency | None = None
+    hosted: Annotated[list[HostedPriceShape], items(0, HOSTED_MAX)] = []
 
 
 class FigureShape(msgspec.Struct, kw_only=True):

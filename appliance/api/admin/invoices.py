@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 from litestar import Response, delete, get, post, put
@@ -21,15 +22,18 @@ from appliance.api.admin.invoice_shapes import (
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import Amount, Month, Name, items, one_of, within
 from appliance.api.queries import PAGING, AdminRequest, choice, paging, short_page
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
+from appliance.base.money import BASIS_POINTS
 from appliance.metering.box_records import SELLER
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.csv_file import render_csv
+from appliance.metering.invoicing.invoices import ONLY
 from appliance.metering.invoicing.pdf import render_pdf
-from appliance.metering.invoicing.rows import Invoice
-from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT, Seller, seller_from_record
+from appliance.metering.invoicing.rows import STATES, Invoice
+from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, seller_from_record
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
@@ -43,36 +47,39 @@ _FILES: dict[str, tuple[str, Callable[[Invoice], bytes]]] = {
 }
 
 
+SellerLines = Annotated[list[Name], items(0, LINES_MAX)]
+
+
 class DraftBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The month to draft an invoice for."""
 
-    month: str
-    only: str | None = None
+    month: Month
+    only: Annotated[str, one_of(ONLY)] | None = None
 
 
 class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A free allowance to set. It replaces earlier ones from `first_month` on."""
 
-    first_month: str
-    monthly_micros: int
+    first_month: Month
+    monthly_micros: Amount
 
 
 class SellerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The seller named on new invoices. It replaces the previous one as a whole."""
 
-    name: str
-    address: list[str] = []
-    email: str | None = None
-    phone: str | None = None
-    website: str | None = None
-    tax_id: str | None = None
-    registration: str | None = None
-    bank: list[str] = []
-    payment_terms_days: int = TERMS_DAYS_DEFAULT
-    payment_note: str | None = None
-    tax_basis_points: int = 0
-    tax_label: str | None = None
-    tax_note: str | None = None
+    name: Name
+    address: SellerLines = []
+    email: Name | None = None
+    phone: Name | None = None
+    website: Name | None = None
+    tax_id: Name | None = None
+    registration: Name | None = None
+    bank: SellerLines = []
+    payment_terms_days: Annotated[int, within(0, TERMS_DAYS_MAX)] = TERMS_DAYS_DEFAULT
+    payment_note: Name | None = None
+    tax_basis_points: Annotated[int, within(0, BASIS_POINTS)] = 0
+    tax_label: Name | None = None
+    tax_note: Name | None = None
 
 
 @get("/invoices", summary="List the invoices of all tenants", tags=TAGS, opt={"query": (*PAGING, "month", "state")})
@@ -85,7 +92,7 @@ async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
     page = await services_of(request).invoices.list(
         *paging(request),
         month=month,
-        state=choice(request, "state", ("draft", "closed"), None),
+        state=choice(request, "state", STATES, None),
         access=access,
     )
     return page_shape(page, invoice_head_shape)

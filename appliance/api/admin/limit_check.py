@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from litestar import post
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import Limit, Name, one_of, within
 from appliance.api.queries import AdminRequest
 from appliance.api.shapes import shape_of
 from appliance.base.errors import NotFound
-from appliance.metering.limits.admission_request import is_batch_work
+from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_work
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name, check_whole
 from appliance.tenancy.roles import Action
@@ -22,13 +25,13 @@ ANSWERS_MAX = 128
 class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A hypothetical request: who would send it, to which model, and how large it would be."""
 
-    tenant_id: str
-    model: str
-    prompt_tokens: int
-    key_id: str | None = None
-    max_tokens: int | None = None
-    n: int = 1
-    service_tier: str | None = None
+    tenant_id: Name
+    model: Name
+    prompt_tokens: Limit
+    key_id: Name | None = None
+    max_tokens: Annotated[int, within(1, LIMIT_MAX)] | None = None
+    n: Annotated[int, within(1, ANSWERS_MAX)] = 1
+    service_tier: Annotated[str, one_of(SERVICE_TIERS)] | None = None
 
 
 class LimitDecisionShape(msgspec.Struct, kw_only=True):

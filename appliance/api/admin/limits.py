@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from litestar import delete, get, patch, put
 from litestar.params import FromPath
@@ -10,13 +12,14 @@ from appliance.api.admin.tenants import LimitsBody
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body, named
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import LimitMode, within
 from appliance.api.queries import PAGING, AdminRequest, short_page
 from appliance.api.shapes import LimitsShape, PageShape, page_shape, shape_of
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits
 from appliance.tenancy.roles import Action
-from appliance.tenancy.tiers import Tier
+from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX, Tier
 
 TAGS = ["administration"]
 
@@ -31,7 +34,7 @@ class TierShape(msgspec.Struct, kw_only=True):
 class TierPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a tier to change."""
 
-    admission_wait_ms: int
+    admission_wait_ms: Annotated[int, within(0, ADMISSION_WAIT_MS_MAX)]
 
 
 class ModelLimitsShape(msgspec.Struct, kw_only=True):
@@ -47,7 +50,7 @@ class ModelLimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The new limits of a model. They replace all earlier ones: a limit left out is removed."""
 
     limits: LimitsBody
-    limit_mode: str = "enforce"
+    limit_mode: LimitMode = "enforce"
 
 
 @get("/tiers", summary="List tiers", tags=TAGS, opt={"query": PAGING})

@@ -21,6 +21,7 @@ from appliance.api.admin.member_shapes import (
 from appliance.api.auth import authenticate_administrator, authenticate_anybody
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import BoxRole, Email, RoleInTenant
 from appliance.api.queries import PAGING, AdminRequest, paging
 from appliance.api.shapes import PageShape, page_shape
 from appliance.tenancy.access import Access
@@ -33,28 +34,28 @@ TAGS = ["administration"]
 class NewMemberBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A member to create. The appliance generates the password."""
 
-    email: str
-    role: str
+    email: Email
+    role: BoxRole
 
 
 class MemberPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a member to change. Fields left out keep their values."""
 
-    role: str | Omittable = OMITTED
+    role: BoxRole | Omittable = OMITTED
     disabled: bool | Omittable = OMITTED
 
 
 class NewMembershipBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A member to add to a tenant."""
 
-    email: str
-    role: str
+    email: Email
+    role: RoleInTenant
 
 
 class MembershipPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A member's new role in a tenant."""
 
-    role: str
+    role: RoleInTenant
 
 
 @get("/me", summary="Retrieve the caller", tags=TAGS)

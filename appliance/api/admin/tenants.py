@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from litestar import delete, get, patch, post
@@ -11,6 +11,24 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import (
+    MODELS_LIMITED,
+    AlertPercents,
+    Country,
+    Currency,
+    Limit,
+    LimitMode,
+    Lines,
+    Moment,
+    Name,
+    Names,
+    Networks,
+    Scopes,
+    TierName,
+    Weight,
+    mailbox,
+    within,
+)
 from appliance.api.queries import PAGING, AdminRequest, flag, paging, parse_moment
 from appliance.api.shapes import (
     KeyShape,
@@ -22,7 +40,8 @@ from appliance.api.shapes import (
     page_shape,
     tenant_shape,
 )
-from appliance.tenancy.fields import DEFAULT_SCOPES
+from appliance.tenancy.fields import DEFAULT_SCOPES, NAME_CHARS_MAX
+from appliance.tenancy.keys import GRACE_S_MAX
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -32,88 +51,91 @@ TAGS = ["administration"]
 class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Limits to set, each 0 to 10¹⁵. A limit left out of a change keeps its value; null removes it."""
 
-    tokens_per_minute: int | Omittable | None = OMITTED
-    requests_per_minute: int | Omittable | None = OMITTED
-    concurrent_requests: int | Omittable | None = OMITTED
-    tokens_per_day: int | Omittable | None = OMITTED
-    monthly_budget: int | Omittable | None = OMITTED
+    tokens_per_minute: Limit | Omittable | None = OMITTED
+    requests_per_minute: Limit | Omittable | None = OMITTED
+    concurrent_requests: Limit | Omittable | None = OMITTED
+    tokens_per_day: Limit | Omittable | None = OMITTED
+    monthly_budget: Limit | Omittable | None = OMITTED
+
+
+ModelLimitsOfOwner = Annotated[dict[str, LimitsBody], MODELS_LIMITED]
 
 
 class BillingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The buyer named on the tenant's invoices."""
 
-    name: str | None = None
-    address: str | None = None
-    country: str | None = None
-    email: str | None = None
-    tax_id: str | None = None
-    reference: str | None = None
+    name: Name | None = None
+    address: Lines | None = None
+    country: Country | None = None
+    email: Annotated[str, mailbox(NAME_CHARS_MAX)] | None = None
+    tax_id: Name | None = None
+    reference: Name | None = None
 
 
 class NewTenantBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A tenant to create."""
 
-    name: str
-    tier: str = "standard"
-    weight: int = 1
+    name: Name
+    tier: TierName = "standard"
+    weight: Weight = 1
     limits: LimitsBody | None = None
-    model_limits: dict[str, LimitsBody] | None = None
-    limit_mode: str = "enforce"
+    model_limits: ModelLimitsOfOwner | None = None
+    limit_mode: LimitMode = "enforce"
     cut_at_budget: bool = False
-    currency: str | None = None
+    currency: Currency | None = None
     billing: BillingBody | None = None
-    alert_percents: list[int] | None = None
-    allowed_models: list[str] | None = None
+    alert_percents: AlertPercents | None = None
+    allowed_models: Names | None = None
     suspended: bool = False
 
 
 class TenantPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a tenant to change. Fields left out keep their values."""
 
-    name: str | Omittable = OMITTED
-    tier: str | Omittable = OMITTED
-    weight: int | Omittable = OMITTED
+    name: Name | Omittable = OMITTED
+    tier: TierName | Omittable = OMITTED
+    weight: Weight | Omittable = OMITTED
     limits: LimitsBody | Omittable = OMITTED
-    model_limits: dict[str, LimitsBody] | Omittable | None = OMITTED
-    limit_mode: str | Omittable = OMITTED
+    model_limits: ModelLimitsOfOwner | Omittable | None = OMITTED
+    limit_mode: LimitMode | Omittable = OMITTED
     cut_at_budget: bool | Omittable = OMITTED
-    currency: str | Omittable | None = OMITTED
+    currency: Currency | Omittable | None = OMITTED
     billing: BillingBody | Omittable | None = OMITTED
-    alert_percents: list[int] | Omittable | None = OMITTED
-    allowed_models: list[str] | Omittable | None = OMITTED
+    alert_percents: AlertPercents | Omittable | None = OMITTED
+    allowed_models: Names | Omittable | None = OMITTED
     suspended: bool | Omittable = OMITTED
 
 
 class NewKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A key to create."""
 
-    name: str
-    scopes: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_SCOPES))
-    expires_at: str | None = None
-    allowed_models: list[str] | None = None
-    allowed_networks: list[str] | None = None
+    name: Name
+    scopes: Scopes = msgspec.field(default_factory=lambda: list(DEFAULT_SCOPES))
+    expires_at: Moment | None = None
+    allowed_models: Names | None = None
+    allowed_networks: Networks | None = None
     limits: LimitsBody | None = None
-    model_limits: dict[str, LimitsBody] | None = None
-    limit_mode: str = "enforce"
+    model_limits: ModelLimitsOfOwner | None = None
+    limit_mode: LimitMode = "enforce"
 
 
 class KeyPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a key to change. Fields left out keep their values."""
 
-    name: str | Omittable = OMITTED
-    scopes: list[str] | Omittable = OMITTED
-    expires_at: str | Omittable | None = OMITTED
-    allowed_models: list[str] | Omittable | None = OMITTED
-    allowed_networks: list[str] | Omittable | None = OMITTED
+    name: Name | Omittable = OMITTED
+    scopes: Scopes | Omittable = OMITTED
+    expires_at: Moment | Omittable | None = OMITTED
+    allowed_models: Names | Omittable | None = OMITTED
+    allowed_networks: Networks | Omittable | None = OMITTED
     limits: LimitsBody | Omittable = OMITTED
-    model_limits: dict[str, LimitsBody] | Omittable | None = OMITTED
-    limit_mode: str | Omittable = OMITTED
+    model_limits: ModelLimitsOfOwner | Omittable | None = OMITTED
+    limit_mode: LimitMode | Omittable = OMITTED
 
 
 class RotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How to rotate a key. The body may be left out."""
 
-    grace_s: int = 0
+    grace_s: Annotated[int, within(0, GRACE_S_MAX)] = 0
 
 
 @get("/tenants", summary="List tenants", tags=TAGS, opt={"query": (*PAGING, "include_archived")})

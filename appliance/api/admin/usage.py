@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Annotated
 
 import msgspec
 from litestar import delete, get, post
@@ -11,7 +12,8 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
-from appliance.api.queries import PAGING, AdminRequest, choice, moment, paging, parse_moment
+from appliance.api.field_types import Currency, Moment, Name, Percent, UnitPrice, chars, entries, within
+from appliance.api.queries import ORDERS, PAGING, AdminRequest, choice, many, moment, paging, parse_moment
 from appliance.api.shapes import (
     LedgerEventShape,
     PageShape,
@@ -24,12 +26,15 @@ from appliance.api.shapes import (
 )
 from appliance.base.errors import NotFound
 from appliance.base.money import PERCENT_MAX
-from appliance.metering.ledger.corrections import Correction
+from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, TOKENS_MAX, Correction
+from appliance.metering.ledger.rows import COST_PICOS_MAX
 from appliance.metering.usage import BUCKETS, KINDS, STATUSES, LedgerFilter, UsageFilter
+from appliance.tenancy.fields import TIERS
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
+EVENT_ID_DIGITS_MAX = 18
 PERIOD_DEFAULT = timedelta(days=30)
 LEDGER_QUERY = (*PAGING, "tenant_id", "key_id", "model", "kind", "status", "request_id", "start", "end", "order")
 REPEATABLE = ("group_by", "key_id", "model")
@@ -37,29 +42,32 @@ USAGE_QUERY = ("start", "end", "bucket", "tenant_id", *REPEATABLE, *PAGING)
 USAGE_OPTIONS = {"query": USAGE_QUERY, "repeatable": REPEATABLE}
 
 
+SignedTokens = Annotated[int, within(-TOKENS_MAX, TOKENS_MAX)]
+
+
 class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A price to add. Prices are in micro-units of money per million tokens: 150000 is 0.15 per million."""
 
-    model: str
-    prompt: int
-    completion: int
-    cached_prompt: int | None = None
-    effective_from: str | None = None
-    currency: str | None = None
-    rejected_draft: int = 0
-    batch_percent: int = PERCENT_MAX
-    tier_percents: dict[str, int] | None = None
+    model: Name
+    prompt: UnitPrice
+    completion: UnitPrice
+    cached_prompt: UnitPrice | None = None
+    effective_from: Moment | None = None
+    currency: Currency | None = None
+    rejected_draft: UnitPrice = 0
+    batch_percent: Percent = PERCENT_MAX
+    tier_percents: Annotated[dict[str, Percent], entries(len(TIERS), propertyNames={"enum": list(TIERS)})] | None = None
 
 
 class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A correction of a usage event: signed token counts, charged at the event's own price, or a signed amount of money."""
 
-    note: str
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    rejected_tokens: int = 0
-    cost_picos: int | None = None
+    note: Annotated[str, chars(1, NOTE_CHARS_MAX)]
+    prompt_tokens: SignedTokens = 0
+    cached_tokens: SignedTokens = 0
+    completion_tokens: SignedTokens = 0
+    rejected_tokens: SignedTokens = 0
+    cost_picos: Annotated[int, within(-COST_PICOS_MAX, COST_PICOS_MAX)] | None = None
     confirm: bool = False
 
 
@@ -89,7 +97,7 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
         start=moment(request, "start"),
         end=moment(request, "end"),
     )
-    newest_first = choice(request, "order", ("asc", "desc"), "asc") == "desc"
+    newest_first = choice(request, "order", ORDERS, "asc") == "desc"
     limit, cursor = paging(request)
     services = services_of(request)
     page = await services.reports.ledger_page(limit, cursor, filters, newest_first=newest_first, access=access)
@@ -144,12 +152,12 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     start, end = _period(request, services.clock.now())
-    groups = [name for text in request.query_params.getall("group_by", []) for name in text.split(",") if name]
+    groups = [name for text in many(request, "group_by") or () for name in text.split(",") if name]
     tenant_id = request.query_params.get("tenant_id")
     filters = UsageFilter(
         tenant_ids=None if tenant_id is None else [tenant_id],
-        key_ids=request.query_params.getall("key_id", None),
-        models=request.query_params.getall("model", None),
+        key_ids=many(request, "key_id"),
+        models=many(request, "model"),
     )
     limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
     page = await services.reports.usage_page(
@@ -166,7 +174,7 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
 
 
 def _event_number(event_id: str) -> int:
-    if not (event_id.isascii() and event_id.isdigit()) or len(event_id) > 18:
+    if not (event_id.isascii() and event_id.isdigit()) or len(event_id) > EVENT_ID_DIGITS_MAX:
         raise NotFound("no such event", param="event_id")
     return int(event_id)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from litestar import delete, get, patch, post
 from litestar.params import FromPath
@@ -17,37 +19,43 @@ from appliance.api.admin.webhook_shapes import (
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import chars, items, one_of, within
 from appliance.api.queries import PAGING, AdminRequest, choice, paging
 from appliance.api.shapes import PageShape, page_shape
-from appliance.metering.alerts.outbox import STATES, reading
-from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, Webhook, WebhookChanges
+from appliance.metering.alerts.outbox import EVENTS, STATES, reading
+from appliance.metering.alerts.targets import TARGET_CHARS_MAX
+from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, GRACE_S_MAX, KINDS, Webhook, WebhookChanges
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
 
 
+Target = Annotated[str, chars(1, TARGET_CHARS_MAX)]
+Events = Annotated[list[Annotated[str, one_of(EVENTS)]], items(1, len(EVENTS))]
+
+
 class NewWebhookBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A webhook to create."""
 
-    kind: str
-    target: str
+    kind: Annotated[str, one_of(KINDS)]
+    target: Target
     tenant_id: str | None = None
-    events: list[str] | None = None
+    events: Events | None = None
 
 
 class WebhookPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a webhook to change. Fields left out keep their values."""
 
-    target: str | Omittable = OMITTED
-    events: list[str] | Omittable = OMITTED
+    target: Target | Omittable = OMITTED
+    events: Events | Omittable = OMITTED
     disabled: bool | Omittable = OMITTED
 
 
 class WebhookRotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How to rotate a signing secret. The body may be left out."""
 
-    grace_s: int = GRACE_S_DEFAULT
+    grace_s: Annotated[int, within(0, GRACE_S_MAX)] = GRACE_S_DEFAULT
 
 
 @get("/webhooks", summary="List webhooks", tags=TAGS, opt={"query": (*PAGING, "tenant_id")})

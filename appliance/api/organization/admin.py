@@ -1,12 +1,8 @@
-"""OpenAI's organization API, audit log and admin keys: our log entries, and our administrator tokens as its admin keys.
-
-An entry has OpenAI's name for its type; where OpenAI has none it keeps ours (`price.create`), so that none is left out.
-"""
+"""OpenAI's organization API, audit log and admin keys: our log entries, and our administrator tokens as its admin keys."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 from litestar import delete, get, post
@@ -15,6 +11,8 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import Name
+from appliance.api.organization.audit_log_shapes import ENTRY_PREFIX, TYPE_OF, AuditLogShape, audit_log_shape
 from appliance.api.organization.queries import (
     SECONDS_MAX,
     TAGS,
@@ -26,35 +24,14 @@ from appliance.api.organization.queries import (
     unix,
     whole,
 )
-from appliance.api.queries import AdminRequest, both, choice, many
+from appliance.api.queries import ORDERS, AdminRequest, both, choice, many
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
 from appliance.tenancy.audit import AuditFilter
-from appliance.tenancy.audit_chain import AuditEntry, facts_from
 from appliance.tenancy.pages import encode_cursor
 from appliance.tenancy.roles import Action, Role
 
-ENTRY_PREFIX = "audit_log-"
 ENTRY_ID_MAX = 2**63 - 1
-TYPE_OF = {
-    "tenant.create": "project.created",
-    "tenant.update": "project.updated",
-    "tenant.archive": "project.archived",
-    "key.create": "api_key.created",
-    "key.update": "api_key.updated",
-    "key.rotate": "api_key.updated",
-    "key.revoke": "api_key.deleted",
-    "member.create": "user.added",
-    "member.change": "user.updated",
-    "membership.add": "role.assignment.created",
-    "membership.change": "role.assignment.created",
-    "membership.remove": "role.assignment.deleted",
-    "session.open": "login.succeeded",
-    "session.refuse": "login.failed",
-    "session.close": "logout.succeeded",
-    "token.create": "tenant.admin_api_key.created",
-    "token.revoke": "tenant.admin_api_key.deleted",
-}
 BOUNDS = {"gte": (0, "start"), "gt": (1, "start"), "lt": (0, "end"), "lte": (1, "end")}
 AUDIT_LISTS = both("actor_emails", "actor_ids", "event_types", "project_ids", "resource_ids")
 AUDIT_PARAMETERS = (
@@ -71,7 +48,7 @@ AUDIT_OPTIONS = {"query": AUDIT_PARAMETERS, "repeatable": AUDIT_LISTS}
 class NewAdminKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """An admin key (an administrator token with the role `owner`) to create."""
 
-    name: str
+    name: Name
     expires_in_seconds: int | None = None
 
 
@@ -106,7 +83,7 @@ class NewAdminKeyShape(AdminKeyShape, kw_only=True):
 
 
 @get(paths("/audit_logs"), summary="List the audit log in OpenAI's form", tags=TAGS, opt=AUDIT_OPTIONS)
-async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
+async def list_audit_logs(request: AdminRequest) -> ListShape[AuditLogShape]:
     """Return entries of the audit log, newest first. The details of an entry are in a field named after its `type`.
 
     Page to older entries with `after`. Page to newer ones with `before`, each time the first id of the last page, until a
@@ -123,7 +100,7 @@ async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
         before=before,
         access=access,
     )
-    return list_shape(page.data, audit_log_shape, lambda entry: str(entry["id"]), has_more=page.has_more)
+    return list_shape(page.data, audit_log_shape, lambda entry: entry.id, has_more=page.has_more)
 
 
 @get(paths("/admin_api_keys"), summary="List admin keys", tags=TAGS, opt={"query": ("limit", "after", "order")})
@@ -135,7 +112,7 @@ async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
         count(request),
         None if after is None else encode_cursor("admin_tokens", [after]),
         include_revoked=False,
-        newest_first=choice(request, "order", ("asc", "desc"), "asc") == "desc",
+        newest_first=choice(request, "order", ORDERS, "asc") == "desc",
     )
     return list_shape(page.data, _admin_key_shape, lambda key: key.id, has_more=page.has_more)
 
@@ -166,40 +143,6 @@ async def delete_admin_key(request: AdminRequest, key_id: FromPath[str]) -> Dele
     await authenticate_administrator(request, Action.MEMBERS)
     token = await services_of(request).admin_tokens.revoke((await _token(request, key_id)).id)
     return DeletedShape(id=token.id, object="organization.admin_api_key.deleted")
-
-
-def audit_log_shape(entry: AuditEntry) -> dict[str, Any]:
-    """Return `entry` as OpenAI's clients read it: its details are in a field with the name of its type."""
-    kind = TYPE_OF.get(entry.action, entry.action)
-    shape = {
-        "object": "organization.audit_log",
-        "id": f"{ENTRY_PREFIX}{entry.id}",
-        "type": kind,
-        "effective_at": unix(entry.at),
-        "actor": _actor(entry),
-        "project": None if entry.tenant_id is None else {"id": entry.tenant_id},
-        kind: _details(entry, kind),
-    }
-    return {name: value for name, value in shape.items() if value is not None}
-
-
-def _details(entry: AuditEntry, kind: str) -> dict[str, Any]:
-    after = facts_from(entry.after) or {}
-    if kind == "login.failed":
-        return {"error_code": str(after.get("reason")), "error_message": f"{entry.target_id} could not sign in"}
-    if kind.startswith("project.") and "name" in after:
-        after["title"] = after["name"]
-    name = "data" if kind.endswith((".created", ".added")) else "changes_requested"
-    return {"id": entry.target_id, **({name: after} if after else {})}
-
-
-def _actor(entry: AuditEntry) -> dict[str, Any]:
-    """Return the actor: a member as a session, any other (the command line and the appliance too) as a key of its own."""
-    if entry.actor_kind == "member" or entry.action == "session.refuse":
-        user = {"id": entry.actor_id, "email": entry.actor_name} if entry.actor_kind == "member" else None
-        return {"type": "session", "session": {"user": user, "ip_address": entry.address}}
-    own_id = entry.actor_id or entry.actor_name
-    return {"type": "api_key", "api_key": {"id": own_id, "type": "service_account", "service_account": {"id": own_id}}}
 
 
 def _filter(request: AdminRequest) -> AuditFilter:

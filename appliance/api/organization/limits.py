@@ -14,6 +14,7 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import Limit
 from appliance.api.organization.queries import TAGS, ListShape, count, list_shape, paths
 from appliance.api.queries import AdminRequest
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
@@ -31,8 +32,8 @@ LIMIT_OF = {"max_requests_per_1_minute": "requests_per_minute", "max_tokens_per_
 class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Rate limits to set. Limits left out keep their values; 1000000000000000 means no limit."""
 
-    max_requests_per_1_minute: int | None = None
-    max_tokens_per_1_minute: int | None = None
+    max_requests_per_1_minute: Limit | None = None
+    max_tokens_per_1_minute: Limit | None = None
     max_requests_per_1_day: int | None = None
     max_images_per_1_minute: int | None = None
     max_audio_megabytes_per_1_minute: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Annotated
 
 import msgspec
 from litestar import delete, get, post
@@ -11,6 +12,7 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
+from appliance.api.field_types import Name, items, one_of, within
 from appliance.api.organization.queries import (
     TAGS,
     DeletedShape,
@@ -24,18 +26,19 @@ from appliance.api.organization.queries import (
 from appliance.api.queries import AdminRequest, choice, flag
 from appliance.base.errors import NotFound, UnsupportedParameter
 from appliance.tenancy.access import Access
-from appliance.tenancy.fields import SCOPES, UNSET, check_whole
+from appliance.tenancy.fields import LIST_ITEMS_MAX, SCOPES, UNSET, check_whole
 from appliance.tenancy.pages import encode_cursor
 from appliance.tenancy.principals import ApiKey, KeyChanges, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
+ACCESSES = ("active", "inactive", "any")
 EXPIRES_IN_S_MAX = 10 * 365 * 24 * 3600
 
 
 class ProjectBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The project (tenant) to create, or its new name."""
 
-    name: str
+    name: Name
     external_key_id: str | None = None
     geography: str | None = None
     residency: dict[str, str] | None = None
@@ -44,8 +47,8 @@ class ProjectBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class KeyPatchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a key to change. Fields left out keep their values."""
 
-    expires_in_seconds: int | None = None
-    scopes: list[str] | None = None
+    expires_in_seconds: Annotated[int, within(1, EXPIRES_IN_S_MAX)] | None = None
+    scopes: Annotated[list[Annotated[str, one_of(SCOPES)]], items(0, LIST_ITEMS_MAX)] | None = None
 
 
 class ProjectShape(msgspec.Struct, kw_only=True):
@@ -152,7 +155,7 @@ async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) ->
     access = await authenticate_administrator(request, Action.READ, project_id)
     services = services_of(request)
     tenant = await services.tenants.get(project_id, access=access)
-    wanted = choice(request, "owner_project_access", ("active", "inactive", "any"), "any")
+    wanted = choice(request, "owner_project_access", ACCESSES, "any")
     limit = count(request)
     if wanted not in ("any", _owner_access(tenant)):
         return ListShape(data=[], first_id=None, last_id=None, has_more=False)

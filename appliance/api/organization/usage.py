@@ -33,6 +33,9 @@ from appliance.tenancy.pages import decode_cursor, encode_cursor
 BUCKET_OF_WIDTH = {"1m": "minute", "1h": "hour", "1d": "day"}
 LIMITS_OF_WIDTH = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}  # buckets of a page: default, most
 COST_LIMITS = (7, 180)
+COST_WIDTHS = ("1d",)
+USAGE_GROUPS = ("project_id", "api_key_id", "model")
+COST_GROUPS = ("project_id", "api_key_id", "line_item")
 RESULTS_MAX = 3000  # on a page of several buckets
 GROUP_OF = {"project_id": "tenant", "api_key_id": "key", "model": "model", "line_item": "model"}
 FILTERS = ("project_ids", "api_key_ids")
@@ -172,7 +175,7 @@ class UsageQuery:
 async def list_completions_usage(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
     """Return tokens and requests by bucket and group. An API key with the scope `usage` sees its own tenant."""
     access = await authenticate_reader(request)
-    question = UsageQuery.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
+    question = UsageQuery.of(request, USAGE_GROUPS, "models", LIMITS_OF_WIDTH)
     return await _page(request, access, question, _completions_results)
 
 
@@ -180,7 +183,7 @@ async def list_completions_usage(request: AdminRequest) -> UsagePageShape[Comple
 async def list_embeddings_usage(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
     """Return buckets without results: this version does not serve embeddings."""
     access = await authenticate_reader(request)
-    question = UsageQuery.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
+    question = UsageQuery.of(request, USAGE_GROUPS, "models", LIMITS_OF_WIDTH)
     return await _page(request, access, question, lambda _rows: [])
 
 
@@ -191,7 +194,7 @@ async def list_organization_costs(request: AdminRequest) -> UsagePageShape[Costs
     An API key with the scope `usage` sees its own tenant.
     """
     access = await authenticate_reader(request)
-    question = UsageQuery.of(request, ("project_id", "api_key_id", "line_item"), "line_items", {"1d": COST_LIMITS})
+    question = UsageQuery.of(request, COST_GROUPS, "line_items", dict.fromkeys(COST_WIDTHS, COST_LIMITS))
     return await _page(request, access, question, _costs_results)
 
 

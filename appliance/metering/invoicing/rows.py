@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -21,6 +21,7 @@ from appliance.metering.invoicing.sums import Cover
 
 # draft -> closed, once, by a conditional UPDATE on state. A draft stores only its tenant and month.
 State = Literal["draft", "closed"]
+STATES: tuple[str, ...] = get_args(State)
 TIME_ZONE = "time_zone"  # stored among the seller's fields: the days of the invoice are days of that zone
 
 _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requests", "rounded_micros")

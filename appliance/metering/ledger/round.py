@@ -120,7 +120,8 @@ OnSettled = Callable[[Connection, Sequence[UsageEvent]], object]
 class Round:
     """Operations and checkpoints that are committed together; if one of them is bad, each alone.
 
-    `opened` are the pending entries that this process wrote; `report_results` keeps it up to date.
+    `opened` are the pending entries that this process wrote; `report_results` keeps it up to date. `errors` are those of bad
+    operations, by the operation's identity.
     """
 
     db: Database
@@ -133,10 +134,10 @@ class Round:
     opened: dict[str, rows.Opened]
     on_settled: OnSettled | None = None
     inserted: dict[str, rows.Opened] = field(default_factory=dict)
-    results: dict[int, UsageEvent | Exception] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
 
     async def write(self) -> None:
-        """Commit the round. Afterwards `results` has the event of each settlement and the error of each bad operation.
+        """Commit the round. Afterwards `errors` has the error of each bad operation.
 
         Raises the database's error when nothing can be written now; then it is unknown whether this round was committed.
         Raises EpochEnded when it opens requests in an epoch that has ended.
@@ -146,30 +147,30 @@ class Round:
         except _BAD_OR_FAILED as error:
             if not is_bad_row(error):
                 raise
-            self.results.clear()
+            self.errors.clear()
             await self._write_one_by_one()
 
     def report_results(self) -> None:
         """Give every caller its result."""
         for operation in self.operations:
-            result = self.results.get(id(operation))
+            error = self.errors.get(id(operation))
             if isinstance(operation, Open):
-                if result is None:
+                if error is None:
                     self.opened[operation.entry.request_id] = self.inserted[operation.entry.request_id]
             elif isinstance(operation, Void) or operation.written:
                 self.opened.pop(operation.request_id, None)
             if isinstance(operation, Void):
                 continue
-            if isinstance(result, Exception):
-                operation.fail(result if isinstance(result, LedgerBroken) else _refusal(operation, result))
-            else:
+            if error is None:
                 operation.succeed()
+            else:
+                operation.fail(error if isinstance(error, LedgerBroken) else _refusal(operation, error))
 
     async def _write_one_by_one(self) -> None:
         for operation in self.operations:
             error = await self._try([operation], [])
             if error is not None:
-                self.results[id(operation)] = error
+                self.errors[id(operation)] = error
         for checkpoint in self.checkpoints:
             error = await self._try([], [checkpoint])
             if error is not None:
@@ -193,7 +194,7 @@ class Round:
         voids = [operation.request_id for operation in operations if isinstance(operation, Void)]
         self.inserted |= await self.db.batch_write(self._write, opens, checkpoints, settles, voids)
         for operation in settles:
-            operation.written = isinstance(self.results.get(id(operation)), UsageEvent)
+            operation.written = id(operation) not in self.errors
 
     def _write(
         self,
@@ -234,17 +235,16 @@ class Round:
         entries = rows.find(connection, sorted(wanted), opened)
         changes: dict[str, tuple[UsageEvent, Settlement]] = {}
         for operation in settles:
-            self.results[id(operation)] = self._outcome(operation.settlement, entries, changes)
+            error = self._apply(operation.settlement, entries, changes)
+            if error is not None:
+                self.errors[id(operation)] = error
         for request_id in voids:
             entry = entries.get(request_id)
             if entry is not None and entry.event.status == "pending" and request_id not in changes:
-                self._outcome(_void(request_id), entries, changes)
+                self._apply(_void(request_id), entries, changes)
         if changes:
             self._number(connection, changes)
             self._update(connection, [changes[request_id] for request_id in sorted(changes)])
-        for operation in settles:
-            if operation.settlement.request_id in changes and isinstance(self.results[id(operation)], UsageEvent):
-                self.results[id(operation)] = changes[operation.settlement.request_id][0]
         return [event for event, _ in changes.values()]
 
     @staticmethod
@@ -254,24 +254,23 @@ class Round:
         for posting, (request_id, (event, settlement)) in enumerate(list(changes.items()), first):
             changes[request_id] = (msgspec.structs.replace(event, posting=posting), settlement)
 
-    def _outcome(
+    def _apply(
         self, settlement: Settlement, entries: Mapping[str, rows.Entry], changes: dict[str, tuple[UsageEvent, Settlement]]
-    ) -> UsageEvent | LedgerBroken:
-        """Return the event after `settlement`, and note the change if there is one."""
+    ) -> LedgerBroken | None:
+        """Note the change that `settlement` makes, if there is one. Return the error of a settlement that cannot be."""
         request_id = settlement.request_id
         if request_id not in entries:
             return LedgerBroken(f"request {request_id} has no entry to settle")
         event = changes[request_id][0] if request_id in changes else entries[request_id].event
         if event.status != "pending":
             if rows.same_outcome(event, settlement):
-                return event
+                return None
             return LedgerBroken(f"request {request_id} was settled as {event.status} with other figures")
         cost = self._cost(entries[request_id].rate, settlement.usage)
         if isinstance(cost, LedgerBroken):
             return cost
-        after = rows.settled(event, settlement, cost, self.now)
-        changes[request_id] = (after, settlement)
-        return after
+        changes[request_id] = (rows.settled(event, settlement, cost, self.now), settlement)
+        return None
 
     @staticmethod
     def _cost(rate: Rate | None, usage: Usage) -> int | LedgerBroken:

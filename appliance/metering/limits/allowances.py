@@ -179,16 +179,19 @@ class Allowance:
             yield self._budget(limits.monthly_budget, self.counted(need.expected.cost_picos, need.currency), at, ahead)
 
     def take(self, need: Need, at: Moment) -> Hold:
-        """Take `need`. Call it only when `refusals` is empty and without an await in between."""
-        tokens = requests = None
-        if self.tokens is not None:
-            tokens = self.tokens.take(need.expected.tokens, at.monotonic_s)
-            assert tokens is not None, "take after a refusal"
-        if self.requests is not None:
-            requests = self.requests.take(1, at.monotonic_s)
-            assert requests is not None, "take after a refusal"
-        day, month = self._windows.enter(at)
-        return self._hold(need, day, month, tokens, requests)
+        """Take `need`. Call it only when `refusals` is empty and without an await in between. A bug leaves nothing taken."""
+        hold = self._hold(need, *self._windows.enter(at))
+        try:
+            if self.tokens is not None:
+                hold.tokens = self.tokens.take(need.expected.tokens, at.monotonic_s)
+                assert hold.tokens is not None, "take after a refusal"
+            if self.requests is not None:
+                hold.requests = self.requests.take(1, at.monotonic_s)
+                assert hold.requests is not None, "take after a refusal"
+        except Exception:
+            hold.void(at.monotonic_s)
+            raise
+        return hold
 
     def join(self, need: Need, day: date) -> Hold:
         """Count from now on a running request that was admitted on `day` without these limits: they were not known then, or do
@@ -196,7 +199,7 @@ class Allowance:
         known_day, known_month = self._windows.find(day)
         return self._hold(need, known_day or Window(day), known_month or Window(day.replace(day=1)))
 
-    def _hold(self, need: Need, day: Window, month: Window, tokens: Take | None = None, requests: Take | None = None) -> Hold:
+    def _hold(self, need: Need, day: Window, month: Window) -> Hold:
         held = Amount(
             tokens=_held(need.worst.tokens, self.limits.tokens_per_day, day),
             cost_picos=_held(self.counted(need.worst.cost_picos, need.currency), self._budget_picos, month),
@@ -204,7 +207,7 @@ class Allowance:
         day.reserved += held.tokens
         month.reserved += held.cost_picos
         self.running += 1
-        return Hold(allowance=self, held=held, tokens=tokens, requests=requests, day=day, month=month)
+        return Hold(allowance=self, held=held, day=day, month=month)
 
     def overlook(self, at: Moment) -> Hold:
         """Return the hold of a request that only shadow mode let pass: nothing."""

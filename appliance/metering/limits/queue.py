@@ -178,7 +178,7 @@ class AdmissionQueue:
                 deadline_s=self._clock.monotonic_s() + patience.wait_s,
                 answer=asyncio.get_running_loop().create_future(),
             )
-            watcher = asyncio.ensure_future(_never() if patience.gone is None else patience.gone())
+            watcher = asyncio.ensure_future(self._watch(waiter, patience.gone or _never))
             kept = False
             try:
                 self._waiting.add(waiter)
@@ -191,6 +191,13 @@ class AdmissionQueue:
             finally:
                 watcher.cancel()
                 self._discard(waiter, kept=kept)
+
+    async def _watch(self, waiter: Waiter, gone: Callable[[], Awaitable[None]]) -> None:
+        """Return when the client of `waiter` is gone. A bug in `gone` says nothing of the client: it ends the wait as such."""
+        try:
+            await gone()
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            self.wake(self._fail(waiter, error))
 
     @contextmanager
     def _observed(self, model: str) -> Iterator[None]:
@@ -251,9 +258,7 @@ class AdmissionQueue:
         try:
             return self._try_once(waiter)
         except Exception as error:  # noqa: BLE001 - nobody awaits this callback: whoever waits is told
-            request = waiter.request
-            waiter.context.run(_log.exception, "admission_failed", model=request.model, key_id=request.principal.key.id)
-            return self._refuse(waiter, error)
+            return self._fail(waiter, error)
 
     def _try_once(self, waiter: Waiter) -> set[Allowance]:
         answer = waiter.attempt(waiter)
@@ -273,6 +278,12 @@ class AdmissionQueue:
             reservation.void()
             raise
         return left
+
+    def _fail(self, waiter: Waiter, error: Exception) -> set[Allowance]:
+        """Log the bug that is being handled, and end a wait with it; return the lines that the waiter has left."""
+        request = waiter.request
+        waiter.context.run(_log.exception, "admission_failed", model=request.model, key_id=request.principal.key.id)
+        return self._refuse(waiter, error)
 
     def _refuse(self, waiter: Waiter, error: Exception) -> set[Allowance]:
         """End a wait with `error` and return the lines that the waiter has left."""
