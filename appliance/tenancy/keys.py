@@ -32,7 +32,7 @@ from appliance.tenancy.fields import (
     check_whole,
 )
 from appliance.tenancy.networks import Network, check_networks, is_in
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant, unknown_key
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
@@ -141,7 +141,7 @@ class Keys:
         merely expired does not: somebody may still need it. `text` keeps the keys that have it in name or prefix, in any case;
         a whole secret finds its key.
         """
-        query = access.narrow(select(api_keys), api_keys.c.tenant_id).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
+        query = access.narrow(select(api_keys), api_keys.c.tenant_id)
         if tenant_id is not None:
             query = query.where(api_keys.c.tenant_id == tenant_id)
         if not include_revoked:
@@ -150,12 +150,7 @@ class Keys:
             query = query.where(*_not_ended(self._clock.now()))
         if text is not None:
             query = query.where(_mentions(api_key_prefix(text) or text))
-        if cursor is not None:
-            (last_id,) = decode_cursor("keys", cursor, [str])
-            query = query.where(api_keys.c.id > last_id)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([key_from_row(row) for row in rows], limit, "keys", lambda key: [key.id])
+        return await read_page(self._db, "keys", query, api_keys.c.id, limit, cursor, key_from_row)
 
     async def update(self, key_id: str, changes: KeyChanges, *, access: Access) -> ApiKey:
         """Return the key after `changes`.

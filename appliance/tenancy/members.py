@@ -22,7 +22,7 @@ from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
 from appliance.tenancy.fields import check_flag, is_email
 from appliance.tenancy.mailboxes import disable_alerts
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Role, check_role
 
 EMAIL_CHARS_MAX = 320
@@ -181,13 +181,7 @@ class Members:
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:
         """Return members in the order they were made."""
-        query = select(members).order_by(members.c.id).limit(check_limit(limit) + 1)
-        if cursor is not None:
-            (last_id,) = decode_cursor("members", cursor, [str])
-            query = query.where(members.c.id > last_id)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([member_from_row(row) for row in rows], limit, "members", lambda member: [member.id])
+        return await read_page(self._db, "members", select(members), members.c.id, limit, cursor, member_from_row)
 
     async def any_exist(self) -> bool:
         """Return whether anybody can sign in."""

@@ -32,7 +32,7 @@ from appliance.tenancy.fields import (
     check_whole,
     lookalike_form,
 )
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.principals import Limits, ModelLimitChanges, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
@@ -127,17 +127,12 @@ class Tenants:
         access: Access,
     ) -> Page[Tenant]:
         """Return the tenants that `access` shows, in the order they were created; with `text`, those with it in their name."""
-        query = access.narrow(select(tenants), tenants.c.id).order_by(tenants.c.id).limit(check_limit(limit) + 1)
-        if cursor is not None:
-            (last_id,) = decode_cursor("tenants", cursor, [str])
-            query = query.where(tenants.c.id > last_id)
+        query = access.narrow(select(tenants), tenants.c.id)
         if not include_archived:
             query = query.where(tenants.c.archived_at.is_(None))
         if text is not None:
             query = query.where(tenants.c.name.icontains(text, autoescape=True))
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([tenant_from_row(row) for row in rows], limit, "tenants", lambda tenant: [tenant.id])
+        return await read_page(self._db, "tenants", query, tenants.c.id, limit, cursor, tenant_from_row)
 
     async def update(self, tenant_id: str, changes: TenantChanges, *, access: Access) -> Tenant:
         """Return the tenant after `changes`.
