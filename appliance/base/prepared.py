@@ -19,6 +19,8 @@ from sqlalchemy import BindParameter, ColumnElement, Connection, Dialect, Insert
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.exc import DBAPIError
 
+from appliance.base.batches import batched
+
 ROWS_PER_STATEMENT_MAX = 32  # each number up to it is a statement of its own, which the driver keeps compiled
 
 
@@ -47,8 +49,7 @@ class Prepared:
         if not self._texts:
             self._prepare(connection, rows[0])
         met = 0
-        for first in range(0, len(rows), ROWS_PER_STATEMENT_MAX):
-            part = rows[first : first + ROWS_PER_STATEMENT_MAX]
+        for part in batched(rows, ROWS_PER_STATEMENT_MAX):
             parameters = [get(row) for row in part for get in self._getters]
             met += _send(connection, self._texts[len(part) - 1], parameters)[1]
         return met

@@ -22,6 +22,7 @@ from sqlalchemy import Connection
 from sqlalchemy.sql.selectable import CompoundSelect
 
 from appliance.base import counters
+from appliance.base.batches import batched
 from appliance.base.clock import Clock
 from appliance.base.db import Database, after_commit
 from appliance.metering.alerts import outbox
@@ -171,8 +172,7 @@ class BudgetAlerts:
             self._enqueued.clear()
             self._enqueued_as_of = as_of
         new = [notice for notice in due if (notice.event, notice.subject) not in self._enqueued]
-        for first in range(0, len(new), NOTICES_PER_TRANSACTION):
-            some = new[first : first + NOTICES_PER_TRANSACTION]
+        for some in batched(new, NOTICES_PER_TRANSACTION):
             async with self._db.writing() as connection:
                 # Lock as a settlement does: two that write the same messages in another order would deadlock on PostgreSQL.
                 await counters.locked(connection, counters.POSTING)

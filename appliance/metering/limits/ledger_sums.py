@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Row, Select, and_, literal_column, or_, se
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
+from appliance.base.batches import batched
 from appliance.base.db import Database
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
@@ -141,8 +142,8 @@ def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) ->
 async def _settled(connection: AsyncConnection, requests: Sequence[str]) -> frozenset[str]:
     """Return which of these requests are settled."""
     found: set[str] = set()
-    for begin in range(0, len(requests), NAMED_MAX):
-        found.update((await connection.execute(settled_query(requests[begin : begin + NAMED_MAX]))).scalars())
+    for some in batched(requests, NAMED_MAX):
+        found.update((await connection.execute(settled_query(some))).scalars())
     return frozenset(found)
 
 
