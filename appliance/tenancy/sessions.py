@@ -69,8 +69,8 @@ class Sessions:
             "id": new_id("ses"),
             "csrf_token": secrets.token_urlsafe(TOKEN_BYTES),
             "method": method,
-            "user_agent": _header(user_agent, 400),
-            "address": _header(address, 64),
+            "user_agent": audit.one_line(user_agent, 400),
+            "address": audit.one_line(address, 64),
             "created_at": now,
             "last_seen_at": now,
             "expires_at": now + self._absolute,
@@ -185,8 +185,3 @@ def _from_row(row: RowMapping) -> Session:
         last_seen_at=row["last_seen_at"],
         expires_at=row["expires_at"],
     )
-
-
-def _header(value: str, chars_max: int) -> str:
-    """Return a header's value as it is stored: printable and not longer than its column."""
-    return "".join(character for character in value if character.isprintable())[:chars_max]
