@@ -33,7 +33,7 @@ from appliance.tenancy.fields import (
 )
 from appliance.tenancy.networks import Network, check_networks, is_in
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
-from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant, unknown_key
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, unknown_key
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
     changed_columns,
@@ -237,27 +237,22 @@ class Keys:
             raise
 
     async def _read(self, prefix: str, digest: str) -> _CachedKey:
+        """Return the key with this prefix, and its tenant. Raises InvalidApiKey unless its secret has this digest."""
         change_count = self._db.principals.value
-        found = await self._find(prefix)
-        if found is None or not hmac.compare_digest(found[0], digest) or found[2].revoked_at is not None:
-            raise unknown_key()
-        _, tenant, key = found
+        async with self._db.reading() as connection:
+            row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()
+            if row is None or not hmac.compare_digest(row["digest"], digest) or row["revoked_at"] is not None:
+                raise unknown_key()
+            owner = (await connection.execute(select(tenants).where(tenants.c.id == row["tenant_id"]))).mappings().one()
+        key = key_from_row(row)
         networks = None if key.allowed_networks is None else tuple(map(ipaddress.ip_network, key.allowed_networks))
-        return _CachedKey(Principal(tenant=tenant, key=key), networks, change_count)
+        return _CachedKey(Principal(tenant=tenant_from_row(owner), key=key), networks, change_count)
 
     def _remember(self, place: bytes, known: _CachedKey) -> _CachedKey:
         while len(self._cache) >= CACHED_KEYS_MAX:
             del self._cache[next(iter(self._cache))]
         self._cache[place] = known
         return known
-
-    async def _find(self, prefix: str) -> tuple[str, Tenant, ApiKey] | None:
-        async with self._db.reading() as connection:
-            row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()
-            if row is None:
-                return None
-            owner = (await connection.execute(select(tenants).where(tenants.c.id == row["tenant_id"]))).mappings().one()
-        return row["digest"], tenant_from_row(owner), key_from_row(row)
 
     async def _insert(self, connection: AsyncConnection, key: ApiKey, secret: str) -> None:
         await connection.execute(
