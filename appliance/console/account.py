@@ -55,7 +55,7 @@ async def change_password(request: ConsoleRequest, console: ConsoleDependency) -
             proven = await console.services.members.change_password(session.member, current, password)
             return await _renewed(request, console, session, proven.still_valid, done="password-changed")
         except RateLimitExceeded as error:
-            form.fail("current", wait_of(error)[0])
+            form.fail("current", wait_of(error))
         except InvalidCredentials:
             form.fail("current", NOT_YOURS)
         except BadRequest as error:

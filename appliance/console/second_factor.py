@@ -105,7 +105,7 @@ async def _proven(request: ConsoleRequest, console: Console, member: Member, for
         try:
             return await proven_by(request, console, member, typed)
         except RateLimitExceeded as error:
-            form.fail("proof", wait_of(error)[0])
+            form.fail("proof", wait_of(error))
             return None
         except InvalidCredentials:
             continue
@@ -141,7 +141,7 @@ async def _password_proven(request: ConsoleRequest, console: Console, member: Me
 
 def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:
     if isinstance(error, RateLimitExceeded):
-        form.fail(FORM_ERROR, wait_of(error)[0])
+        form.fail(FORM_ERROR, wait_of(error))
     elif isinstance(error, Conflict):
         form.fail(FORM_ERROR, sentence(error.message))
     elif error.param == "code":

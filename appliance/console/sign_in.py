@@ -103,7 +103,16 @@ def _act_as(request: ConsoleRequest, kind: ActorKind, name: str, actor_id: str |
     act_as(dataclasses.replace(current_actor(), kind=kind, name=name, id=actor_id, address=address_of(request)))
 
 
-def wait_of(error: RateLimitExceeded) -> tuple[str, dict[str, str]]:
-    """Return the sentence and the header for too many attempts."""
-    wait_s = max(1, math.ceil(error.retry_after_s or 0))
-    return f"{error.message} Wait {format_wait(wait_s)}, then try again.", {"retry-after": str(wait_s)}
+def wait_of(error: RateLimitExceeded) -> str:
+    """Return the sentence for too many attempts."""
+    return f"{error.message} Wait {format_wait(_whole_wait_s(error))}, then try again."
+
+
+def with_wait(answer: Html, error: RateLimitExceeded) -> Html:
+    """Return `answer` with the header that says after how long to try again."""
+    answer.headers["retry-after"] = str(_whole_wait_s(error))
+    return answer
+
+
+def _whole_wait_s(error: RateLimitExceeded) -> int:
+    return max(1, math.ceil(error.retry_after_s or 0))
