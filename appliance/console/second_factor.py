@@ -18,7 +18,7 @@ from appliance.console.account import NOT_YOURS, own_session
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, session_cookie
+from appliance.console.security import ConsoleRequest
 from appliance.console.sign_in import address_of, open_session, wait_of
 from appliance.tenancy.members import Member, Proof
 from appliance.tenancy.recovery_codes import normalised
@@ -70,9 +70,9 @@ async def disable_second_factor(request: ConsoleRequest, console: ConsoleDepende
     if proof is None:
         return _proof_form(request, console, "disable", form)
     proof = await console.services.second_factors.disable(session.member.id, proof=proof)
-    token = await open_session(request, console, session.member, method=session.method, proof=proof)
+    cookie = await open_session(request, console, session.member, method=session.method, proof=proof)
     answer = console.pages.redirect(request, "/account", done="second-factor-off")
-    answer.set_cookie(session_cookie(request, console.services, token))
+    answer.set_cookie(cookie)
     return answer
 
 
@@ -154,9 +154,9 @@ async def _codes_in_new_session(
     request: ConsoleRequest, console: Console, session: Session, codes: list[str], proof: Proof
 ) -> Html:
     method = f"{session.method.partition('+')[0]}+totp"
-    token = await open_session(request, console, session.member, method=method, proof=proof)
+    cookie = await open_session(request, console, session.member, method=method, proof=proof)
     answer = _codes(request, console, codes)
-    answer.set_cookie(session_cookie(request, console.services, token))
+    answer.set_cookie(cookie)
     return answer
 
 
