@@ -1,4 +1,4 @@
-"""The seller on invoices: its fields, their limits, and how they are stored. A value; knows no table."""
+"""The seller on invoices: its fields, their limits, and how they are stored. Knows no invoice."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from appliance.base.errors import InvalidValue
 from appliance.base.money import BASIS_POINTS
+from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.tenancy.fields import check_line, check_whole
 
 TERMS_DAYS_MAX = 365
@@ -52,6 +53,17 @@ class Seller:
         """Return what is stored."""
         record = dataclasses.asdict(self)
         return record | {"address": list(self.address), "bank": list(self.bank)}
+
+
+async def read_seller(records: BoxRecords) -> Seller | None:
+    """Return the stored seller, None before it was first set."""
+    record = await records.get(SELLER)
+    return None if record is None else seller_from_record(record.value)
+
+
+async def store_seller(records: BoxRecords, seller: Seller) -> None:
+    """Replace the stored seller."""
+    await records.put(SELLER, seller.to_record())
 
 
 def seller_from_record(record: Mapping[str, Any]) -> Seller:
