@@ -28,6 +28,7 @@ from threading import Thread
 import structlog
 
 from appliance.base.aio_writer import BLOCK_BYTES, AioWriter
+from appliance.base.data_folder import sync_folder
 
 FILE_BYTES = 1 << 20
 """So long a file is from the beginning, in whole blocks; what does not fit any more is the other's turn."""
@@ -55,7 +56,7 @@ class Journal:
         self._paths = _paths(path)
         file_bytes = -(-file_bytes // BLOCK_BYTES) * BLOCK_BYTES
         self._files = [_open(file, file_bytes) for file in self._paths]
-        _sync_folder(path.parent)
+        _sync_names(path)
         self._file_bytes = file_bytes
         self._current = 0
         self._ends = [0, 0]
@@ -296,7 +297,7 @@ class Journal:
             broken, self._files[index] = self._files[index], _open(path, self._file_bytes)
             self._ends[index] = 0
             os.close(broken)
-            _sync_folder(path.parent)
+            _sync_names(path)
         self._look_again_s = time.monotonic() + RETRY_S
 
 
@@ -375,11 +376,7 @@ def _open(path: Path, size: int) -> int:
     return os.open(path, os.O_RDWR | os.O_DSYNC)
 
 
-def _sync_folder(path: Path) -> None:
+def _sync_names(path: Path) -> None:
     """Make the names of new files durable, where the file system can do that and the folder may be read."""
     with suppress(OSError):
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
