@@ -34,8 +34,10 @@ _HEAD_ID = 1
 _SECRET = re.compile(r"(^|_)(password|secret|digest|hash|pepper|token|totp)$")
 
 
-def facts_of(value: DataclassInstance, *leave_out: str) -> dict[str, Any]:
-    """Return the fields of a value as `before` or `after` of an entry, without those named in `leave_out`."""
+def facts_of(value: DataclassInstance | None, *leave_out: str) -> dict[str, Any] | None:
+    """Return the fields of a value as `before` or `after` of an entry, without those named in `leave_out`; None for None."""
+    if value is None:
+        return None
     names = [field.name for field in dataclasses.fields(value) if field.name not in leave_out]
     return {name: _fact(getattr(value, name)) for name in names}
 

@@ -274,10 +274,8 @@ class Keys:
         )
 
     async def _record(self, connection: AsyncConnection, action: str, before: ApiKey | None, after: ApiKey) -> None:
-        facts = [None if key is None else facts_of(key, "last_used_at") for key in (before, after)]
-        await record(
-            connection, self._clock, action, "key", after.id, tenant_id=after.tenant_id, before=facts[0], after=facts[1]
-        )
+        was, now = facts_of(before, "last_used_at"), facts_of(after, "last_used_at")
+        await record(connection, self._clock, action, "key", after.id, tenant_id=after.tenant_id, before=was, after=now)
 
     def _check_expiry(self, expires_at: datetime | None) -> datetime | None:
         if expires_at is None:

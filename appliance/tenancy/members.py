@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from argon2 import PasswordHasher
 from argon2.exceptions import InvalidHashError, VerificationError
@@ -83,9 +84,13 @@ class Members:
         A `temporary` password has been seen by somebody else: the member must first choose another.
         """
         member = Member(
-            id=new_id("mb"), email=check_email(email), role=check_role(role), disabled=False, created_at=self._clock.now()
+            id=new_id("mb"),
+            email=check_email(email),
+            role=check_role(role),
+            disabled=False,
+            created_at=self._clock.now(),
+            password_temporary=temporary,
         )
-        member = dataclasses.replace(member, password_temporary=temporary)
         password_hash = await self._hash(check_password(password))
         row = {"id": member.id, "email": member.email, "role": member.role.value, "created_at": member.created_at}
         try:
@@ -168,13 +173,14 @@ class Members:
             )
             if owners == {member_id} and (after.disabled or after.role is not Role.OWNER):
                 raise LastOwner("this is the last owner: make another member an owner first", param="member_id")
-            ending = self._clock.now() if after.disabled else None
-            values = {"role": after.role.value} | ({} if after.disabled == before.disabled else {"disabled_at": ending})
+            values: dict[str, Any] = {"role": after.role.value}
+            if after.disabled != before.disabled:
+                values["disabled_at"] = self._clock.now() if after.disabled else None
             await connection.execute(update(members).where(members.c.id == member_id).values(**values))
             if after.disabled:
                 await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
-            facts = [audit.facts_of(each, "id", "created_at") for each in (before, after)]
-            await audit.record(connection, self._clock, "member.change", "member", member_id, before=facts[0], after=facts[1])
+            was, now = (audit.facts_of(each, "id", "created_at") for each in (before, after))
+            await audit.record(connection, self._clock, "member.change", "member", member_id, before=was, after=now)
             if after.disabled and not before.disabled:
                 await disable_alerts(connection, self._clock, after.email)
         return after

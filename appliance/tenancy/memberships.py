@@ -161,9 +161,9 @@ class Memberships:
     ) -> None:
         one = after or before
         assert one is not None
-        facts = [None if each is None else {"email": each.email, "role": each.role.value} for each in (before, after)]
+        was, now = (None if each is None else {"email": each.email, "role": each.role.value} for each in (before, after))
         target = (action, "membership", one.member_id)
-        await audit.record(connection, self._clock, *target, tenant_id=one.tenant_id, before=facts[0], after=facts[1])
+        await audit.record(connection, self._clock, *target, tenant_id=one.tenant_id, before=was, after=now)
 
 
 def _joined() -> Select[Any]:

@@ -183,8 +183,8 @@ class Tenants:
         return tenant
 
     async def _record(self, connection: AsyncConnection, action: str, before: Tenant | None, after: Tenant) -> None:
-        was = None if before is None else facts_of(before)
-        await record(connection, self._clock, action, "tenant", after.id, tenant_id=after.id, before=was, after=facts_of(after))
+        was, now = facts_of(before), facts_of(after)
+        await record(connection, self._clock, action, "tenant", after.id, tenant_id=after.id, before=was, after=now)
 
 
 def _unarchived(tenant_id: str) -> ColumnElement[bool]:

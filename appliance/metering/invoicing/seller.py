@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,18 +57,15 @@ class Seller:
 async def read_seller(records: BoxRecords) -> Seller | None:
     """Return the stored seller, None before it was first set."""
     record = await records.get(SELLER)
-    return None if record is None else seller_from_record(record.value)
+    if record is None:
+        return None
+    known = {field.name for field in dataclasses.fields(Seller)}  # a later version may have stored more
+    return Seller(**{name: value for name, value in record.value.items() if name in known})
 
 
 async def store_seller(records: BoxRecords, seller: Seller) -> None:
     """Replace the stored seller."""
     await records.put(SELLER, seller.to_record())
-
-
-def seller_from_record(record: Mapping[str, Any]) -> Seller:
-    """Return the seller of a stored record; fields that a later version added are left out."""
-    known = {field.name for field in dataclasses.fields(Seller)}
-    return Seller(**{name: value for name, value in record.items() if name in known})
 
 
 def _check_lines(value: object, param: str) -> tuple[str, ...]:
