@@ -97,7 +97,7 @@ class Database:
 
     @asynccontextmanager
     async def changing_principals(self) -> AsyncIterator[AsyncConnection]:
-        """Do the same as `writing` for a change of who may do what, and count it in `principals`.
+        """Open the transaction of `writing` for a change of who may do what, and count it in `principals`.
 
         It counts however the block is left: a COMMIT that was cancelled, or whose answer was lost, may have happened.
         """

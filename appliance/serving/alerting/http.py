@@ -47,7 +47,7 @@ class Resolver:
         return [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
 
     def close(self) -> None:
-        """Let the threads end; what they are asking is not waited for."""
+        """End the threads without waiting for what they are asking."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

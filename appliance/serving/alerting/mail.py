@@ -54,7 +54,7 @@ class MailSender:
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="alert mail")
 
     async def close(self) -> None:
-        """Let the threads end; what they are sending is not waited for."""
+        """End the threads without waiting for what they are sending."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
