@@ -15,7 +15,7 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict, RateLimitExceeded
 from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.forms import Form, sentence
+from appliance.console.forms import GRACES, Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_names import tenant_names, tenants_by_name
@@ -40,7 +40,6 @@ EVENT_WORDS = {
     "engine.down": "Engine down (whole appliance only)",
     "webhook.test": "Test",
 }
-GRACES = (("0", "Immediately"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
 
 
 @get("/alerts")
