@@ -126,8 +126,10 @@ def update(
     """Change a key. What is not named stays as it is."""
     named = {"name": name, "scopes": scope or None, "limit_mode": limit_mode}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None}
-    body |= {} if expires_at is None else {"expires_at": None if expires_at == "none" else expires_at}
-    body |= {} if not network else {"allowed_networks": None if network == ["all"] else network}
+    if expires_at is not None:
+        body["expires_at"] = None if expires_at == "none" else expires_at
+    if network:
+        body["allowed_networks"] = None if network == ["all"] else network
     body |= models_body(model) | model_limits_body(model_limit)
     body |= limits_body(
         tokens_per_minute=tokens_per_minute,

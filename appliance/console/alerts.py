@@ -216,8 +216,9 @@ async def _owners(request: ConsoleRequest, console: Console) -> list[tuple[str, 
 
 async def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
     owners = await _owners(request, console)
-    wanted = request.query_params.get("tenant", "")
-    chosen = wanted if wanted in dict(owners) else owners[0][0] if owners else ""
+    chosen = request.query_params.get("tenant", "")
+    if chosen not in dict(owners):
+        chosen = owners[0][0] if owners else ""
     return console.pages.sheet(
         request,
         "fragments/alert_new.html",
