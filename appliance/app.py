@@ -64,7 +64,7 @@ from appliance.serving.model_builder import build_models, model_folders
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.serving.request_limits import RequestLimits
-from appliance.serving.services import BillingParts, Services, SignInParts
+from appliance.serving.services import Services
 from appliance.telemetry.gpu import GpuProbe
 from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import Metrics
@@ -164,17 +164,17 @@ class Appliance:
         started_at, calendar = clock.now(), BillingCalendar(settings.time_zone)
         pepper = read_or_create_pepper(settings.data_dir)
         alerts = Alerts(settings, db, clock, calendar, pepper)
-        epoch_id = await self._begin_epoch(db, clock, calendar, alerts.budgets.settled)
+        on_settled = alerts.budgets.settled
+        epoch_id = await self._begin_epoch(db, clock, calendar, on_settled)
         sums = LedgerSums(db, calendar=calendar, request_deadline_s=settings.request_deadline_s)
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
         keys, tiers, policies = Keys(db, clock, pepper), Tiers(db, clock), ModelPolicies(db, clock)
         await sealed_secrets.warn(db, pepper)
-        on_settled, journal = alerts.budgets.settled, self._journal
         ledger = Ledger(
-            db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=on_settled, journal=journal
+            db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=on_settled, journal=self._journal
         )
-        limits, billing = RequestLimits.of(settings), _billing_parts(settings, db, clock, calendar)
-        prices = billing["prices"]
+        limits, prices = RequestLimits.of(settings), PriceBook(db, clock, currency=settings.currency)
+        reports, box_records = UsageReports(db, calendar=calendar), BoxRecords(db, clock)
         generations = Generations(
             db, clock, metrics, limits, admission=admission, tiers=tiers, policies=policies, ledger=ledger, prices=prices
         )
@@ -193,7 +193,16 @@ class Appliance:
             keys=keys,
             tiers=tiers,
             model_policies=policies,
-            **_sign_in_parts(settings, db, clock, pepper),
+            members=Members(db, clock),
+            memberships=Memberships(db, clock),
+            sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
+            second_factors=SecondFactors(db, clock, pepper, label=appliance_label(settings.external_url)),
+            sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
+            oidc_tickets=Tickets(pepper, "provider sign-in", clock, life_s=PROVIDER_SIGN_IN_LIFE_S),
+            identities=Identities(db, clock),
+            oidc=provider_of(settings, clock),
+            admin_tokens=AdminTokens(db, clock),
+            audit=AuditLog(db, clock),
             admission=admission,
             limit_levels=LimitLevels(db, admission),
             forecasts=Forecasts(
@@ -201,7 +210,13 @@ class Appliance:
             ),
             ledger=ledger,
             corrections=Corrections(db, clock, calendar=calendar, on_settled=on_settled, on_committed=admission.correct),
-            **billing,
+            prices=prices,
+            reports=reports,
+            past_requests=PastRequests(db),
+            box_records=box_records,
+            free_allowances=FreeAllowances(db, clock),
+            invoices=Invoices(db, clock, calendar, currency=settings.currency),
+            economics=EconomicsReport(box_records, reports, clock),
             housekeeping=Housekeeping(
                 keys,
                 RequestHistory(db, clock, keep_days=settings.request_history_days),
@@ -281,34 +296,6 @@ class Appliance:
         services.limit_levels.start()
         services.admission.start()
         services.housekeeping.start()
-
-
-def _sign_in_parts(settings: Settings, db: Database, clock: Clock, pepper: bytes) -> SignInParts:
-    return SignInParts(
-        members=Members(db, clock),
-        memberships=Memberships(db, clock),
-        sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
-        second_factors=SecondFactors(db, clock, pepper, label=appliance_label(settings.external_url)),
-        sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
-        oidc_tickets=Tickets(pepper, "provider sign-in", clock, life_s=PROVIDER_SIGN_IN_LIFE_S),
-        identities=Identities(db, clock),
-        oidc=provider_of(settings, clock),
-        admin_tokens=AdminTokens(db, clock),
-        audit=AuditLog(db, clock),
-    )
-
-
-def _billing_parts(settings: Settings, db: Database, clock: Clock, calendar: BillingCalendar) -> BillingParts:
-    reports, box_records = UsageReports(db, calendar=calendar), BoxRecords(db, clock)
-    return BillingParts(
-        prices=PriceBook(db, clock, currency=settings.currency),
-        reports=reports,
-        past_requests=PastRequests(db),
-        box_records=box_records,
-        free_allowances=FreeAllowances(db, clock),
-        invoices=Invoices(db, clock, calendar, currency=settings.currency),
-        economics=EconomicsReport(box_records, reports, clock),
-    )
 
 
 def create_app(appliance: Appliance) -> Litestar:

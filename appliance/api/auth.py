@@ -14,11 +14,10 @@ from urllib.parse import unquote
 
 import structlog
 from litestar import Request
-from litestar.connection import ASGIConnection
 
 from appliance.api.connection_services import services_of
 from appliance.api.exchange import exchange_of
-from appliance.api.queries import check_query
+from appliance.api.queries import Connection, check_query
 from appliance.api.rate_limit_headers import rate_limit_headers
 from appliance.base.acting import OPERATOR_HEADER, Actor, ActorKind, act_as, current_actor
 from appliance.base.errors import InvalidApiKey, PasswordChangeNeeded, RoleNotAllowed
@@ -39,8 +38,6 @@ from appliance.tenancy.sessions import Session
 
 PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "x-real-ip", "forwarded", "via")
 OPERATOR_CHARS_MAX = 200
-
-Connection = ASGIConnection[Any, Any, Any, Any]
 
 
 async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:

@@ -1,14 +1,14 @@
-"""Writes that the kernel makes by itself: no thread waits for the disk, and none asks for the interpreter's lock afterwards.
+"""Writes that the kernel makes by itself: no thread waits for the disk, and none takes the interpreter's lock afterwards.
 
     write ─► io_submit(2) ─► the disk ─► eventfd(2) ─► a callback of the event loop
 
-A thread that writes asks for the lock twice per write, each time up to a switch interval after it could have gone on, and the
-event loop stands still while it has it. Here the event loop hands over and hears, and that is all.
+A thread that writes takes the lock twice per write, each time up to a switch interval after it could have gone on, and the
+event loop stands still while it holds it. Here the event loop only submits the write and is called back at its end.
 
-Method: Linux's asynchronous I/O, whose writes return at once for files opened with O_DIRECT; with O_DSYNC they are done when
-the bytes are durable. That is so where they overwrite: no file grows here. A write is of whole blocks, so what stands before
-`data` in its first block is written again. Memory may be given back meanwhile, as the kernel holds on to it, and a process that
-dies leaves no write behind: the kernel waits for it before the process is gone.
+Method: Linux's asynchronous I/O, whose writes return at once for files opened with O_DIRECT; with O_DSYNC they complete when
+the bytes are durable. That holds for overwriting, so no file grows here. A write is of whole blocks: what precedes `data` in
+its first block is written again. The memory may be freed meanwhile, as the kernel holds on to it, and a process that dies
+leaves no write behind: the kernel waits for it before the process is gone.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 BLOCK_BYTES = 4096
 ROOM_BYTES = 256 * 1024
 SLOW_SUBMIT_S = 0.001
-"""A file system that takes so long to take a write does not write asynchronously: the event loop would stand still."""
+"""A file system that takes this long to accept a write does not write asynchronously: the event loop would stand still."""
 SLOW_SUBMITS_MAX = 8
-"""So many in a row: a single one may be the machine's."""
+"""How many in a row: a single one may be due to the machine."""
 
 _SETUP, _DESTROY, _GETEVENTS, _SUBMIT = range(4)
 _CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # of asm/unistd.h: libc has no names for them
@@ -68,7 +68,7 @@ class _Event(ctypes.Structure):
 
 
 class AioWriter:
-    """One write at a time to one of some files, each from its beginning on. Belongs to the running event loop.
+    """Writes to one of several files at a time, each from its beginning on. Belongs to the running event loop.
 
     Raises OSError where the system, the sandbox or the file system does not offer it.
     """
@@ -101,7 +101,7 @@ class AioWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a write is on its way."""
+        """Return whether a write is in flight."""
         return self._on_end is not None
 
     @property
@@ -114,9 +114,9 @@ class AioWriter:
         return num_bytes <= ROOM_BYTES - BLOCK_BYTES
 
     def write(self, index: int, data: bytes, offset: int, on_end: Callable[[bool], None]) -> None:
-        """Begin to write `data` to a file, behind what was written there before or at its beginning.
+        """Begin to write `data` to a file, after what was written there before or at its beginning.
 
-        `on_end` hears, as a callback of the event loop, whether all of it is durable. Raises OSError; then it hears nothing.
+        The event loop calls `on_end` with whether all of it is durable. Raises OSError; then `on_end` is not called.
         """
         if offset not in (0, self._ends[index]):
             raise OSError(errno.ESPIPE, "writes follow one another")
@@ -137,12 +137,12 @@ class AioWriter:
         self._tails[index] = whole[len(whole) // BLOCK_BYTES * BLOCK_BYTES :]
 
     def close(self) -> None:
-        """Close the files; not while a write is on its way: the kernel would let the event loop wait for its end."""
+        """Close the files. Not while a write is in flight: the kernel would make the event loop wait for its end."""
         with suppress(OSError, RuntimeError):  # a loop that is closed has no readers any more
             self._made.close()
 
     def _take_completion(self) -> None:
-        """Take the end of the write, if it has ended."""
+        """Report the end of the write, if it has ended."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._eventfd)
         ended = _Event()

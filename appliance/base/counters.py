@@ -32,7 +32,7 @@ async def take(connection: AsyncConnection, name: str, count: int = 1) -> int:
 
 
 def take_sync(connection: Connection, name: str, count: int = 1) -> int:
-    """Do the same on a connection that does not wait."""
+    """Like `take`, on a synchronous connection."""
     if count < 1:
         raise ValueError(f"at least one number is taken, not {count}")
     return _advanced(connection, name, count) - count + 1

@@ -15,6 +15,7 @@ PEPPER_FILE = "secret.key"
 CONTROL_FILE = "control.json"
 # What a start makes before anything that somebody could miss: database with its companions, lock, pepper, control file.
 TRACES = ("gatehouse.db", LOCK_FILE, PEPPER_FILE, CONTROL_FILE)
+_ANOTHER = "choose a folder of your own with --data-dir"
 
 
 def make_data_folder(path: Path) -> bool:
@@ -29,7 +30,13 @@ def make_data_folder(path: Path) -> bool:
     return is_new
 
 
-_ANOTHER = "choose a folder of your own with --data-dir"
+def sync_folder(path: Path) -> None:
+    """Make the names of new files in a folder durable. Raises OSError."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 @dataclass(slots=True)

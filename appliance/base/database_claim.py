@@ -65,17 +65,17 @@ class DatabaseTaken(UnusableData):
 
 
 class DatabaseClaim(Protocol):
-    """What is held. Dropping it without `release` is for the end of the process alone."""
+    """A claim that is held. It is dropped without `release` only at the end of the process."""
 
     async def lost(self, go_on: GoOn) -> str:
         """Watch the claim, and return why it is lost when it is. One caller at a time.
 
-        `go_on` is asked whenever it had ended and was taken again: others may have changed the database in between.
+        `go_on` decides whenever it had ended and was taken again: others may have changed the database in between.
         """
         ...
 
     async def release(self) -> None:
-        """Let the next one in."""
+        """Give the claim up, so that the next one gets it."""
         ...
 
 
@@ -123,7 +123,7 @@ class _FileClaim:
         raise AssertionError("nobody ends this wait")
 
     async def release(self) -> None:
-        """Let the next one in."""
+        """Give the claim up, so that the next one gets it."""
         os.close(self._descriptor)
 
 
@@ -141,7 +141,7 @@ class _PostgresqlClaim:
         self._sessions: list[tuple[object, ...]] = []
 
     async def take(self) -> bool:
-        """Connect where there is no connection, and return whether the lock is ours now. Raises psycopg.Error."""
+        """Connect if there is no connection, and return whether the lock is ours now. Raises psycopg.Error."""
         connection = self._connection
         if connection is None or connection.closed:
             connection = self._connection = await psycopg.AsyncConnection.connect(self._server, autocommit=True)
@@ -161,7 +161,7 @@ class _PostgresqlClaim:
         return reason
 
     async def release(self) -> None:
-        """Let the next one in."""
+        """Give the claim up, so that the next one gets it."""
         if self._connection is not None:
             await self._connection.close()
 

@@ -28,8 +28,8 @@ SQLITE_SYNCHRONOUS = "FULL"  # a COMMIT has reached the disk when it returns
 BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
 WRITERS_MAX = 6  # on PostgreSQL; SQLite has one
-BATCH_WRITERS_MAX = 2  # of their own: whoever reads or changes much holds up no request
-BATCH_STATEMENTS = 512  # that stay compiled: those of `prepared` come in as many forms as they may have rows
+BATCH_WRITERS_MAX = 2  # apart from the others, so that long reads and changes hold up no request
+BATCH_STATEMENTS = 512  # kept compiled: those of `prepared` come in as many forms as they may have rows
 CHECKOUT_TIMEOUT_S = 10.0
 _AFTER_COMMIT = "after_commit"
 
@@ -45,7 +45,7 @@ class Database:
         self.webhooks = ChangeCount()
         self.outbox_written = asyncio.Event()
         self.catch_up: Callable[[], Awaitable[None]] | None = None
-        """Where somebody writes later what was promised already, it waits for that: nobody sees less than was promised."""
+        """Waits until what is durable elsewhere (the ledger's journal) is in the tables; awaited before each transaction."""
         self._writers = writers
         self._readers = readers
         self._batch_writer = batch_writer
@@ -97,7 +97,7 @@ class Database:
 
     @asynccontextmanager
     async def changing_principals(self) -> AsyncIterator[AsyncConnection]:
-        """Do the same as `writing` for a change of who may do what, and count it in `principals`.
+        """Open the transaction of `writing` for a change of who may do what, and count it in `principals`.
 
         It counts however the block is left: a COMMIT that was cancelled, or whose answer was lost, may have happened.
         """
@@ -108,10 +108,10 @@ class Database:
             self.principals.bump()
 
     async def batch_write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
-        """Return what `fn(connection, …)` returns, which is all there is to a transaction.
+        """Return what `fn(connection, …)` returns, which makes a whole transaction.
 
-        For whoever sends many statements at once, many times a second: on SQLite it costs one turn of the event loop, however
-        many they are, and `fn` runs in a thread. Who is cancelled meanwhile does not stop it there.
+        For many statements at once, many times a second: on SQLite it costs one turn of the event loop, however many they are,
+        and `fn` runs in a thread, where cancelling the caller does not stop it.
         """
         if isinstance(self._batch_writer, AsyncEngine):
             async with self._batch_writer.begin() as connection:
@@ -152,14 +152,14 @@ class Database:
 def _with_calls(
     connection: Connection, fn: Callable[Concatenate[Connection, P], T], /, *args: P.args, **options: P.kwargs
 ) -> tuple[T, list[_Call]]:
-    """Return what `fn(connection, …)` returns, and what it wants to be called after the commit."""
+    """Return what `fn(connection, …)` returns, and the calls to make after the commit."""
     connection.info.pop(_AFTER_COMMIT, None)
     result = fn(connection, *args, **options)
     return result, connection.info.pop(_AFTER_COMMIT, [])
 
 
 def after_commit(connection: AsyncConnection | Connection, call: _Call) -> None:
-    """Let `call` run once the transaction of `connection` is durable, and never when it was rolled back. It must not raise."""
+    """Call `call` once the transaction of `connection` is durable, and never when it was rolled back. It must not raise."""
     connection.info.setdefault(_AFTER_COMMIT, []).append(call)
 
 
@@ -176,22 +176,22 @@ _Call = Callable[[Database], object]
 
 
 class ChangeCount:
-    """Counts changes of rows that this process caches, and attempts that may have been one; whoever caches them compares the
-    count and reads again."""
+    """Counts changes of rows that this process caches, and attempts that may have been one; a cache whose count is older reads
+    again."""
 
     def __init__(self) -> None:
         self.value = 0
         self.listeners: list[Callable[[], None]] = []
 
     def bump(self) -> None:
-        """Say that rows may have changed. Called after COMMIT and before the caller hears of it."""
+        """Count a possible change of rows. Called after COMMIT and before the caller learns of it."""
         self.value += 1
         for listener in self.listeners:
             listener()
 
 
 def insert_for(kind: str, table: Table) -> Any:
-    """Return the INSERT of one kind of database, which knows ON CONFLICT: both say it in the same words."""
+    """Return the INSERT of one kind of database, which has ON CONFLICT; its methods are the same for both."""
     return (sqlite if kind == "sqlite" else postgresql).insert(table)
 
 

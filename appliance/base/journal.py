@@ -1,16 +1,16 @@
-"""A journal: records that are durable once `append` returns, long before anybody has put them where they belong.
+"""A journal: a record is durable once `append` returns, long before it is written where it belongs.
 
-    append ─► a write that waits for the disk, all together that wait ─► whoever asked goes on
-    release ─► the record stands elsewhere now; a file of which all records were released is used again
+    append ─► one write that waits for the disk, for all records that wait ─► their callers go on
+    release ─► the record is stored elsewhere now; a file whose records were all released is used again
 
-Two files take turns, so that neither grows without end while there is always somebody writing. They have their length from the
-beginning: overwriting costs the disk one write, where growing costs the file system a transaction of its own as well.
+Two files are used in turn, so that neither grows without end under constant load. Both have their full length from the start:
+overwriting costs the disk one write, growing also costs the file system a transaction of its own.
 
 A record is a line with a checksum and a number, and numbers only rise: reading ends at the first line that a dying process left
 half written, or that is older than the one before it. Knows no record's meaning.
 
-The kernel writes by itself where that is asked for and possible (`AioWriter`), else a thread does. What goes wrong is always
-the thread's: it takes over for good what the kernel did not write, tries again and says why.
+The kernel writes by itself where that is requested and possible (`AioWriter`), else a thread does. Failures are left to the
+thread: it takes over for good what the kernel did not write, tries again and reports why.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from threading import Thread
 import structlog
 
 from appliance.base.aio_writer import BLOCK_BYTES, AioWriter
+from appliance.base.data_folder import sync_folder
 
 FILE_BYTES = 1 << 20
-"""So long a file is from the beginning, in whole blocks; what does not fit any more is the other's turn."""
+"""The length of a file, in whole blocks; records that no longer fit go to the other one."""
 
 RETRY_S = 1.0
-"""After a failure the journal tries by itself whether it can write again. As often it looks whether its files are whole."""
+"""How soon after a failure the journal tries to write again by itself, and how often it checks that its files are whole."""
 
 STUCK_S = 5.0
-"""A write that has not returned for so long counts as failed until it does."""
+"""A write that has not returned for this long counts as failed until it does."""
 
 _log = structlog.get_logger()
 
 
 class Journal:
-    """Two files, written by one writer. `read_left` and `clear` come before the first `append`, `close` is the end.
+    """Two files, written by one writer. Call `read_left` and `clear` before the first `append`, and `close` at the end.
 
-    Where `by_kernel` the kernel writes if it can. Raises OSError when the files cannot be made. There is one journal for a path
-    at a time; who opens it sees to that. A file that is deleted or cut short meanwhile is made anew, for what comes then.
+    With `by_kernel` the kernel writes if it can. Raises OSError when the files cannot be made. The caller ensures that a path
+    has one journal at a time. A file that is deleted or cut short meanwhile is made anew, for later records.
     """
 
     def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, by_kernel: bool = False) -> None:
@@ -55,7 +56,7 @@ class Journal:
         self._paths = _paths(path)
         file_bytes = -(-file_bytes // BLOCK_BYTES) * BLOCK_BYTES
         self._files = [_open(file, file_bytes) for file in self._paths]
-        _sync_folder(path.parent)
+        _sync_names(path)
         self._file_bytes = file_bytes
         self._current = 0
         self._ends = [0, 0]
@@ -80,7 +81,7 @@ class Journal:
         return self._last_error
 
     def read_left(self) -> list[bytes]:
-        """Return the records that an earlier process left, oldest first, of which some may stand elsewhere already."""
+        """Return the records that an earlier process left, oldest first; some may be stored elsewhere already."""
         return _read(self._paths)
 
     def clear(self) -> None:
@@ -90,10 +91,10 @@ class Journal:
             self._ends[index] = 0
 
     async def append(self, record: bytes) -> int:
-        """Return the number of `record` once it is durable; it must have no line break. Raises OSError when it cannot be, also
+        """Return the number of `record`, which has no line break, once it is durable. Raises OSError when it cannot be, also
         once the journal is being closed.
 
-        Whoever is cancelled, or hears of an error, need not release it: at worst a later `read_left` finds it.
+        After a cancellation or an error it need not be released: at worst a later `read_left` finds it.
         """
         if not record or b"\n" in record:
             raise ValueError("a record is one line that is not empty")
@@ -117,15 +118,15 @@ class Journal:
         return number
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Say that these records stand elsewhere, durably."""
+        """Mark these records as stored elsewhere, durably."""
         for number in numbers:
             self._held.pop(number, None)
         self._oldest_held = next(iter(self._held), self._next_number)
 
     async def close(self) -> None:
-        """End behind the last record. The files are cleared when every record was released.
+        """End after the last record. The files are cleared when every record was released.
 
-        A write that does not return keeps nobody: it ends with the process, and a start finds what stands there.
+        A write that does not return is not waited for: it ends with the process, and a start finds its records.
         """
         if self._is_closed:
             return  # the numbers of its files may be those of others by now
@@ -134,7 +135,7 @@ class Journal:
             await asyncio.to_thread(self._end)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to write: the kernel, or a thread where it cannot."""
+        """Begin to write, by the kernel or else in a thread."""
         if self._by_kernel:
             self._by_kernel = False  # it is tried once
             try:
@@ -148,14 +149,14 @@ class Journal:
         self._thread = thread
 
     def _plan(self, loop: asyncio.AbstractEventLoop, append: _Append) -> None:
-        """Let the kernel write `append` with all that comes in the same turn of the event loop."""
+        """Have the kernel write `append` with all that comes in the same turn of the event loop."""
         self._for_kernel.append(append)
         if not self._is_planned and self._kernel is not None and not self._kernel.is_busy:
             self._is_planned = True
             loop.call_soon(self._hand_to_kernel)
 
     def _hand_to_kernel(self) -> None:
-        """Let the kernel write what waits; what it does not take is for the thread, as is all that comes later."""
+        """Have the kernel write what waits. What it does not accept goes to the thread, as does all that comes later."""
         self._is_planned = False
         kernel, batch = self._kernel, self._for_kernel
         if kernel is None or kernel.is_busy or not batch:
@@ -185,7 +186,7 @@ class Journal:
         self._hand_to_kernel()
 
     def _leave_to_thread(self, batch: list[_Append], reason: str) -> None:
-        """Let a thread write from now on, first of all `batch`."""
+        """Write in a thread from now on, `batch` first."""
         _log.warning("the journal is written by a thread from now on", reason=reason)
         self._look_again_s = 0.0  # it may be the files
         kernel, self._kernel = self._kernel, None
@@ -201,7 +202,7 @@ class Journal:
             self._waiting.put(append)
 
     async def _kernel_ends(self) -> bool:
-        """Wait for what the kernel writes, and return whether nothing is on its way any more, except through the thread."""
+        """Wait for the kernel's writes; return whether none is in flight any more, except in the thread."""
         until_s = time.monotonic() + STUCK_S
         while self._kernel is not None and (self._kernel.is_busy or self._for_kernel):
             if time.monotonic() > until_s:
@@ -213,14 +214,14 @@ class Journal:
         return True
 
     def _end(self) -> None:
-        """End the thread, which there may be, and close the files."""
+        """End the thread, if there is one, and close the files."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(STUCK_S)
             if self._thread.is_alive():
                 return
         if self._next_number > 1 and not self._held:
-            with suppress(OSError):  # then a start finds what stands elsewhere
+            with suppress(OSError):  # then a start finds records that are stored elsewhere
                 self.clear()
         for file in self._files:
             with suppress(OSError):  # all was written already
@@ -283,25 +284,25 @@ class Journal:
         return status.st_nlink > 0 and status.st_size >= max(self._file_bytes, self._ends[index])
 
     def _check_files(self) -> None:
-        """Raise OSError when one of them has been harmed."""
+        """Raise OSError when one of them was deleted or cut short."""
         if not all(map(self._is_whole, range(len(self._files)))):
             raise OSError("a file of the journal was deleted or cut short")
         self._look_again_s = time.monotonic() + RETRY_S
 
     def _keep_files_whole(self) -> None:
-        """Make a file anew that somebody has deleted or cut short: what is written there nobody would find."""
+        """Make a file anew that was deleted or cut short: nobody would find what is written there."""
         for index, path in enumerate(self._paths):
             if self._is_whole(index):
                 continue
             broken, self._files[index] = self._files[index], _open(path, self._file_bytes)
             self._ends[index] = 0
             os.close(broken)
-            _sync_folder(path.parent)
+            _sync_names(path)
         self._look_again_s = time.monotonic() + RETRY_S
 
 
 class _Append:
-    """A record on its way, and who waits for it."""
+    """A record in flight, and the future that its caller awaits."""
 
     __slots__ = ("done", "line", "number")
 
@@ -375,11 +376,7 @@ def _open(path: Path, size: int) -> int:
     return os.open(path, os.O_RDWR | os.O_DSYNC)
 
 
-def _sync_folder(path: Path) -> None:
+def _sync_names(path: Path) -> None:
     """Make the names of new files durable, where the file system can do that and the folder may be read."""
     with suppress(OSError):
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)

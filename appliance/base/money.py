@@ -39,10 +39,7 @@ def discounted(price: int, basis_points: int) -> int:
 
 def format_picos(picos: int, currency: str, decimals: int = 6) -> str:
     """Return `picos` for a person, rounded half up at `decimals` (0..12) as an invoice rounds: `0.001235 EUR`."""
-    steps = divide_half_up(picos, int(10 ** (12 - decimals)))
-    units, rest = divmod(abs(steps), int(10**decimals))
-    fraction = f".{rest:0{decimals}d}" if decimals else ""
-    return f"{'-' if steps < 0 else ''}{units}{fraction} {currency}"
+    return f"{_decimal(divide_half_up(picos, int(10 ** (12 - decimals))), decimals)} {currency}"
 
 
 def format_exactly(picos: int, currency: str) -> str:
@@ -83,10 +80,14 @@ def payable_share(micros: int, basis_points: int, currency: str) -> int:
 
 def format_micros(micros: int, *, decimals: int = 6) -> str:
     """Return `micros` for a person, thousands grouped, with 0..6 decimals, the last rounded half up: `-1,234.50`."""
-    steps = divide_half_up(micros, int(10 ** (6 - decimals)))
+    return _decimal(divide_half_up(micros, int(10 ** (6 - decimals))), decimals, ",")
+
+
+def _decimal(steps: int, decimals: int, grouping: str = "") -> str:
+    """Return `steps`, of which 10^`decimals` are a unit, as a decimal number with so many decimals."""
     units, rest = divmod(abs(steps), int(10**decimals))
     fraction = f".{rest:0{decimals}d}" if decimals else ""
-    return f"{'-' if steps < 0 else ''}{units:,}{fraction}"
+    return f"{'-' if steps < 0 else ''}{units:{grouping}}{fraction}"
 
 
 _DECIMALS_OF_CURRENCY = {

@@ -1,10 +1,10 @@
 """Statements that change rows, compiled once: for a writer that sends the same few of them many hundred times a second.
 
-SQLAlchemy finds, checks and fills a compiled statement anew each time, which on SQLite costs several times what the statement
-itself does. Here that is done at the first use, and on SQLite alone; on PostgreSQL the way to the server outweighs it.
+SQLAlchemy looks a compiled statement up, checks and fills it each time, which on SQLite costs several times what the statement
+itself does. Here that is done at the first use, on SQLite only; on PostgreSQL the way to the server outweighs it.
 
-On SQLite many rows are one statement, not one each: the driver lets go of the interpreter's lock for every statement, and then
-waits until the event loop is done with it. Twenty rows sent one by one took six times as long beside a busy loop.
+On SQLite many rows are one statement instead of one each: the driver releases the interpreter's lock for every statement, and
+then waits until the event loop is done with it. Twenty rows sent one by one took six times as long beside a busy loop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from sqlalchemy import BindParameter, ColumnElement, Connection, Dialect, Insert
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.exc import DBAPIError
 
+from appliance.base.batches import batched
+
 ROWS_PER_STATEMENT_MAX = 32  # each number up to it is a statement of its own, which the driver keeps compiled
 
 
 class Prepared:
-    """One statement. All rows have the names that the first row had."""
+    """One statement. All rows have the same names as the first."""
 
     def __init__(self, statement: Insert | Update) -> None:
         self.statement: Insert | Update = statement
@@ -32,7 +34,7 @@ class Prepared:
         """For 1, 2, 3, … rows."""
 
     def scalar(self, connection: Connection, row: Mapping[str, Any]) -> Any:
-        """Execute the statement for one row and return what it is RETURNING, None when it met no row."""
+        """Execute the statement for one row and return the value of its RETURNING, None when no row matched."""
         if connection.dialect.name != "sqlite":
             return connection.execute(self.statement, row).scalar_one_or_none()
         if not self._texts:
@@ -41,14 +43,13 @@ class Prepared:
         return found[0][0] if found else None
 
     def execute(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Execute the statement for each of `rows` and return how many rows of the table it met."""
+        """Execute the statement for each of `rows` and return how many rows of the table it changed."""
         if connection.dialect.name != "sqlite":
             return connection.execute(self.statement, rows).rowcount
         if not self._texts:
             self._prepare(connection, rows[0])
         met = 0
-        for first in range(0, len(rows), ROWS_PER_STATEMENT_MAX):
-            part = rows[first : first + ROWS_PER_STATEMENT_MAX]
+        for part in batched(rows, ROWS_PER_STATEMENT_MAX):
             parameters = [get(row) for row in part for get in self._getters]
             met += _send(connection, self._texts[len(part) - 1], parameters)[1]
         return met
@@ -65,7 +66,7 @@ class Prepared:
 
 
 class Lookup:
-    """A query for the rows whose `key` is one of some; of columns that both databases store as they are read."""
+    """A query for the rows with one of some values of `key`, of columns that both databases store as they are read."""
 
     def __init__(self, query: Select[Any], key: ColumnElement[Any]) -> None:
         self._query = query.where(key.in_(bindparam("keys", expanding=True)))
@@ -77,7 +78,7 @@ class Lookup:
             return connection.execute(self._query, {"keys": keys}).all()
         if self._text is None:
             self._text = self._query.compile(dialect=connection.dialect).string
-        # A power of two of them, the last one several times: for each number SQLite keeps another statement compiled.
+        # Padded with the last key to a power of two: SQLite keeps a compiled statement for each number of keys.
         padded = [*keys, *[keys[-1]] * ((1 << (len(keys) - 1).bit_length()) - len(keys))]
         places = f"({', '.join('?' * len(padded))})"
         return _send(connection, _EXPANDING.sub(places, self._text), padded)[0]
@@ -139,7 +140,7 @@ _Getter = Callable[[Mapping[str, Any]], Any]
 
 
 def _getter(parameter: BindParameter[Any], dialect: Dialect, row: Mapping[str, Any]) -> _Getter:
-    """Return what takes the value of `parameter`, as the driver wants it, from a row; those of the statement are constant."""
+    """Return the function that takes the value of `parameter` from a row, as the driver wants it, or returns its constant."""
     name = parameter.key
     given = parameter.type.dialect_impl(dialect).bind_processor(dialect)
     if name not in row:

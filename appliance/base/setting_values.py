@@ -141,21 +141,24 @@ def currency(value: object) -> str:
     return value.upper()
 
 
-def models(value: object) -> tuple[str, ...]:
+def _texts(value: object, message: str) -> tuple[str, ...]:
+    """Return the texts of a list, or of one text with commas, none of them empty. Raises ValueError with `message`."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item.strip() for item in items):
-        raise ValueError("must be a list of paths or names")
+        raise ValueError(message)
     return tuple(item.strip() for item in items)
+
+
+def models(value: object) -> tuple[str, ...]:
+    return _texts(value, "must be a list of paths or names")
 
 
 def files(value: object) -> tuple[str, ...]:
     """Return paths, absolute, of files that are there; text is a list with commas."""
-    items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item.strip() for item in items):
-        raise ValueError("must be a list of files")
-    if len(items) > _SHARED_PREFIXES_MAX:
+    names = _texts(value, "must be a list of files")
+    if len(names) > _SHARED_PREFIXES_MAX:
         raise ValueError(f"must name at most {_SHARED_PREFIXES_MAX} files")
-    paths = [Path(item.strip()).expanduser().absolute() for item in items]
+    paths = [Path(name).expanduser().absolute() for name in names]
     for path in paths:
         if not path.is_file():
             raise ValueError(f"must name files; {path} is not a file")

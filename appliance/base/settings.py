@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import tomllib
@@ -98,6 +97,13 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "gatehouse"
 
 
+def local_url(host: str, port: int) -> str:
+    """Return the address that is asked on this machine for a service that listens on `host`."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - read here, not bound
+    address = everywhere.get(host, host)
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+
+
 def load_settings(*, options: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
     """Return the settings from `options`, then `GATEHOUSE_*`, then `gatehouse.toml` in the data directory, then defaults.
 
@@ -111,8 +117,9 @@ def load_settings(*, options: Mapping[str, object], environ: Mapping[str, str]) 
     from_file = _parse_source(_read_file(path), lambda key: f"{key} in {path}")
     values = {**from_file, **from_environ, **from_options, "data_dir": data_dir}
     values.setdefault("database_url", f"sqlite:///{data_dir / 'gatehouse.db'}")
-    _check_together(values)
-    return Settings(**values)
+    settings = Settings(**values)
+    _check_together(settings)
+    return settings
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, object]:
@@ -120,13 +127,6 @@ def _environment(environ: Mapping[str, str]) -> dict[str, object]:
         name.removeprefix(ENVIRONMENT_PREFIX): value for name, value in environ.items() if name.startswith(ENVIRONMENT_PREFIX)
     }
     return {name.lower(): value for name, value in names.items() if name not in _TESTS_ONLY}
-
-
-def local_url(host: str, port: int) -> str:
-    """Return the address that is asked on this machine for a service that listens on `host`."""
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - read here, not bound
-    address = everywhere.get(host, host)
-    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 def _read_file(path: Path) -> dict[str, object]:
@@ -161,18 +161,13 @@ def _parse_source(values: Mapping[str, object], name_of: Callable[[str], str]) -
     return parsed
 
 
-def _check_together(values: Mapping[str, Any]) -> None:
-    idle_s = values.get("session_idle_s", _default("session_idle_s"))
-    absolute_s = values.get("session_absolute_s", _default("session_absolute_s"))
+def _check_together(settings: Settings) -> None:
+    idle_s, absolute_s = settings.session_idle_s, settings.session_absolute_s
     if idle_s > absolute_s:
         raise SettingsError(f"session_idle_s ({idle_s}) is longer than session_absolute_s ({absolute_s})")
     for first, needed in _NEEDED_TOGETHER:
-        if values.get(first) and not values.get(needed):
+        if getattr(settings, first) and not getattr(settings, needed):
             raise SettingsError(f"{first} needs {needed} as well")
-
-
-def _default(name: str) -> Any:
-    return next(f.default for f in dataclasses.fields(Settings) if f.name == name)
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {

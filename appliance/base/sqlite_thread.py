@@ -1,7 +1,7 @@
 """A SQLite connection in a thread of its own: a transaction of any number of statements is one turn of the event loop.
 
-The driver for asyncio crosses to its thread and back several times per statement. Whoever writes many statements in each of
-many transactions a second takes this instead. Knows no tables and no locks.
+The driver for asyncio crosses to its thread and back several times per statement: too slow for many transactions a second of
+many statements each. Knows no tables and no locks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Caller:
-    """A thread that makes one call after the other. A result costs one turn of the event loop, where an executor takes two."""
+    """A thread that makes one call after the other. A result costs one turn of the event loop; with an executor, two."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
@@ -30,13 +30,13 @@ class Caller:
         self._thread.start()
 
     async def call(self, fn: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Return what `fn` returns. Who is cancelled meanwhile does not stop it."""
+        """Return what `fn` returns. Cancelling the caller does not stop it."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.put((partial(fn, *args, **options), done))
         return await done
 
     def end(self) -> None:
-        """Make the calls that wait, and end."""
+        """End the thread after the calls that wait."""
         self._calls.put(None)
         self._thread.join()
 
@@ -65,7 +65,7 @@ def _resolve(done: asyncio.Future[Any], result: Any, error: BaseException | None
 
 
 class SqliteThread:
-    """The thread and its connection. Who calls it sees to it that there is one write at a time."""
+    """The thread and its connection. The caller ensures that there is one write at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

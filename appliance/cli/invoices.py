@@ -14,7 +14,6 @@ from urllib.parse import quote
 import typer
 
 from appliance.base.errors import InvalidValue
-from appliance.base.money import format_micros, minor_unit_decimals
 from appliance.base.spreadsheet import plain_text
 from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
@@ -22,6 +21,7 @@ from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import at_tenant, find
+from appliance.metering.invoicing.wording import payment
 
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
 
@@ -326,9 +326,8 @@ def _save(path: Path, content: bytes) -> str:
 
 
 def _row(invoice: Row, tenant: Row) -> Row:
-    currency = invoice["currency"]
-    due = f"{format_micros(invoice['due_micros'], decimals=minor_unit_decimals(currency))} {currency}"
-    return {**invoice, "tenant": tenant["name"], "due": invoice["problem"] or due}
+    due = invoice["problem"] or payment(invoice["due_micros"], invoice["currency"])
+    return {**invoice, "tenant": tenant["name"], "due": due}
 
 
 def _show(rows: list[Row], *, as_json: bool, empty: str = "There are no invoices.") -> None:

@@ -8,7 +8,7 @@ import typer
 
 from appliance.base.ids import is_id
 from appliance.cli import output
-from appliance.cli.connection import AdminClient, run
+from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import (
@@ -126,8 +126,10 @@ def update(
     """Change a key. What is not named stays as it is."""
     named = {"name": name, "scopes": scope or None, "limit_mode": limit_mode}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None}
-    body |= {} if expires_at is None else {"expires_at": None if expires_at == "none" else expires_at}
-    body |= {} if not network else {"allowed_networks": None if network == ["all"] else network}
+    if expires_at is not None:
+        body["expires_at"] = None if expires_at == "none" else expires_at
+    if network:
+        body["allowed_networks"] = None if network == ["all"] else network
     body |= models_body(model) | model_limits_body(model_limit)
     body |= limits_body(
         tokens_per_minute=tokens_per_minute,
@@ -140,7 +142,7 @@ def update(
         raise WrongUsage("nothing to change: name at least one option (gatehouse keys update --help)")
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        changed = await client.call("PATCH", f"/keys/{(await find_key(client, key))['id']}", body=body)
+        changed = await at_key(key, "PATCH", body=body)(client)
         if as_json:
             return changed
         tenant = await client.call("GET", f"/tenants/{changed['tenant_id']}")
@@ -159,22 +161,14 @@ def rotate(
     database: DatabaseUrl = None,
 ) -> None:
     """Rotate a key and print the new secret, once. The old one stops working at once, or after --grace-s."""
-
-    async def work(client: AdminClient) -> dict[str, Any]:
-        found = await find_key(client, key)
-        return await client.call("POST", f"/keys/{found['id']}/rotate", body={"grace_s": grace_s})
-
+    work = at_key(key, "POST", "/rotate", body={"grace_s": grace_s})
     _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
 
 
 @app.command("revoke")
 def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Revoke a key: it stops working at once."""
-
-    async def work(client: AdminClient) -> dict[str, Any]:
-        return await client.call("DELETE", f"/keys/{(await find_key(client, key))['id']}")
-
-    output.item(run(settings_from(data_dir, database), work), as_json=as_json)
+    output.item(run(settings_from(data_dir, database), at_key(key, "DELETE")), as_json=as_json)
 
 
 async def _keys(client: AdminClient, tenant: str | None) -> list[dict[str, Any]]:
@@ -191,6 +185,16 @@ async def find_key(client: AdminClient, which: str) -> dict[str, Any]:
         if which in (key["id"], key["prefix"]):
             return key
     raise CommandFailed("no key with this id or prefix", code="not_found")
+
+
+def at_key(which: str, method: str, below: str = "", *, body: object = None) -> Work:
+    """Return work that calls the path `below` the key with this id or public prefix."""
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        key = await find_key(client, which)
+        return await client.call(method, f"/keys/{key['id']}{below}", body=body)
+
+    return work
 
 
 def _print_secret(key: dict[str, Any], *, as_json: bool) -> None:

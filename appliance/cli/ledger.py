@@ -84,11 +84,7 @@ def correct(
         except CommandFailed as error:  # it names a field of the API, which here is an option
             raise CommandFailed(error.message.replace("`confirm`", "`--yes`"), code=error.code, status=error.status) from error
 
-    made = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data(made)
-    else:
-        output.table([_line(made)], COLUMNS, empty="")
+    output.row(run(settings_from(data_dir, database), work), COLUMNS, as_json=as_json, line=_line)
 
 
 def _line(event: Mapping[str, Any]) -> dict[str, Any]:

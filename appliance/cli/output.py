@@ -53,6 +53,14 @@ def rows(
         table(found if line is None else [line(row) for row in found], columns, empty=empty)
 
 
+def row(value: Row, columns: Sequence[str], *, as_json: bool, line: Callable[[Row], Row] | None = None) -> None:
+    """Print one item: as JSON for a program, else as a table of one row, made readable for a person by `line`."""
+    if as_json:
+        data(value)
+    else:
+        table([value if line is None else line(value)], columns, empty="")
+
+
 def facts(values: Row) -> None:
     """Print one item, a field per line."""
     width = max((len(name) for name in values), default=0) if sys.stdout.isatty() else 0

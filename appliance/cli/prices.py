@@ -77,10 +77,7 @@ def add(
     } | {name: value for name, value in optional.items() if value is not None}
 
     price = run(settings_from(data_dir, database), lambda client: client.call("POST", "/prices", body=body))
-    if as_json:
-        output.data(price)
-    else:
-        output.table([price], COLUMNS, empty="")
+    output.row(price, COLUMNS, as_json=as_json)
 
 
 @app.command("withdraw")
@@ -93,10 +90,7 @@ def withdraw(
     """Withdraw a price not yet in force. To replace one that is in force, add a new price."""
     path = f"/prices/{quote(price_id, safe='')}"
     price = run(settings_from(data_dir, database), lambda client: client.call("DELETE", path))
-    if as_json:
-        output.data(price)
-    else:
-        output.table([price], COLUMNS, empty="")
+    output.row(price, COLUMNS, as_json=as_json)
 
 
 def _tiers(given: list[str] | None) -> dict[str, int] | None:

@@ -120,7 +120,8 @@ def create(
         tokens_per_day=tokens_per_day,
         monthly_budget=monthly_budget,
     )
-    _change(settings_from(data_dir, database), "POST", "/tenants", body, as_json=as_json)
+    settings = settings_from(data_dir, database)
+    _print(run(settings, lambda client: client.call("POST", "/tenants", body=body)), settings, as_json=as_json)
 
 
 @app.command("show")
@@ -190,7 +191,7 @@ def archive(
 
 
 def limits_body(**given: str | None) -> dict[str, Any]:
-    """Return the field `limits` if any was given; `none` removes one. Raises CommandFailed for an invalid limit."""
+    """Return the field `limits` if any was given, each by its name; `none` removes one. Raises WrongUsage."""
     limits: dict[str, int | None] = {}
     for field, value in given.items():
         if value is None:
@@ -302,7 +303,3 @@ def _with_money(limits: Mapping[str, Any], currency: str) -> dict[str, Any]:
 
 def _print(tenant: Mapping[str, Any], settings: Settings, *, as_json: bool) -> None:
     output.item(tenant if as_json else with_money(tenant, settings.currency), as_json=as_json)
-
-
-def _change(settings: Settings, method: str, path: str, body: object, *, as_json: bool) -> None:
-    _print(run(settings, lambda client: client.call(method, path, body=body)), settings, as_json=as_json)

@@ -12,7 +12,7 @@ from appliance.base.errors import BadRequest, InvalidCredentials, RateLimitExcee
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, current_session, session_cookie
+from appliance.console.security import ConsoleRequest, current_session
 from appliance.console.sign_in import address_of, open_session, wait_of
 from appliance.tenancy.devices import device_of
 from appliance.tenancy.members import Proof
@@ -55,7 +55,7 @@ async def change_password(request: ConsoleRequest, console: ConsoleDependency) -
             proven = await console.services.members.change_password(session.member, current, password)
             return await _renewed(request, console, session, proven.still_valid, done="password-changed")
         except RateLimitExceeded as error:
-            form.fail("current", wait_of(error)[0])
+            form.fail("current", wait_of(error))
         except InvalidCredentials:
             form.fail("current", NOT_YOURS)
         except BadRequest as error:
@@ -84,10 +84,10 @@ async def end_other_sessions(request: ConsoleRequest, console: ConsoleDependency
 
 async def _renewed(request: ConsoleRequest, console: Console, session: Session, proof: Proof, *, done: str) -> Html:
     """Return the redirect back to the page, in a new session; the change has ended all others."""
-    token = await open_session(request, console, session.member, method=session.method, proof=proof)
+    cookie = await open_session(request, console, session.member, method=session.method, proof=proof)
     console.attempts.reset_account(account=session.member.email)
     answer = console.pages.redirect(request, "/account", done=done)
-    answer.set_cookie(session_cookie(request, console.services, token))
+    answer.set_cookie(cookie)
     return answer
 
 

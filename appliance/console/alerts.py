@@ -15,7 +15,7 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict, RateLimitExceeded
 from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.forms import Form, sentence
+from appliance.console.forms import GRACES, Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_names import tenant_names, tenants_by_name
@@ -40,7 +40,6 @@ EVENT_WORDS = {
     "engine.down": "Engine down (whole appliance only)",
     "webhook.test": "Test",
 }
-GRACES = (("0", "Immediately"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
 
 
 @get("/alerts")
@@ -217,8 +216,9 @@ async def _owners(request: ConsoleRequest, console: Console) -> list[tuple[str, 
 
 async def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
     owners = await _owners(request, console)
-    wanted = request.query_params.get("tenant", "")
-    chosen = wanted if wanted in dict(owners) else owners[0][0] if owners else ""
+    chosen = request.query_params.get("tenant", "")
+    if chosen not in dict(owners):
+        chosen = owners[0][0] if owners else ""
     return console.pages.sheet(
         request,
         "fragments/alert_new.html",

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from litestar import get, post
 
-from appliance.base.errors import BadRequest
+from appliance.base.errors import BadRequest, NotFound
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.formatting import NOTHING, budget, count, units
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, needs
-from appliance.metering.economics import MONTHS_MAX, POWER_W_MAX, Figure, Hardware, HostedPrice, economics_of
+from appliance.metering.economics import MONTHS_MAX, POWER_W_MAX, Figure, Hardware, HostedPrice
 from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ async def save_costs(request: ConsoleRequest, console: ConsoleDependency) -> Htm
 
 async def costs_of(services: Services) -> dict[str, Any] | None:
     """Return the figures as the page shows them, None before the hardware was entered."""
-    hardware = await services.economics.hardware()
-    if hardware is None:
+    try:
+        _hardware, economics = await services.economics.report(services.sampler.latest.gpu_power_w)
+    except NotFound:
         return None
-    economics = economics_of(hardware, await services.economics.measured(), services.sampler.latest.gpu_power_w)
     return {
         "economics": economics,
         "figures": [

@@ -11,8 +11,8 @@ from appliance.console.forms import Form
 from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, needs
-from appliance.console.seller import seller_of
 from appliance.console.tenant_terms import model_lines
+from appliance.metering.invoicing.seller import read_seller
 from appliance.tenancy.fields import LIMIT_MODES, TIERS
 from appliance.tenancy.principals import LIMIT_NAMES, Limits
 from appliance.tenancy.roles import Action
@@ -88,7 +88,7 @@ async def _page(request: ConsoleRequest, console: Console, form: Form | None = N
         form=form,
         model_lines=model_lines({policy.model: policy.limits for policy in policies}),
         modes_of={policy.model: policy.limit_mode for policy in policies},
-        seller=await seller_of(services),
+        seller=await read_seller(services.box_records),
         costs=await costs_of(services),
     )
 

@@ -19,6 +19,8 @@ COUNT_MAX = 2**53  # exact in every client that reads our JSON
 _AMOUNT = re.compile(r"(\d{1,9})(?:[.,](\d{1,6}))?")
 _THOUSANDS = re.compile(r"[1-9]\d{0,2},\d{3}")  # ambiguous: thousands, as our pages show them, or a decimal comma
 FORM_ERROR = "form"
+GRACES = (("0", "Immediately"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
+"""When a replaced secret ends, in seconds and in words."""
 NO_NAME = "none"
 """The text of a list field that allows nothing; an empty field allows everything."""
 

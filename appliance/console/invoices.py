@@ -170,7 +170,6 @@ def _close_form(
         "fragments/invoice_close.html",
         title=f"Close {month_name(invoice.head.month)} of {tenant.name}",
         invoice=invoice,
-        tenant=tenant,
         form=_refused(error),
         **WORDS,
     )

@@ -11,7 +11,7 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.forms import NAME_CHARS_MAX, Form
+from appliance.console.forms import GRACES, NAME_CHARS_MAX, Form
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
@@ -28,7 +28,6 @@ SCOPE_CHOICES = [
     for size in range(1, len(SCOPES) + 1)
     for chosen in combinations(SCOPES, size)
 ]
-GRACES = (("0", "Immediately"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
 CONSEQUENCES = {
     "rotate": "A key with a new secret and the same settings replaces it. When the old one expires, its requests end.",
     "revoke": "Requests with this key are refused permanently. Running requests are ended; their tokens are billed.",

@@ -10,7 +10,7 @@ from appliance.base.errors import InvalidCredentials, RateLimitExceeded
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.rendering import THEME_COOKIE, THEMES, Html
 from appliance.console.security import ConsoleRequest, current_session, form_of, is_secure, safe_next, session_cookie
-from appliance.console.sign_in import address_of, close_session, first_factor_proven, note_refusal, wait_of
+from appliance.console.sign_in import address_of, close_session, first_factor_proven, note_refusal, wait_of, with_wait
 from appliance.tenancy.members import EMAIL_CHARS_MAX, PASSWORD_CHARS_MAX
 
 THEME_KEPT_S = 365 * 24 * 3600
@@ -43,10 +43,7 @@ async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
             request, console, proven.member, method="password", target=target, proof=proven.still_valid
         )
     except RateLimitExceeded as error:
-        sentence, headers = wait_of(error)
-        answer = login_form(request, console, target=target, email=email, error=sentence, status=429)
-        answer.headers.update(headers)
-        return answer
+        return with_wait(login_form(request, console, target=target, email=email, error=wait_of(error), status=429), error)
     except InvalidCredentials:
         await note_refusal(request, console, email=email, reason="password")
         return login_form(request, console, target=target, email=email, error=WRONG, status=401)

@@ -9,7 +9,7 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, form_of, safe_next, step_ticket
-from appliance.console.sign_in import CODE_STEP, address_of, finish, note_refusal, wait_of
+from appliance.console.sign_in import CODE_STEP, address_of, finish, note_refusal, wait_of, with_wait
 from appliance.tenancy.second_factor import CODE_CHARS_MAX
 
 
@@ -31,10 +31,7 @@ async def check_code(request: ConsoleRequest, console: ConsoleDependency) -> Htm
         console.attempts.count_code(address=address_of(request), member_id=member_id)
         kind = await services.second_factors.check(member_id, code, stamp=facts["stamp"])
     except RateLimitExceeded as error:
-        words, headers = wait_of(error)
-        answer = _form(request, console, error=words, status=429)
-        answer.headers.update(headers)
-        return answer
+        return with_wait(_form(request, console, error=wait_of(error), status=429), error)
     except InvalidCredentials as error:
         await note_refusal(request, console, email=(await services.members.get(member_id)).email, reason="code")
         return _form(request, console, error=sentence(error.message), status=401)

@@ -18,7 +18,7 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.login import login_form
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, safe_next, step_cookie, step_ticket
-from appliance.console.sign_in import address_of, first_factor_proven, kept_target, note_refusal, wait_of
+from appliance.console.sign_in import address_of, first_factor_proven, kept_target, note_refusal, wait_of, with_wait
 from appliance.tenancy.id_tokens import TokenRefused
 from appliance.tenancy.oidc import OidcProvider, ProviderUnavailable
 
@@ -46,7 +46,7 @@ async def begin_oidc(request: ConsoleRequest, console: ConsoleDependency) -> Htm
         console.attempts.count_address(address=address_of(request))
         address = await provider.authorization_url(**facts)
     except RateLimitExceeded as error:
-        return _too_many(request, console, error, target)
+        return with_wait(login_form(request, console, target=target, error=wait_of(error), status=429), error)
     except ProviderUnavailable as error:
         return _away(request, console, provider, error, target)
     tickets = console.services.oidc_tickets
@@ -101,13 +101,6 @@ def _provider(console: Console) -> OidcProvider:
 def _spent(request: ConsoleRequest, console: Console, answer: Html) -> Html:
     """Return `answer`, made to remove the cookie of this step."""
     answer.set_cookie(step_cookie(request, console.services, OIDC_STEP, ""))
-    return answer
-
-
-def _too_many(request: ConsoleRequest, console: Console, error: RateLimitExceeded, target: str) -> Html:
-    words, headers = wait_of(error)
-    answer = login_form(request, console, target=target, error=words, status=429)
-    answer.headers.update(headers)
     return answer
 
 

@@ -24,8 +24,7 @@ async def overview_fragment(console: Console, access: Access) -> str:
     """Return the live part of the page; it is the same for every role on the box."""
     access.require(Action.READ_BOX)
     view = await console.board.overview()
-    changing = access.may(Action.WRITE)
-    return console.pages.fragment("fragments/overview.html", view=view, may_change=changing, **console.example())
+    return console.pages.fragment("fragments/overview.html", view=view, **console.example())
 
 
 HANDLERS = (show_overview,)

@@ -33,7 +33,6 @@ async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Ht
         request,
         "pages/prices.html",
         books=books_of(prices, services.clock.now()),
-        tiers=TIERS,
         refuse_unpriced=services.settings.unpriced == "refuse",
         unpriced=await services.prices.unpriced(served, services.clock.now()),
     )

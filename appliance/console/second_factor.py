@@ -12,12 +12,13 @@ import segno
 from litestar import get, post
 from markupsafe import Markup
 
+from appliance.base.batches import batched
 from appliance.base.errors import Conflict, InvalidCredentials, RateLimitExceeded
 from appliance.console.account import NOT_YOURS, own_session
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, session_cookie
+from appliance.console.security import ConsoleRequest
 from appliance.console.sign_in import address_of, open_session, wait_of
 from appliance.tenancy.members import Member, Proof
 from appliance.tenancy.recovery_codes import normalised
@@ -69,9 +70,9 @@ async def disable_second_factor(request: ConsoleRequest, console: ConsoleDepende
     if proof is None:
         return _proof_form(request, console, "disable", form)
     proof = await console.services.second_factors.disable(session.member.id, proof=proof)
-    token = await open_session(request, console, session.member, method=session.method, proof=proof)
+    cookie = await open_session(request, console, session.member, method=session.method, proof=proof)
     answer = console.pages.redirect(request, "/account", done="second-factor-off")
-    answer.set_cookie(session_cookie(request, console.services, token))
+    answer.set_cookie(cookie)
     return answer
 
 
@@ -104,7 +105,7 @@ async def _proven(request: ConsoleRequest, console: Console, member: Member, for
         try:
             return await proven_by(request, console, member, typed)
         except RateLimitExceeded as error:
-            form.fail("proof", wait_of(error)[0])
+            form.fail("proof", wait_of(error))
             return None
         except InvalidCredentials:
             continue
@@ -140,7 +141,7 @@ async def _password_proven(request: ConsoleRequest, console: Console, member: Me
 
 def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:
     if isinstance(error, RateLimitExceeded):
-        form.fail(FORM_ERROR, wait_of(error)[0])
+        form.fail(FORM_ERROR, wait_of(error))
     elif isinstance(error, Conflict):
         form.fail(FORM_ERROR, sentence(error.message))
     elif error.param == "code":
@@ -153,9 +154,9 @@ async def _codes_in_new_session(
     request: ConsoleRequest, console: Console, session: Session, codes: list[str], proof: Proof
 ) -> Html:
     method = f"{session.method.partition('+')[0]}+totp"
-    token = await open_session(request, console, session.member, method=method, proof=proof)
+    cookie = await open_session(request, console, session.member, method=method, proof=proof)
     answer = _codes(request, console, codes)
-    answer.set_cookie(session_cookie(request, console.services, token))
+    answer.set_cookie(cookie)
     return answer
 
 
@@ -172,7 +173,7 @@ def _enrolment_form(request: ConsoleRequest, console: Console, enrolment: Enrolm
         title="Set up a second factor",
         form=form,
         enrolment=enrolment,
-        secret_in_groups=" ".join(enrolment.secret[start : start + 4] for start in range(0, len(enrolment.secret), 4)),
+        secret_in_groups=" ".join("".join(group) for group in batched(enrolment.secret, 4)),
         qr_code=qr_code(enrolment.uri),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from litestar import get, post
 
@@ -12,12 +12,8 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, needs
-from appliance.metering.box_records import SELLER
-from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, seller_from_record
+from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
 from appliance.tenancy.roles import Action
-
-if TYPE_CHECKING:
-    from appliance.serving.services import Services
 
 TEXTS = {
     "email": "E-mail",
@@ -46,17 +42,11 @@ async def save_seller(request: ConsoleRequest, console: ConsoleDependency) -> Ht
     values = _read(form)
     if not form.errors:
         try:
-            await console.services.box_records.put(SELLER, Seller(**values).to_record())
+            await store_seller(console.services.box_records, Seller(**values))
             return console.pages.redirect(request, "/settings", done="seller-saved")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
     return await _form(request, console, form)
-
-
-async def seller_of(services: Services) -> Seller | None:
-    """Return the seller, None before it was first entered."""
-    record = await services.box_records.get(SELLER)
-    return None if record is None else seller_from_record(record.value)
 
 
 def _read(form: Form) -> dict[str, Any]:
@@ -85,7 +75,7 @@ def _read_tax(form: Form) -> int:
 
 
 async def _form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    seller = await seller_of(console.services)
+    seller = await read_seller(console.services.box_records)
     return console.pages.sheet(
         request,
         "fragments/seller.html",

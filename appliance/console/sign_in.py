@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from litestar.datastructures import Cookie
+
 from appliance.base.acting import ActorKind, act_as, current_actor
 from appliance.base.clock import format_wait
 from appliance.base.errors import InvalidValue, RateLimitExceeded
@@ -62,8 +64,7 @@ async def finish(
     _act_as(request, "member", member.email, member.id)
     await close_session(request, console)
     answer = console.pages.redirect(request, target)
-    token = await open_session(request, console, member, method=method, proof=proof)
-    answer.set_cookie(session_cookie(request, console.services, token))
+    answer.set_cookie(await open_session(request, console, member, method=method, proof=proof))
     if step_ticket(request, console.services, CODE_STEP):
         answer.set_cookie(step_cookie(request, console.services, CODE_STEP, ""))
     return answer
@@ -71,15 +72,15 @@ async def finish(
 
 async def open_session(
     request: ConsoleRequest, console: Console, member: Member, *, method: str, proof: Proof | None = None
-) -> str:
-    """Return the token of a new session of this browser, which the rest of this request uses.
+) -> Cookie:
+    """Return the cookie of a new session of this browser, which the rest of this request uses.
 
     Raises InvalidCredentials when `proof` no longer holds.
     """
     agent, address = request.headers.get("user-agent", "")[:USER_AGENT_CHARS_MAX], address_of(request)
     token, session = await console.services.sessions.open(member.id, agent, address, method=method, proof=proof)
     request.state["session"] = session
-    return token
+    return session_cookie(request, console.services, token)
 
 
 async def close_session(request: ConsoleRequest, console: Console) -> None:
@@ -103,7 +104,16 @@ def _act_as(request: ConsoleRequest, kind: ActorKind, name: str, actor_id: str |
     act_as(dataclasses.replace(current_actor(), kind=kind, name=name, id=actor_id, address=address_of(request)))
 
 
-def wait_of(error: RateLimitExceeded) -> tuple[str, dict[str, str]]:
-    """Return the sentence and the header for too many attempts."""
-    wait_s = max(1, math.ceil(error.retry_after_s or 0))
-    return f"{error.message} Wait {format_wait(wait_s)}, then try again.", {"retry-after": str(wait_s)}
+def wait_of(error: RateLimitExceeded) -> str:
+    """Return the sentence for too many attempts."""
+    return f"{error.message} Wait {format_wait(_whole_wait_s(error))}, then try again."
+
+
+def with_wait(answer: Html, error: RateLimitExceeded) -> Html:
+    """Return `answer` with the header that says after how long to try again."""
+    answer.headers["retry-after"] = str(_whole_wait_s(error))
+    return answer
+
+
+def _whole_wait_s(error: RateLimitExceeded) -> int:
+    return max(1, math.ceil(error.retry_after_s or 0))

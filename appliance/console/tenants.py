@@ -57,17 +57,10 @@ async def new_tenant(request: ConsoleRequest, console: ConsoleDependency) -> Htm
 async def create_tenant(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Create a tenant, or show the form again with what is wrong."""
     form = await console.form(request)
-    changes = _read(form)
+    values = _read(form)
     if not form.errors:
         try:
-            tenant = await console.services.tenants.create(
-                name=changes["name"],
-                tier=changes["tier"],
-                weight=changes["weight"],
-                limits=changes["limits"],
-                allowed_models=changes["allowed_models"],
-                access=access_of(request),
-            )
+            tenant = await console.services.tenants.create(**values, access=access_of(request))
             return console.pages.redirect(request, f"/tenants/{tenant.id}", done="tenant-created")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)

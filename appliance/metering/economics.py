@@ -142,16 +142,15 @@ def hardware_from_record(record: Mapping[str, Any]) -> Hardware:
 
 def economics_of(hardware: Hardware, measured: Measured, gpu_power_w: Sequence[int]) -> Economics:
     """Return the figures for the hardware, its measured use, and the power its GPUs draw now (empty: none can be read)."""
-    costs = _costs(hardware, gpu_power_w)
-    month_total = costs[-1].value
-    use = _use(measured)
-    mean_month, busy_month = use[-2].value, use[-1].value
-    cost_figures = (
-        _per_million("cost_per_million_mean", month_total, mean_month, "tokens_month_mean"),
-        _per_million("cost_per_million_busy", month_total, busy_month, "tokens_month_busy"),
+    figures = (*_costs(hardware, gpu_power_w), *_use(measured))
+    known = {figure.name: figure.value for figure in figures}
+    total, mean_month, busy_month = known["total_month"], known["tokens_month_mean"], known["tokens_month_busy"]
+    figures += (
+        _per_million("cost_per_million_mean", total, mean_month, "tokens_month_mean"),
+        _per_million("cost_per_million_busy", total, busy_month, "tokens_month_busy"),
     )
-    table = tuple(_break_even(price, measured, month_total, mean_month, busy_month) for price in hardware.hosted)
-    return Economics(currency=hardware.currency, figures=(*costs, *use, *cost_figures), break_even=table)
+    table = tuple(_break_even(price, measured, total, mean_month, busy_month) for price in hardware.hosted)
+    return Economics(currency=hardware.currency, figures=figures, break_even=table)
 
 
 def _costs(hardware: Hardware, gpu_power_w: Sequence[int]) -> tuple[Figure, ...]:

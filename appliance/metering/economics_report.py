@@ -48,20 +48,17 @@ class EconomicsReport:
         """Return the usage of the last MEASURED_DAYS, to the last full hour, from the stored sums, not from events."""
         end = self._clock.now().replace(minute=0, second=0, microsecond=0)
         start = end - timedelta(days=MEASURED_DAYS)
+        rows = await self._reports.usage(start, end, "hour", access=WHOLE_BOX)
         by_hour: Counter[datetime] = Counter()
-        prompt = cached = completion = 0
-        for row in await self._reports.usage(start, end, "hour", access=WHOLE_BOX):
+        for row in rows:
             by_hour[row.start] += row.prompt_tokens + row.completion_tokens
-            prompt, cached, completion = (
-                prompt + row.prompt_tokens, cached + row.cached_tokens, completion + row.completion_tokens,
-            )  # fmt: skip
         busiest = max(by_hour, key=lambda hour: (by_hour[hour], hour), default=None)
         return Measured(
             start=start,
             end=end,
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-            completion_tokens=completion,
+            prompt_tokens=sum(row.prompt_tokens for row in rows),
+            cached_tokens=sum(row.cached_tokens for row in rows),
+            completion_tokens=sum(row.completion_tokens for row in rows),
             busy_hour_tokens=0 if busiest is None else by_hour[busiest],
             busy_hour=busiest,
         )

@@ -20,7 +20,7 @@ from appliance.base.money import BASIS_POINTS, PERCENT_MAX, PRICE_MICROS_MAX, co
 from appliance.base.tables import prices
 from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import TIERS, check_choice, check_currency, check_name, check_whole
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 
 PAST_TOLERANCE = timedelta(minutes=1)  # the sender's "now" may be a little earlier than ours
 WITHDRAWAL_END = timedelta(minutes=1)  # from this long before it begins, a price is final: requests may know it already
@@ -168,13 +168,7 @@ class PriceBook:
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Price]:
         """Return prices in the order they were added."""
-        query = select(prices).order_by(prices.c.id).limit(check_limit(limit) + 1)
-        if cursor is not None:
-            (last_id,) = decode_cursor("prices", cursor, [str])
-            query = query.where(prices.c.id > last_id)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([price_from_row(row) for row in rows], limit, "prices", lambda price: [price.id])
+        return await read_page(self._db, "prices", select(prices), prices.c.id, limit, cursor, price_from_row)
 
     async def current(self, model: str, at: datetime, *, currency: str | None = None) -> Price | None:
         """Return the price of `model` in `currency` (None: the appliance's) that is in force at `at`, or None."""

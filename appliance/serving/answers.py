@@ -48,7 +48,7 @@ class Answer:
         )
 
     def end(self, reason: str) -> None:
-        """Say how the answer ended that nobody gets in whole."""
+        """Set how the answer ended that nobody gets in whole."""
         self.finish_reason = reason
 
     def _mine(self, chunk: Chunk) -> Chunk:

@@ -77,12 +77,12 @@ class Bill:
         return None
 
     def submitted(self) -> None:
-        """Hear that the engine has the request: what it counts from now on must stand in a record."""
+        """Note that the engine has the request: what it counts from now on must stand in a record."""
         self._submitted = True
         self._model.client.figures.balance.opened()
 
     def record_progress(self, event: TokenEvent) -> bool:
-        """Take over what `event` has added to the live request; return whether a budget is spent with it."""
+        """Count what `event` has added to the live request; return whether a budget is spent with it."""
         live = self._live
         self.billable |= event.num_output_tokens > 0 or event.num_prompt_tokens_computed >= live.prompt_tokens
         return self.billable and self._reservation.record_progress(
@@ -108,7 +108,7 @@ class Bill:
         return self._start_writing(ended, self._record(answers), answers)
 
     async def settle_after_bug(self, answers: Sequence[Answer], *, is_recorded: bool) -> None:
-        """Do what was not come to: end the reservation, and settle the record, if there is one, at the last known counts."""
+        """Where it was not done: end the reservation, and settle the record, if there is one, at the last known counts."""
         if not self._reservation_ended:
             self.end_reservation()
         if is_recorded and self._writing is None:

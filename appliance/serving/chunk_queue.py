@@ -32,7 +32,7 @@ class ChunkQueue:
         self._reader.wake()
 
     def close(self) -> None:
-        """Say that nothing more comes."""
+        """End the queue: nothing more comes, and what is there can still be taken."""
         self._closed = True
         self._reader.wake()
         self._reader.clear()

@@ -85,7 +85,7 @@ class EngineClient:
             self._expect_end(request_id, None)
 
     def abort_answer(self, request_id: str, index: int) -> None:
-        """Do the same with one answer of a request; the others go on."""
+        """Ask the engine to end one answer of a request, as `abort` does; the others go on."""
         stream = self._streams.get(request_id)
         if stream is not None and index in stream.open_answers and self._closed_reason is None:
             self._answer_aborts.append((request_id, index))
@@ -164,7 +164,7 @@ class EngineClient:
         self._socket.send(encode_frame(frame))
 
     def _expect_end(self, request_id: str, index: int | None) -> None:
-        """See to it that whoever waits for the end of an answer (of all, if None) does not wait for ever."""
+        """Bound the wait for the end of an answer (of all, if None) to `final_event_wait_s`."""
         asyncio.get_running_loop().call_later(self._final_event_wait_s, self._fail_if_open, request_id, index)
 
     def _fail_if_open(self, request_id: str, index: int | None) -> None:

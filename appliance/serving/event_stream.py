@@ -50,7 +50,7 @@ class EventStream:
         self.put(one_more(last, token_id))
 
     def fail(self, reason: str, *, retry_after_s: float | None = None) -> None:
-        """Say that the engine is gone, and when it is probably back. Events that came before are still delivered."""
+        """End the stream: the engine is gone, maybe back in `retry_after_s`. Events that came before are still delivered."""
         self._failure, self._retry_after_s = reason, retry_after_s
         self._reader.wake()
 

@@ -99,7 +99,7 @@ class LiveRequest:
         )
 
     def apply_progress(self, answers: Sequence[RequestProgress]) -> None:
-        """Take over what the engine says of this request's live answers a few times per second."""
+        """Show what the engine says of this request's live answers a few times per second."""
         self.state = max((answer.state for answer in answers), key=STATES.index)
         positions = [answer.queue_position for answer in answers if answer.queue_position is not None]
         self.queue_position = min(positions, default=None) if self.state == "queued" else None
@@ -109,7 +109,7 @@ class LiveRequest:
             self._count_preemptions(self._figures(answer.index), answer.num_preemptions)
 
     def apply_event(self, event: TokenEvent, *, now: datetime, monotonic_s: float) -> list[float]:
-        """Take over the counts of `event`; return the inter-token intervals (seconds) that it closed."""
+        """Apply the counts of `event`; return the inter-token intervals (seconds) that it closed."""
         figures = self._figures(event.index)
         self._set_completion(figures, event.num_output_tokens)
         self._count_preemptions(figures, event.num_preemptions)

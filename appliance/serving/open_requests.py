@@ -24,11 +24,11 @@ class OpenRequests:
         return self._requests_of[model, tenant_id]
 
     def began(self, model: str, tenant_id: str, num_answers: int) -> None:
-        """Hear that a request begins."""
+        """Count a request that begins."""
         self._count(model, tenant_id, 1, num_answers)
 
     def ended(self, model: str, tenant_id: str, num_answers: int) -> None:
-        """Hear that it has ended."""
+        """Count it no more."""
         self._count(model, tenant_id, -1, -num_answers)
         if not self._requests_of[model, tenant_id]:
             del self._requests_of[model, tenant_id], self._answers_of[model, tenant_id]

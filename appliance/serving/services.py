@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TypedDict
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -47,33 +46,6 @@ from appliance.tenancy.tiers import Tiers
 LONG_BODIES_WAITING_MAX = 1024  # of all tenants
 
 
-class SignInParts(TypedDict):
-    """The parts of Services that know who signs in, and may do what."""
-
-    members: Members
-    memberships: Memberships
-    sessions: Sessions
-    second_factors: SecondFactors
-    sign_in_tickets: Tickets
-    oidc_tickets: Tickets
-    identities: Identities
-    oidc: OidcProvider | None
-    admin_tokens: AdminTokens
-    audit: AuditLog
-
-
-class BillingParts(TypedDict):
-    """The parts of Services that tell what usage costs, and write it down for who pays."""
-
-    prices: PriceBook
-    reports: UsageReports
-    past_requests: PastRequests
-    box_records: BoxRecords
-    free_allowances: FreeAllowances
-    invoices: Invoices
-    economics: EconomicsReport
-
-
 def _body_turns() -> Turns:
     return Turns(1, LONG_BODIES_WAITING_MAX, refusal="too many long requests are waiting to be read", retry_after_s=1.0)
 
@@ -90,12 +62,14 @@ class Services:
     started_at: datetime
     db: Database
     database_watch: DatabaseWatch
+    # whose requests are served
     tenants: Tenants
     keys: Keys
-    members: Members
-    memberships: Memberships
     tiers: Tiers
     model_policies: ModelPolicies
+    # who signs in, and may do what
+    members: Members
+    memberships: Memberships
     sessions: Sessions
     second_factors: SecondFactors
     sign_in_tickets: Tickets
@@ -104,6 +78,7 @@ class Services:
     oidc: OidcProvider | None
     admin_tokens: AdminTokens
     audit: AuditLog
+    # what may be used, was used and is owed
     admission: Admission
     limit_levels: LimitLevels
     forecasts: Forecasts
@@ -116,11 +91,12 @@ class Services:
     free_allowances: FreeAllowances
     invoices: Invoices
     economics: EconomicsReport
+    # what serves
+    housekeeping: Housekeeping
     alerts: Alerts
     models: ModelRegistry
     generations: Generations
     readiness: Readiness
-    housekeeping: Housekeeping
     sampler: SystemSampler
     metrics: Metrics
     control_token: str | None = field(default=None, repr=False)

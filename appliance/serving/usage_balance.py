@@ -42,11 +42,11 @@ class UsageBalance:
         self._total = total
 
     def opened(self) -> None:
-        """Hear that a request goes to the engine."""
+        """Note that a request goes to the engine."""
         self._open += 1
 
     def closed(self, *, generated_tokens: int, billed_completion: int, billed_prompt: int) -> None:
-        """Hear that its event is durable, or lost and counted as such. `generated_tokens` is all output the engine reported."""
+        """Note that its event is durable, or lost and counted as such. `generated_tokens` is all output the engine reported."""
         self._open -= 1
         if self._total is not None:
             self.recorded_tokens += billed_prompt + billed_completion

@@ -91,7 +91,7 @@ class Metrics:
         self._step_s = self._histogram("engine_step_seconds", "One engine step", TOKEN_BUCKETS_S)
 
     def add_model(self, model: str) -> None:
-        """Let the counters of `model` stand at zero, so that their first event is seen as a rise and not as their birth."""
+        """Begin the counters of `model` at zero, so that their first event is seen as a rise."""
         for counter in (self._preemptions, self._discarded, self._restarts, self._unpriced):
             counter.labels(model)
 

@@ -15,7 +15,7 @@ from appliance.base.ids import new_id
 from appliance.base.tables import admin_tokens
 from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import check_name
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Role, check_token_role
 from appliance.tenancy.secrets import new_admin_secret, plain_digest
 from appliance.tenancy.token_attempts import TokenAttempts
@@ -108,16 +108,11 @@ class AdminTokens:
         newest_first: bool = False,
     ) -> Page[AdminToken]:
         """Return the tokens in the order they were made, or the reverse."""
-        columns = admin_tokens.c
-        query = select(admin_tokens).order_by(columns.id.desc() if newest_first else columns.id).limit(check_limit(limit) + 1)
-        if cursor is not None:
-            (last_id,) = decode_cursor("admin_tokens", cursor, [str])
-            query = query.where(columns.id < last_id if newest_first else columns.id > last_id)
+        query = select(admin_tokens)
         if not include_revoked:
-            query = query.where(columns.revoked_at.is_(None))
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([_from_row(row) for row in rows], limit, "admin_tokens", lambda token: [token.id])
+            query = query.where(admin_tokens.c.revoked_at.is_(None))
+        key = admin_tokens.c.id
+        return await read_page(self._db, "admin_tokens", query, key, limit, cursor, _from_row, newest_first=newest_first)
 
     async def _find(self, secret: str) -> AdminToken | None:
         # The index look-up reveals nothing to an attacker: it is by the digest of a secret that cannot be guessed.

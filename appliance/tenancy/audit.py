@@ -34,8 +34,10 @@ _HEAD_ID = 1
 _SECRET = re.compile(r"(^|_)(password|secret|digest|hash|pepper|token|totp)$")
 
 
-def facts_of(value: DataclassInstance, *leave_out: str) -> dict[str, Any]:
-    """Return the fields of a value as `before` or `after` of an entry, without those named in `leave_out`."""
+def facts_of(value: DataclassInstance | None, *leave_out: str) -> dict[str, Any] | None:
+    """Return the fields of a value as `before` or `after` of an entry, without those named in `leave_out`; None for None."""
+    if value is None:
+        return None
     names = [field.name for field in dataclasses.fields(value) if field.name not in leave_out]
     return {name: _fact(getattr(value, name)) for name in names}
 
@@ -66,16 +68,16 @@ async def record(
         "id": entries,
         "at": clock.now(),
         "actor_kind": actor.kind,
-        "actor_id": _line(actor.id, 40),
-        "actor_name": _line(actor.name, 320),
+        "actor_id": one_line(actor.id, 40),
+        "actor_name": one_line(actor.name, 320),
         "action": action,
         "target_kind": target_kind,
-        "target_id": _line(target_id, 200),
+        "target_id": one_line(target_id, 200),
         "tenant_id": tenant_id,
         "before": None if before is None else canonical(_without_secrets(before)),
         "after": None if after is None else canonical(_without_secrets(after)),
-        "request_id": _line(actor.request_id, 40),
-        "address": _line(actor.address, 64),
+        "request_id": one_line(actor.request_id, 40),
+        "address": one_line(actor.address, 64),
     }
     own_hash = hash_of(columns, previous_hash)
     await connection.execute(insert(audit_log).values(**columns, previous_hash=previous_hash, hash=own_hash))
@@ -217,9 +219,9 @@ def _without_secrets(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: HIDDEN if _SECRET.search(name) and fact is not None else fact for name, fact in facts.items()}
 
 
-def _line(value: str | None, chars: int) -> str | None:
+def one_line(value: str | None, chars_max: int) -> str | None:
     """Return `value` as one printable line that fits its column: clients control parts of it."""
-    return None if value is None else "".join(character for character in value if character.isprintable())[:chars]
+    return None if value is None else "".join(character for character in value if character.isprintable())[:chars_max]
 
 
 def _conditions(filters: AuditFilter) -> list[ColumnElement[bool]]:

@@ -10,6 +10,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from appliance.base.data_folder import sync_folder
 from appliance.base.settings import UnusableData
 
 PENDING_FILE = "first-login-pending"
@@ -45,9 +46,7 @@ def write_pending(data_dir: Path, pending: PendingLogin) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
-    folder = os.open(data_dir, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(data_dir)
 
 
 def note_shown(data_dir: Path) -> None:

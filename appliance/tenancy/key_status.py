@@ -7,6 +7,7 @@ from datetime import datetime
 
 from sqlalchemy import select
 
+from appliance.base.batches import batched
 from appliance.base.db import Database
 from appliance.base.tables import api_keys, tenants
 from appliance.tenancy.principals import Principal
@@ -18,10 +19,9 @@ KEYS_PER_QUERY = 500
 async def read_principals(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
     """Return the keys that exist, with their tenants, by the id of the key."""
     found: dict[str, Principal] = {}
-    ids = sorted(key_ids)
     async with db.reading() as connection:
-        for begin in range(0, len(ids), KEYS_PER_QUERY):
-            keys = select(api_keys).where(api_keys.c.id.in_(ids[begin : begin + KEYS_PER_QUERY]))
+        for ids in batched(sorted(key_ids), KEYS_PER_QUERY):
+            keys = select(api_keys).where(api_keys.c.id.in_(ids))
             rows = (await connection.execute(keys)).mappings().all()
             owners = select(tenants).where(tenants.c.id.in_({row["tenant_id"] for row in rows}))
             by_id = {row["id"]: tenant_from_row(row) for row in (await connection.execute(owners)).mappings()}

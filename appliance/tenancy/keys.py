@@ -32,8 +32,8 @@ from appliance.tenancy.fields import (
     check_whole,
 )
 from appliance.tenancy.networks import Network, check_networks, is_in
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
-from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant, unknown_key
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, unknown_key
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
     changed_columns,
@@ -141,7 +141,7 @@ class Keys:
         merely expired does not: somebody may still need it. `text` keeps the keys that have it in name or prefix, in any case;
         a whole secret finds its key.
         """
-        query = access.narrow(select(api_keys), api_keys.c.tenant_id).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
+        query = access.narrow(select(api_keys), api_keys.c.tenant_id)
         if tenant_id is not None:
             query = query.where(api_keys.c.tenant_id == tenant_id)
         if not include_revoked:
@@ -150,12 +150,7 @@ class Keys:
             query = query.where(*_not_ended(self._clock.now()))
         if text is not None:
             query = query.where(_mentions(api_key_prefix(text) or text))
-        if cursor is not None:
-            (last_id,) = decode_cursor("keys", cursor, [str])
-            query = query.where(api_keys.c.id > last_id)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([key_from_row(row) for row in rows], limit, "keys", lambda key: [key.id])
+        return await read_page(self._db, "keys", query, api_keys.c.id, limit, cursor, key_from_row)
 
     async def update(self, key_id: str, changes: KeyChanges, *, access: Access) -> ApiKey:
         """Return the key after `changes`.
@@ -242,27 +237,22 @@ class Keys:
             raise
 
     async def _read(self, prefix: str, digest: str) -> _CachedKey:
+        """Return the key with this prefix, and its tenant. Raises InvalidApiKey unless its secret has this digest."""
         change_count = self._db.principals.value
-        found = await self._find(prefix)
-        if found is None or not hmac.compare_digest(found[0], digest) or found[2].revoked_at is not None:
-            raise unknown_key()
-        _, tenant, key = found
+        async with self._db.reading() as connection:
+            row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()
+            if row is None or not hmac.compare_digest(row["digest"], digest) or row["revoked_at"] is not None:
+                raise unknown_key()
+            owner = (await connection.execute(select(tenants).where(tenants.c.id == row["tenant_id"]))).mappings().one()
+        key = key_from_row(row)
         networks = None if key.allowed_networks is None else tuple(map(ipaddress.ip_network, key.allowed_networks))
-        return _CachedKey(Principal(tenant=tenant, key=key), networks, change_count)
+        return _CachedKey(Principal(tenant=tenant_from_row(owner), key=key), networks, change_count)
 
     def _remember(self, place: bytes, known: _CachedKey) -> _CachedKey:
         while len(self._cache) >= CACHED_KEYS_MAX:
             del self._cache[next(iter(self._cache))]
         self._cache[place] = known
         return known
-
-    async def _find(self, prefix: str) -> tuple[str, Tenant, ApiKey] | None:
-        async with self._db.reading() as connection:
-            row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()
-            if row is None:
-                return None
-            owner = (await connection.execute(select(tenants).where(tenants.c.id == row["tenant_id"]))).mappings().one()
-        return row["digest"], tenant_from_row(owner), key_from_row(row)
 
     async def _insert(self, connection: AsyncConnection, key: ApiKey, secret: str) -> None:
         await connection.execute(
@@ -284,10 +274,8 @@ class Keys:
         )
 
     async def _record(self, connection: AsyncConnection, action: str, before: ApiKey | None, after: ApiKey) -> None:
-        facts = [None if key is None else facts_of(key, "last_used_at") for key in (before, after)]
-        await record(
-            connection, self._clock, action, "key", after.id, tenant_id=after.tenant_id, before=facts[0], after=facts[1]
-        )
+        was, now = facts_of(before, "last_used_at"), facts_of(after, "last_used_at")
+        await record(connection, self._clock, action, "key", after.id, tenant_id=after.tenant_id, before=was, after=now)
 
     def _check_expiry(self, expires_at: datetime | None) -> datetime | None:
         if expires_at is None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from argon2 import PasswordHasher
 from argon2.exceptions import InvalidHashError, VerificationError
@@ -22,7 +23,7 @@ from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
 from appliance.tenancy.fields import check_flag, is_email
 from appliance.tenancy.mailboxes import disable_alerts
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Role, check_role
 
 EMAIL_CHARS_MAX = 320
@@ -83,9 +84,13 @@ class Members:
         A `temporary` password has been seen by somebody else: the member must first choose another.
         """
         member = Member(
-            id=new_id("mb"), email=check_email(email), role=check_role(role), disabled=False, created_at=self._clock.now()
+            id=new_id("mb"),
+            email=check_email(email),
+            role=check_role(role),
+            disabled=False,
+            created_at=self._clock.now(),
+            password_temporary=temporary,
         )
-        member = dataclasses.replace(member, password_temporary=temporary)
         password_hash = await self._hash(check_password(password))
         row = {"id": member.id, "email": member.email, "role": member.role.value, "created_at": member.created_at}
         try:
@@ -168,26 +173,21 @@ class Members:
             )
             if owners == {member_id} and (after.disabled or after.role is not Role.OWNER):
                 raise LastOwner("this is the last owner: make another member an owner first", param="member_id")
-            ending = self._clock.now() if after.disabled else None
-            values = {"role": after.role.value} | ({} if after.disabled == before.disabled else {"disabled_at": ending})
+            values: dict[str, Any] = {"role": after.role.value}
+            if after.disabled != before.disabled:
+                values["disabled_at"] = self._clock.now() if after.disabled else None
             await connection.execute(update(members).where(members.c.id == member_id).values(**values))
             if after.disabled:
                 await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
-            facts = [audit.facts_of(each, "id", "created_at") for each in (before, after)]
-            await audit.record(connection, self._clock, "member.change", "member", member_id, before=facts[0], after=facts[1])
+            was, now = (audit.facts_of(each, "id", "created_at") for each in (before, after))
+            await audit.record(connection, self._clock, "member.change", "member", member_id, before=was, after=now)
             if after.disabled and not before.disabled:
                 await disable_alerts(connection, self._clock, after.email)
         return after
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:
         """Return members in the order they were made."""
-        query = select(members).order_by(members.c.id).limit(check_limit(limit) + 1)
-        if cursor is not None:
-            (last_id,) = decode_cursor("members", cursor, [str])
-            query = query.where(members.c.id > last_id)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([member_from_row(row) for row in rows], limit, "members", lambda member: [member.id])
+        return await read_page(self._db, "members", select(members), members.c.id, limit, cursor, member_from_row)
 
     async def any_exist(self) -> bool:
         """Return whether anybody can sign in."""

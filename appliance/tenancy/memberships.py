@@ -20,7 +20,7 @@ from appliance.tenancy import audit
 from appliance.tenancy.access import Access
 from appliance.tenancy.mailboxes import disable_alerts
 from appliance.tenancy.members import Member, Members, check_email
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Action, Role, TenantRole, check_tenant_role
 from appliance.tenancy.secrets import new_password
 
@@ -68,13 +68,8 @@ class Memberships:
         Raises NotFound for a tenant that may not be seen, and RoleNotAllowed.
         """
         access.require(Action.READ, tenant_id)
-        query = _joined().where(memberships.c.tenant_id == tenant_id).order_by(memberships.c.member_id)
-        if cursor is not None:
-            (last_id,) = decode_cursor("memberships", cursor, [str])
-            query = query.where(memberships.c.member_id > last_id)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
-        return page_of([_from_row(row) for row in rows], limit, "memberships", lambda found: [found.member_id])
+        query = _joined().where(memberships.c.tenant_id == tenant_id)
+        return await read_page(self._db, "memberships", query, memberships.c.member_id, limit, cursor, _from_row)
 
     async def of_members(self, member_ids: Sequence[str], *, access: Access) -> list[Membership]:
         """Return every membership of these members in tenants that `access` shows, by one query."""
@@ -166,9 +161,9 @@ class Memberships:
     ) -> None:
         one = after or before
         assert one is not None
-        facts = [None if each is None else {"email": each.email, "role": each.role.value} for each in (before, after)]
+        was, now = (None if each is None else {"email": each.email, "role": each.role.value} for each in (before, after))
         target = (action, "membership", one.member_id)
-        await audit.record(connection, self._clock, *target, tenant_id=one.tenant_id, before=facts[0], after=facts[1])
+        await audit.record(connection, self._clock, *target, tenant_id=one.tenant_id, before=was, after=now)
 
 
 def _joined() -> Select[Any]:

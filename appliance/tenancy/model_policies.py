@@ -75,9 +75,8 @@ class ModelPolicies:
     ) -> None:
         one = after or before
         assert one is not None
-        facts = [None if each is None else audit.facts_of(each, "model", "updated_at") for each in (before, after)]
-        target = (action, "model_policy", one.model)
-        await audit.record(connection, self._clock, *target, before=facts[0], after=facts[1])
+        was, now = (audit.facts_of(each, "model", "updated_at") for each in (before, after))
+        await audit.record(connection, self._clock, action, "model_policy", one.model, before=was, after=now)
 
     async def _all(self) -> dict[str, ModelPolicy]:
         change_count = self._db.principals.value

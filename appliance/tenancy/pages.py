@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, TypeVar
 
+from sqlalchemy import Column, RowMapping, Select
+
+from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 
 PAGE_ROWS_DEFAULT = 50
@@ -88,6 +91,31 @@ def page_of(rows: Sequence[T], limit: int, name: str, position_of: Callable[[T],
     """Return a page from the result of a query for `limit + 1` rows: the extra row shows that there are more."""
     data = list(rows[:limit])
     return Page(data=data, next_cursor=encode_cursor(name, position_of(data[-1])) if len(rows) > limit else None)
+
+
+async def read_page(
+    db: Database,
+    name: str,
+    query: Select[Any],
+    key: Column[Any],
+    limit: int,
+    cursor: str | None,
+    value_of: Callable[[RowMapping], T],
+    *,
+    newest_first: bool = False,
+) -> Page[T]:
+    """Return a page of the list `name`: the values of the rows that `query` finds, in the order of `key`, their column of ids.
+
+    Raises InvalidValue for a bad limit or cursor.
+    """
+    query = query.order_by(key.desc() if newest_first else key).limit(check_limit(limit) + 1)
+    if cursor is not None:
+        (last_id,) = decode_cursor(name, cursor, [str])
+        query = query.where(key < last_id if newest_first else key > last_id)
+    async with db.reading() as connection:
+        rows = (await connection.execute(query)).mappings().all()
+    page = page_of(rows, limit, name, lambda row: [row[key.name]])
+    return Page(data=[value_of(row) for row in page.data], next_cursor=page.next_cursor)
 
 
 async def every_row(read: Callable[[int, str | None], Awaitable[Page[T]]]) -> list[T]:

@@ -130,7 +130,7 @@ ModelLimitChanges = Mapping[str, LimitChanges]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChanges:
-    """What a PATCH of a tenant changes. `limits` changes the limits it names; `model_limits` replaces those of all models."""
+    """Fields of a tenant to set; UNSET ones stay. `limits` sets those it names, `model_limits` replaces those of all models."""
 
     name: str | Unset = UNSET
     tier: str | Unset = UNSET

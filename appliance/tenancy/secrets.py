@@ -9,7 +9,7 @@ import re
 import secrets
 from pathlib import Path
 
-from appliance.base.data_folder import PEPPER_FILE
+from appliance.base.data_folder import PEPPER_FILE, sync_folder
 from appliance.base.settings import UnusableData
 
 PEPPER_BYTES = 32
@@ -90,6 +90,4 @@ def _write_once(path: Path, content: bytes) -> None:
         pass
     finally:
         draft.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)

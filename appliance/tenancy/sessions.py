@@ -17,7 +17,7 @@ from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
 from appliance.tenancy.members import Member, Proof, member_from_row
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.secrets import plain_digest
 
 IDLE_S = 8 * 3600
@@ -69,8 +69,8 @@ class Sessions:
             "id": new_id("ses"),
             "csrf_token": secrets.token_urlsafe(TOKEN_BYTES),
             "method": method,
-            "user_agent": _header(user_agent, 400),
-            "address": _header(address, 64),
+            "user_agent": audit.one_line(user_agent, 400),
+            "address": audit.one_line(address, 64),
             "created_at": now,
             "last_seen_at": now,
             "expires_at": now + self._absolute,
@@ -108,15 +108,9 @@ class Sessions:
     ) -> Page[Session]:
         """Return live sessions, the newest first: of one member, or of all."""
         query = _joined().where(self._is_live(self._clock.now()), members.c.disabled_at.is_(None))
-        query = query.order_by(sessions.c.id.desc()).limit(check_limit(limit) + 1)
         if member_id is not None:
             query = query.where(sessions.c.member_id == member_id)
-        if cursor is not None:
-            (last_id,) = decode_cursor("sessions", cursor, [str])
-            query = query.where(sessions.c.id < last_id)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([_from_row(row) for row in rows], limit, "sessions", lambda session: [session.id])
+        return await read_page(self._db, "sessions", query, sessions.c.id, limit, cursor, _from_row, newest_first=True)
 
     async def last_seen_of(self, member_ids: Collection[str]) -> dict[str, datetime]:
         """Return when each of these members was last seen in a session that still exists, by one query."""
@@ -191,8 +185,3 @@ def _from_row(row: RowMapping) -> Session:
         last_seen_at=row["last_seen_at"],
         expires_at=row["expires_at"],
     )
-
-
-def _header(value: str, chars_max: int) -> str:
-    """Return a header's value as it is stored: printable and not longer than its column."""
-    return "".join(character for character in value if character.isprintable())[:chars_max]

@@ -32,14 +32,12 @@ from appliance.tenancy.fields import (
     check_whole,
     lookalike_form,
 )
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.principals import Limits, ModelLimitChanges, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
     changed_columns,
     check_model_limits,
-    limits_to_row,
-    list_column,
     model_limits_to_row,
     or_none,
     tenant_from_row,
@@ -72,30 +70,29 @@ class Tenants:
     ) -> Tenant:
         """Return the new tenant. Raises RoleNotAllowed, NameTaken (also when an archived tenant has the name), InvalidValue."""
         access.require(Action.WRITE)
-        tenant = Tenant(
-            id=new_id("tn"),
-            name=check_name(name),
-            tier=check_choice(tier, "tier", TIERS),
-            weight=check_whole(weight, "weight", 1, WEIGHT_MAX),
+        chosen = TenantChanges(
+            name=name,
+            tier=tier,
+            weight=weight,
             limits=limits or Limits(),
-            allowed_models=None if allowed_models is None else check_names(allowed_models, "allowed_models"),
-            suspended=check_flag(suspended, "suspended"),
-            archived=False,
-            created_at=self._clock.now(),
-            model_limits=check_model_limits(model_limits or {}),
-            limit_mode=check_choice(limit_mode, "limit_mode", LIMIT_MODES),
-            cut_at_budget=check_flag(cut_at_budget, "cut_at_budget"),
-            currency=None if currency is None else check_currency(currency),
-            billing=None if billing is None else check_billing(billing),
-            alert_percents=None if alert_percents is None else check_alert_percents(alert_percents),
+            model_limits=model_limits,
+            limit_mode=limit_mode,
+            cut_at_budget=cut_at_budget,
+            currency=currency,
+            billing=billing,
+            alert_percents=alert_percents,
+            allowed_models=allowed_models,
+            suspended=suspended,
         )
+        tenant_id, columns = new_id("tn"), changed_columns(chosen, _CHECKS)
         try:
             async with self._db.changing_principals() as connection:
-                await _check_name_free(connection, tenant.name)
-                await connection.execute(insert(tenants).values(id=tenant.id, created_at=tenant.created_at, **_columns(tenant)))
+                await _check_name_free(connection, columns["name"])
+                await connection.execute(insert(tenants).values(id=tenant_id, created_at=self._clock.now(), **columns))
+                tenant = await _get(connection, tenant_id, access, Action.WRITE)
                 await self._record(connection, "tenant.create", None, tenant)
         except IntegrityError as error:  # somebody else took it since we looked
-            raise NameTaken(f"there is a tenant named {tenant.name!r} already", param="name") from error
+            raise NameTaken(f"there is a tenant named {columns['name']!r} already", param="name") from error
         return tenant
 
     async def get(self, tenant_id: str, *, access: Access, action: Action = Action.READ) -> Tenant:
@@ -127,17 +124,12 @@ class Tenants:
         access: Access,
     ) -> Page[Tenant]:
         """Return the tenants that `access` shows, in the order they were created; with `text`, those with it in their name."""
-        query = access.narrow(select(tenants), tenants.c.id).order_by(tenants.c.id).limit(check_limit(limit) + 1)
-        if cursor is not None:
-            (last_id,) = decode_cursor("tenants", cursor, [str])
-            query = query.where(tenants.c.id > last_id)
+        query = access.narrow(select(tenants), tenants.c.id)
         if not include_archived:
             query = query.where(tenants.c.archived_at.is_(None))
         if text is not None:
             query = query.where(tenants.c.name.icontains(text, autoescape=True))
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return page_of([tenant_from_row(row) for row in rows], limit, "tenants", lambda tenant: [tenant.id])
+        return await read_page(self._db, "tenants", query, tenants.c.id, limit, cursor, tenant_from_row)
 
     async def update(self, tenant_id: str, changes: TenantChanges, *, access: Access) -> Tenant:
         """Return the tenant after `changes`.
@@ -191,8 +183,8 @@ class Tenants:
         return tenant
 
     async def _record(self, connection: AsyncConnection, action: str, before: Tenant | None, after: Tenant) -> None:
-        was = None if before is None else facts_of(before)
-        await record(connection, self._clock, action, "tenant", after.id, tenant_id=after.id, before=was, after=facts_of(after))
+        was, now = facts_of(before), facts_of(after)
+        await record(connection, self._clock, action, "tenant", after.id, tenant_id=after.id, before=was, after=now)
 
 
 def _unarchived(tenant_id: str) -> ColumnElement[bool]:
@@ -226,23 +218,6 @@ async def _get(connection: AsyncConnection, tenant_id: str, access: Access, acti
     if row is None:
         raise NotFound("no such tenant", param="tenant_id")
     return tenant_from_row(row)
-
-
-def _columns(tenant: Tenant) -> dict[str, Any]:
-    return {
-        "name": tenant.name,
-        "tier": tenant.tier,
-        "weight": tenant.weight,
-        "allowed_models": list_column(tenant.allowed_models),
-        "suspended": tenant.suspended,
-        "model_limits": model_limits_to_row(tenant.model_limits),
-        "limit_mode": tenant.limit_mode,
-        "cut_at_budget": tenant.cut_at_budget,
-        "currency": tenant.currency,
-        "billing": None if tenant.billing is None else dict(tenant.billing),
-        "alert_percents": list_column(tenant.alert_percents),
-        **limits_to_row(tenant.limits),
-    }
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {

@@ -52,8 +52,8 @@ class Tiers:
         after = Tier(name=name, admission_wait_ms=check_whole(admission_wait_ms, "admission_wait_ms", 0, ADMISSION_WAIT_MS_MAX))
         async with self._db.changing_principals() as connection:
             await self._write(connection, after)
-            facts = [{"admission_wait_ms": tier.admission_wait_ms} for tier in (before, after)]
-            await audit.record(connection, self._clock, "tier.update", "tier", name, before=facts[0], after=facts[1])
+            was, now = (audit.facts_of(tier, "name") for tier in (before, after))
+            await audit.record(connection, self._clock, "tier.update", "tier", name, before=was, after=now)
         return after
 
     async def _write(self, connection: AsyncConnection, tier: Tier) -> None:

@@ -54,7 +54,7 @@ def failing(error: Exception) -> Callable[..., Awaitable[None]]:
 async def test_a_key_that_cannot_be_looked_up_now_is_told_to_come_back(
     api: ApiBox, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(api.services.keys, "_find", failing(error))
+    monkeypatch.setattr(api.services.keys, "_read", failing(error))
     answer = await api.client.post("/v1/chat/completions", headers={"authorization": f"Bearer gh_{'a' * 8}_{'b' * 26}"})
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded"), answer.text

@@ -64,8 +64,8 @@ async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
         start=moment(request, "start"),
         end=moment(request, "end"),
     )
-    limit, cursor = paging(request)
-    return page_shape(await services_of(request).audit.page(limit, cursor, filters, access=access), audit_entry_shape)
+    page = await services_of(request).audit.page(*paging(request), filters, access=access)
+    return page_shape(page, audit_entry_shape)
 
 
 def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:

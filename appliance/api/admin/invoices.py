@@ -27,13 +27,12 @@ from appliance.api.queries import PAGING, AdminRequest, choice, paging, short_pa
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
 from appliance.base.money import BASIS_POINTS
-from appliance.metering.box_records import SELLER
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.csv_file import render_csv
 from appliance.metering.invoicing.invoices import ONLY
 from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.rows import STATES, Invoice
-from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, seller_from_record
+from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
@@ -196,10 +195,10 @@ async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> Allo
 async def retrieve_seller(request: AdminRequest) -> SellerShape:
     """Return the seller named on new invoices. 404 before one is set."""
     (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
-    record = await services_of(request).box_records.get(SELLER)
-    if record is None:
+    seller = await read_seller(services_of(request).box_records)
+    if seller is None:
         raise NotFound(NO_SELLER, param="seller")
-    return _seller_shape(seller_from_record(record.value))
+    return _seller_shape(seller)
 
 
 @put("/seller", summary="Set the seller", tags=TAGS, opt={"body": SellerBody})
@@ -209,7 +208,7 @@ async def replace_seller(request: AdminRequest) -> SellerShape:
     body = decode_body(await request.body(), SellerBody)
     fields = msgspec.structs.asdict(body)
     seller = Seller(**fields | {"address": tuple(body.address), "bank": tuple(body.bank)})
-    await services_of(request).box_records.put(SELLER, seller.to_record())
+    await store_seller(services_of(request).box_records, seller)
     return _seller_shape(seller)
 
 

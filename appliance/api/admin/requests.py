@@ -23,14 +23,13 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
     """Return live and past requests, most recently admitted first. Figures of live requests are current."""
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
-    limit, cursor = paging(request)
     filters = RequestFilter(
         tenant_id=request.query_params.get("tenant_id"),
         key_id=request.query_params.get("key_id"),
         model=request.query_params.get("model"),
         finished_only=False,
     )
-    page = await services.past_requests.page(limit, cursor, filters, access=access)
+    page = await services.past_requests.page(*paging(request), filters, access=access)
     return page_shape(page, lambda row: _live_shape(services, row.id, access) or past_request_shape(row))
 
 

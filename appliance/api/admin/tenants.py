@@ -142,9 +142,8 @@ class RotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
     """Return the tenants that the caller may see, in the order they were created."""
     access = await authenticate_administrator(request, Action.READ)
-    limit, cursor = paging(request)
     archived = flag(request, "include_archived")
-    page = await services_of(request).tenants.list(limit, cursor, include_archived=archived, access=access)
+    page = await services_of(request).tenants.list(*paging(request), include_archived=archived, access=access)
     return page_shape(page, tenant_shape)
 
 
@@ -200,8 +199,7 @@ async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShap
     access = await authenticate_administrator(request, Action.READ, tenant_id)
     services = services_of(request)
     tenant = await services.tenants.get(tenant_id, access=access)
-    limit, cursor = paging(request)
-    return page_shape(await services.keys.list(tenant.id, limit, cursor, access=access), key_shape)
+    return page_shape(await services.keys.list(tenant.id, *paging(request), access=access), key_shape)
 
 
 @post("/tenants/{tenant_id:str}/keys", summary="Create a key", tags=TAGS, opt={"body": NewKeyBody})

@@ -98,9 +98,8 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
         end=moment(request, "end"),
     )
     newest_first = choice(request, "order", ORDERS, "asc") == "desc"
-    limit, cursor = paging(request)
-    services = services_of(request)
-    page = await services.reports.ledger_page(limit, cursor, filters, newest_first=newest_first, access=access)
+    reports = services_of(request).reports
+    page = await reports.ledger_page(*paging(request), filters, newest_first=newest_first, access=access)
     return page_shape(page, ledger_event_shape)
 
 
@@ -117,8 +116,7 @@ async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> L
 async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
     """Return all prices in the order they were added, including past and future ones."""
     await authenticate_administrator(request, Action.READ_BOX)
-    limit, cursor = paging(request)
-    return page_shape(await services_of(request).prices.list(limit, cursor), price_shape)
+    return page_shape(await services_of(request).prices.list(*paging(request)), price_shape)
 
 
 @post("/prices", summary="Add a price", tags=TAGS, opt={"body": NewPriceBody})

@@ -22,6 +22,7 @@ from sqlalchemy import Connection
 from sqlalchemy.sql.selectable import CompoundSelect
 
 from appliance.base import counters
+from appliance.base.batches import batched
 from appliance.base.clock import Clock
 from appliance.base.db import Database, after_commit
 from appliance.metering.alerts import outbox
@@ -167,12 +168,11 @@ class BudgetAlerts:
         today = self._calendar.day_of(self._clock.now())
         async with self._db.reading() as connection:
             due = await connection.run_sync(self._due_notices, today)
-        if self._enqueued_as_of != (as_of := (of[1], today)):
-            self._enqueued.clear()
-            self._enqueued_as_of = as_of
+        as_of = of[1], today
+        if as_of != self._enqueued_as_of:
+            self._enqueued_as_of, self._enqueued = as_of, set()
         new = [notice for notice in due if (notice.event, notice.subject) not in self._enqueued]
-        for first in range(0, len(new), NOTICES_PER_TRANSACTION):
-            some = new[first : first + NOTICES_PER_TRANSACTION]
+        for some in batched(new, NOTICES_PER_TRANSACTION):
             async with self._db.writing() as connection:
                 # Lock as a settlement does: two that write the same messages in another order would deadlock on PostgreSQL.
                 await counters.locked(connection, counters.POSTING)
@@ -186,8 +186,7 @@ class BudgetAlerts:
         due: list[Notice] = []
         for period in (Period("budget", today.replace(day=1)), Period("tokens_per_day", today)):
             limited = {owner: plan for owner, plan in plans.items() if period.kind in plan.limits}
-            used = _used_by(connection, self._calendar, period, limited) if limited else {}
-            for owner, spent in used.items():
+            for owner, spent in _used_by(connection, self._calendar, period, limited).items():
                 due += notices_of(limited[owner], period, spent)
         return due
 

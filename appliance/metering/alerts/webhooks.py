@@ -27,7 +27,7 @@ from appliance.metering.alerts.targets import Reach, check_mailbox, check_web_ta
 from appliance.tenancy import audit
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.fields import UNSET, Unset, check_choice, check_whole
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Action
 
 KINDS = ("webhook", "email")
@@ -136,16 +136,11 @@ class Webhooks:
         access: Access,
     ) -> Page[Webhook]:
         """Return the webhooks that `access` shows in the order they were made, those of one tenant if given."""
-        query = select(webhooks).where(webhooks.c.removed_at.is_(None)).order_by(webhooks.c.id)
+        query = select(webhooks).where(webhooks.c.removed_at.is_(None))
         query = access.narrow(query, webhooks.c.tenant_id, reading(access))
         if tenant_id is not None:
             query = query.where(webhooks.c.tenant_id == tenant_id)
-        if cursor is not None:
-            (last_id,) = decode_cursor("webhooks", cursor, [str])
-            query = query.where(webhooks.c.id > last_id)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
-        return page_of([_from_row(row) for row in rows], limit, "webhooks", lambda webhook: [webhook.id])
+        return await read_page(self._db, "webhooks", query, webhooks.c.id, limit, cursor, _from_row)
 
     async def failing(self, webhook_ids: Collection[str]) -> frozenset[str]:
         """Return the webhooks that failed to take the newest message for which an attempt has ended."""

@@ -133,7 +133,8 @@ async def requests_without_event(connection: AsyncConnection) -> list[str]:
 async def kept_rows(connection: AsyncConnection, kind: str) -> Finding:
     """Return the finding on triggers that are missing or switched off."""
     there = set((await connection.execute(text(_TRIGGERS[kind]))).scalars().all())
-    missing = [name for table in KEPT_TABLES for event in _KEEPING[kind] if (name := f"{table}_no_{event}") not in there]
+    wanted = [f"{table}_no_{event}" for table in KEPT_TABLES for event in _KEEPING[kind]]
+    missing = [name for name in wanted if name not in there]
     if missing:
         return Finding("kept", "broken", named(missing, "triggers that keep rows are missing or off"))
     return Finding("kept", "holds", "what was written for good is kept by the database")

@@ -14,8 +14,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import Any
 
-from sqlalchemy import and_, or_
+from sqlalchemy import Select, and_, or_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
@@ -128,7 +129,7 @@ class Invoices:
     ) -> Page[InvoiceHead]:
         """Return the invoices of every tenant that `access` shows, without lines, the newest month first."""
         async with self._db.reading() as connection:
-            return await _page(connection, limit, cursor, None, month, state, access)
+            return await _page(connection, rows.heads_query(month=month, state=state), limit, cursor, access)
 
     async def list_of(
         self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
@@ -136,7 +137,7 @@ class Invoices:
         """Return the whole invoices of a tenant, the newest month first; a draft that cannot be computed says why."""
         access.require(Action.INVOICES, tenant_id)
         async with self._db.reading() as connection:
-            page = await _page(connection, limit, cursor, tenant_id, None, None, access)
+            page = await _page(connection, rows.heads_query(tenant_id=tenant_id), limit, cursor, access)
             whole = await self._whole(connection, page.data)
         return Page(data=[*whole], next_cursor=page.next_cursor)
 
@@ -346,15 +347,9 @@ async def _sums_since(
 
 
 async def _page(
-    connection: AsyncConnection,
-    limit: int,
-    cursor: str | None,
-    tenant_id: str | None,
-    month: str | None,
-    state: str | None,
-    access: Access,
+    connection: AsyncConnection, query: Select[Any], limit: int, cursor: str | None, access: Access
 ) -> Page[InvoiceHead]:
-    query = access.narrow(rows.heads_query(tenant_id, month, state), invoices.c.tenant_id, Action.INVOICES)
+    query = access.narrow(query, invoices.c.tenant_id, Action.INVOICES)
     if cursor is not None:
         last_month, last_id = decode_cursor("invoices", cursor, [str, str])
         columns = invoices.c

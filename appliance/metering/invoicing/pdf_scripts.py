@@ -11,7 +11,14 @@ from functools import cache
 
 _MIRRORED = str.maketrans("()[]{}<>«»‹›", ")(][}{><»«›‹")
 _RIGHT_TO_LEFT = ("R", "AL")
+_STRONG = ("L", *_RIGHT_TO_LEFT)
 _NUMBERS = ("EN", "AN")
+_POSITIONS = {  # by whether a letter connects to the one before and to the one behind
+    (False, False): "isolated",
+    (False, True): "initial",
+    (True, True): "medial",
+    (True, False): "final",
+}
 _LAM, _ALEFS = "\u0644", "\u0622\u0623\u0625\u0627"
 
 
@@ -51,8 +58,7 @@ def _joined(text: str) -> str:
         following = letters[index + 1] if index + 1 < len(letters) else ""
         goes_on = (letter, "initial") in forms and (following, "final") in forms
         reached = joins and (letter, "final") in forms
-        position = ("medial" if goes_on else "final") if reached else ("initial" if goes_on else "isolated")
-        made.append(forms.get((letter, position), letter))
+        made.append(forms.get((letter, _POSITIONS[reached, goes_on]), letter))
         joins = goes_on
         index += 1
     return "".join(made)
@@ -61,20 +67,28 @@ def _joined(text: str) -> str:
 def _levels(text: str) -> list[int]:
     """Return the embedding level of each character: odd ones run from right to left."""
     kinds = _numbers_joined([unicodedata.bidirectional(character) for character in text])
-    base = 1 if next(kind for kind in kinds if kind == "L" or kind in _RIGHT_TO_LEFT) in _RIGHT_TO_LEFT else 0
-    runs_right: list[bool | None] = []  # None: a space or sign, which takes the direction of its neighbours
-    levels = []
-    reads_right = base == 1
+    base = int(next(kind for kind in kinds if kind in _STRONG) != "L")
+    leftward = _directions(kinds, base)
+    return [_level(kind, leftward, index, base) for index, kind in enumerate(kinds)]
+
+
+def _directions(kinds: list[str], base: int) -> list[bool | None]:
+    """Return whether each character is read from right to left; None for a space or sign, which goes with its neighbours."""
+    leftward: list[bool | None] = []
+    current = base == 1
     for kind in kinds:
-        if kind == "L" or kind in _RIGHT_TO_LEFT:
-            reads_right = kind != "L"
-        is_known = kind == "L" or kind in _RIGHT_TO_LEFT or kind in _NUMBERS
-        runs_right.append(reads_right if is_known else None)
-        levels.append(1 if kind in _RIGHT_TO_LEFT else 2 if kind in _NUMBERS and reads_right else 2 * base)
-    for index, known in enumerate(runs_right):
-        if known is None:
-            levels[index] = _level_of_neutral(runs_right, index, base)
-    return levels
+        if kind in _STRONG:
+            current = kind != "L"
+        leftward.append(current if kind in _STRONG or kind in _NUMBERS else None)
+    return leftward
+
+
+def _level(kind: str, leftward: list[bool | None], index: int, base: int) -> int:
+    if leftward[index] is None:
+        return _level_of_neutral(leftward, index, base)
+    if kind in _RIGHT_TO_LEFT:
+        return 1
+    return 2 if kind in _NUMBERS and leftward[index] else 2 * base
 
 
 def _numbers_joined(kinds: list[str]) -> list[str]:
@@ -86,11 +100,11 @@ def _numbers_joined(kinds: list[str]) -> list[str]:
     return joined
 
 
-def _level_of_neutral(runs_right: list[bool | None], index: int, base: int) -> int:
+def _level_of_neutral(leftward: list[bool | None], index: int, base: int) -> int:
     """Return the level of a space or sign: that of its neighbours if they agree, else that of the text."""
     own = base == 1
-    before = next((known for known in reversed(runs_right[:index]) if known is not None), own)
-    after = next((known for known in runs_right[index + 1 :] if known is not None), own)
+    before = next((known for known in reversed(leftward[:index]) if known is not None), own)
+    after = next((known for known in leftward[index + 1 :] if known is not None), own)
     if before != after:
         return base
     return 1 if before else 2 * base

@@ -58,13 +58,12 @@ def runs_of(text: str, *, bold: bool = False) -> list[tuple[str, str]]:
     if text.isascii() and text.isprintable():
         return [(own, text)]
     east_asian = _east_asian_font(text)
-    placed = [
-        (own if east_asian is None else east_asian, character)
-        if _is_east_asian(character)
-        else (own, character if ord(character) in covered else MISSING)
-        for character in drawn_order(text)
-        if not _is_invisible(character)
-    ]
+    placed: list[tuple[str, str]] = []
+    for character in drawn_order(text):
+        if _is_east_asian(character):
+            placed.append((east_asian or own, character))
+        elif not _is_invisible(character):
+            placed.append((own, character if ord(character) in covered else MISSING))
     return [(font, "".join(character for _, character in group)) for font, group in groupby(placed, key=lambda item: item[0])]
 
 

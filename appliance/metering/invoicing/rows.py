@@ -222,11 +222,10 @@ async def freeze(connection: AsyncConnection, closed: Invoice) -> bool:
     return True
 
 
-def heads_query(tenant_id: str | None, month: str | None, state: str | None) -> Select[Any]:
-    """Return the query for invoices, the newest month first."""
+def heads_query(**wanted: str | None) -> Select[Any]:
+    """Return the query for invoices whose columns have these values (None: any), the newest month first."""
     columns = invoices.c
-    wanted = {columns.tenant_id: tenant_id, columns.month: month, columns.state: state}
-    query = select(invoices).where(*(column == value for column, value in wanted.items() if value is not None))
+    query = select(invoices).where(*(columns[name] == value for name, value in wanted.items() if value is not None))
     return query.order_by(columns.month.desc(), columns.id.desc())
 
 

@@ -1,14 +1,14 @@
-"""The seller on invoices: its fields, their limits, and how they are stored. A value; knows no table."""
+"""The seller on invoices: its fields, their limits, and how they are stored. Knows no invoice."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from appliance.base.errors import InvalidValue
 from appliance.base.money import BASIS_POINTS
+from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.tenancy.fields import check_line, check_whole
 
 TERMS_DAYS_MAX = 365
@@ -54,10 +54,18 @@ class Seller:
         return record | {"address": list(self.address), "bank": list(self.bank)}
 
 
-def seller_from_record(record: Mapping[str, Any]) -> Seller:
-    """Return the seller of a stored record; fields that a later version added are left out."""
-    known = {field.name for field in dataclasses.fields(Seller)}
-    return Seller(**{name: value for name, value in record.items() if name in known})
+async def read_seller(records: BoxRecords) -> Seller | None:
+    """Return the stored seller, None before it was first set."""
+    record = await records.get(SELLER)
+    if record is None:
+        return None
+    known = {field.name for field in dataclasses.fields(Seller)}  # a later version may have stored more
+    return Seller(**{name: value for name, value in record.value.items() if name in known})
+
+
+async def store_seller(records: BoxRecords, seller: Seller) -> None:
+    """Replace the stored seller."""
+    await records.put(SELLER, seller.to_record())
 
 
 def _check_lines(value: object, param: str) -> tuple[str, ...]:

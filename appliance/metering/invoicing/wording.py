@@ -62,10 +62,10 @@ def tax_name(seller: Mapping[str, Any]) -> str:
 
 def decimals_for(amounts: list[int]) -> int:
     """Return how many decimals, 2 to 6, all these micro-units need to be written exactly."""
-    return next(
-        (count for count in range(_DECIMALS_MIN, _DECIMALS_MAX) if all(amount % 10 ** (6 - count) == 0 for amount in amounts)),
-        _DECIMALS_MAX,
-    )
+    for decimals in range(_DECIMALS_MIN, _DECIMALS_MAX):
+        if all(amount % 10 ** (6 - decimals) == 0 for amount in amounts):
+            return decimals
+    return _DECIMALS_MAX
 
 
 def payment(micros: int, currency: str) -> str:

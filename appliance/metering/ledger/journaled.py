@@ -8,7 +8,7 @@ a moment. A later version may read the journal: new fields of these types must h
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import StatementError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from appliance.base.batches import batched
 from appliance.base.clock import Clock
 from appliance.base.db import Database, parse_url
 from appliance.base.journal import Journal, left_in
@@ -87,51 +88,59 @@ async def replay(
     `on_settled` gets the events that this settles, as it gets those of the ledger. Call it before `recover`, which settles what
     is still pending. Raises OSError, or the database's error when it cannot be written; nothing is lost then.
     """
-    left = [found for record in journal.read_left() if (found := _read(record)) is not None]
-    entries = [found for found in left if isinstance(found, Journaled)]
-    settlements = [found for found in left if isinstance(found, Settlement)]
+    entries, settlements = _read(journal.read_left())
     count = 0
-    for first in range(0, len(entries), ENTRIES_PER_TRANSACTION):
-        count += await _put_in_tables(db, entries[first : first + ENTRIES_PER_TRANSACTION])
-    for first in range(0, len(settlements), ENTRIES_PER_TRANSACTION):
-        some = settlements[first : first + ENTRIES_PER_TRANSACTION]
-        count += await _settle(db, clock, calendar, some, on_settled)
+    for admitted in batched(entries, ENTRIES_PER_TRANSACTION):
+        count += await _put_in_tables(db, admitted)
+    for ended in batched(settlements, ENTRIES_PER_TRANSACTION):
+        count += await _settle(db, clock, calendar, ended, on_settled)
     journal.clear()
     return count
 
 
 async def only_in_journal(connection: AsyncConnection, database_url: str) -> int:
     """Return how many entries of a stopped appliance are only in its journal, not in the tables. Raises OSError."""
-    path = _path(database_url)
-    left = [] if path is None else [_read(record) for record in left_in(path)]
-    request_ids = [found.entry.request_id for found in left if isinstance(found, Journaled)]
-    count = len(request_ids)
-    for first in range(0, len(request_ids), ENTRIES_PER_TRANSACTION):
-        count -= len(await connection.run_sync(rows.known, request_ids[first : first + ENTRIES_PER_TRANSACTION]))
+    entries, _ = _left_beside(database_url)
+    count = len(entries)
+    for some in batched([admitted.entry.request_id for admitted in entries], ENTRIES_PER_TRANSACTION):
+        count -= len(await connection.run_sync(rows.known, some))
     return count
 
 
 async def ahead_of_tables(connection: AsyncConnection, database_url: str) -> int:
     """Return for how many requests the journal of a stopped appliance has an admission or a settlement that the tables lack.
     Raises OSError."""
-    path = _path(database_url)
-    left = [] if path is None else [found for record in left_in(path) if (found := _read(record)) is not None]
-    admitted = {found.entry.request_id for found in left if isinstance(found, Journaled)}
-    settled = {found.request_id for found in left if isinstance(found, Settlement)}
+    entries, settlements = _left_beside(database_url)
+    admitted = {found.entry.request_id for found in entries}
+    settled = {found.request_id for found in settlements}
     missing: set[str] = set()
-    for request_ids, in_tables in ((sorted(admitted), rows.known), (sorted(settled), rows.ended)):
-        for first in range(0, len(request_ids), ENTRIES_PER_TRANSACTION):
-            some = request_ids[first : first + ENTRIES_PER_TRANSACTION]
+    for request_ids, in_tables in ((admitted, rows.known), (settled, rows.ended)):
+        for some in batched(sorted(request_ids), ENTRIES_PER_TRANSACTION):
             missing |= set(some) - await connection.run_sync(in_tables, some)
     return len(missing)
 
 
-def _read(record: bytes) -> Journaled | Settlement | None:
-    try:
-        return decode(record)
-    except ValueError as error:
-        _log.error("a line of the journal cannot be read", error=str(error), record=record.decode(errors="replace"))
-        return None
+def _left_beside(database_url: str) -> tuple[list[Journaled], list[Settlement]]:
+    """Return what the journal of a stopped appliance holds; nothing for PostgreSQL, which has none."""
+    path = _path(database_url)
+    return _read([] if path is None else left_in(path))
+
+
+def _read(records: Iterable[bytes]) -> tuple[list[Journaled], list[Settlement]]:
+    """Return the entries and the settlements among `records`; those that cannot be read are logged."""
+    entries: list[Journaled] = []
+    settlements: list[Settlement] = []
+    for record in records:
+        try:
+            item = decode(record)
+        except ValueError as error:
+            _log.error("a line of the journal cannot be read", error=str(error), record=record.decode(errors="replace"))
+            continue
+        if isinstance(item, Journaled):
+            entries.append(item)
+        else:
+            settlements.append(item)
+    return entries, settlements
 
 
 async def _put_in_tables(db: Database, entries: Sequence[Journaled]) -> int:

@@ -35,6 +35,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
+from appliance.base.batches import batched
 from appliance.base.db import Database, insert_for
 from appliance.base.prepared import Prepared
 from appliance.base.tables import UtcDateTime, usage_box_rollups, usage_events, usage_rollups
@@ -240,9 +241,8 @@ async def _days(connection: AsyncConnection, calendar: BillingCalendar) -> list[
 
 
 async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -> None:
-    rows = await _days(connection, calendar)
-    for begin in range(0, len(rows), _INSERT_ROWS):
-        await connection.execute(insert(usage_rollups), rows[begin : begin + _INSERT_ROWS])
+    for rows in batched(await _days(connection, calendar), _INSERT_ROWS):
+        await connection.execute(insert(usage_rollups), rows)
 
 
 async def _insert_box(connection: AsyncConnection, levels: Iterable[str]) -> None:

@@ -68,17 +68,17 @@ class FirstReads:
             met.result()
 
     def corrected(self, correction: UsageEvent) -> None:
-        """Hear of a correction that has just been committed: what is read at the moment may lack it."""
+        """Note a correction that has just been committed: what is read at the moment may lack it."""
         if self._task is not None:
             self._corrections.append(correction)
 
     def ended(self, reservation: Reservation) -> None:
-        """Hear that a request has ended, before it is recorded."""
+        """Note that a request has ended, before it is recorded."""
         if reservation.request_id is not None:
             self._ended[reservation.request_id] = reservation
 
     def recorded(self, request_id: str) -> None:
-        """Hear that a request is recorded: what is read from now on has it."""
+        """Note that a request is recorded: what is read from now on has it."""
         if self._task is None:
             self._ended.pop(request_id, None)
         else:
@@ -140,7 +140,7 @@ class FirstReads:
             self._met.pop(owner).set_result(None)
 
     def _fail(self, owner: Owner, error: BaseException) -> None:
-        """Tell who waits for an owner why it is not known."""
+        """End the wait for an owner with the error that kept it from being known."""
         _log_bug(error, scope=owner.scope, owner_id=owner.id, model=owner.model)
         told = error if isinstance(error, Exception) else InternalError("the read of what was used so far was cancelled")
         failed = self._met.pop(owner)

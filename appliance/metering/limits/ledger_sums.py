@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Row, Select, and_, literal_column, or_, se
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
+from appliance.base.batches import batched
 from appliance.base.db import Database
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
@@ -97,7 +98,7 @@ class Span(NamedTuple):
 
 
 def outputs_query(key_id: str, model: str, before: datetime) -> Select[Any]:
-    """Ask for the output of the last requests of a key with a model that were admitted `before`, newest first.
+    """Return the query for the output of the last requests of a key with a model, admitted `before`, newest first.
 
     However long its history is, only the last OUTPUTS_READ_MAX events of the key are looked at, by the index on key and
     admission.
@@ -141,13 +142,13 @@ def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) ->
 async def _settled(connection: AsyncConnection, requests: Sequence[str]) -> frozenset[str]:
     """Return which of these requests are settled."""
     found: set[str] = set()
-    for begin in range(0, len(requests), NAMED_MAX):
-        found.update((await connection.execute(settled_query(requests[begin : begin + NAMED_MAX]))).scalars())
+    for some in batched(requests, NAMED_MAX):
+        found.update((await connection.execute(settled_query(some))).scalars())
     return frozenset(found)
 
 
 def settled_query(requests: Sequence[str]) -> Select[Any]:
-    """Ask which of these requests are settled, by the index on requests, which has `usage` as a literal."""
+    """Return the query for which of these requests are settled, by the index on requests, which has `usage` as a literal."""
     events = usage_events.c
     is_usage = events.kind == literal_column("'usage'")
     return select(events.request_id).where(is_usage, events.status.in_(SETTLED), events.request_id.in_(requests))
@@ -168,7 +169,7 @@ async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> d
 
 
 def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
-    """Ask for settled requests of owners, who are some, in their spans: RECENT_EVENTS_MAX at most, of one owner the latest."""
+    """Return the query for settled requests of `spans`, which has some: RECENT_EVENTS_MAX at most, of one owner the latest."""
     events = usage_events.c
     conditions = [
         and_(

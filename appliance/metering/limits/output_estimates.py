@@ -126,11 +126,11 @@ class OutputEstimates:
             self._unread.pop(pair, None)
 
     def began(self, request: PricedRequest) -> None:
-        """Hear that a request was admitted."""
+        """Count the answers of a request that was admitted as running."""
         self.lengths_of(request.key_id, request.model).running += request.answers
 
     def ended(self, request: PricedRequest, output_tokens: int) -> None:
-        """Hear how long each of its answers was; 0 when there was none."""
+        """Remember how long each of its answers was; 0 when there was none."""
         lengths = self._lengths[request.key_id, request.model]
         lengths.running -= request.answers
         if output_tokens:

@@ -32,7 +32,7 @@ def days_of_month(calendar: BillingCalendar, month: date) -> list[datetime]:
 def sums_query(
     owners: Iterable[Owner], days: Sequence[datetime], *, tokens_since: datetime | None = None
 ) -> CompoundSelect[Any]:
-    """Ask for the sums of `owners`, who are some: of each `scope` by what tells its owners apart, by model and currency.
+    """Return the query for the sums of `owners`, who are some: by scope, by what tells its owners apart, by model and currency.
 
     A row has `tokens`, of the days from `tokens_since` on if it is given, and the cost as `high` and `low`.
     """
@@ -51,7 +51,7 @@ def spread(rows: Iterable[Row[Any]], owners: Container[Owner]) -> Iterator[tuple
 
 
 def _sums(scope: LimitScope, names: list[str], days: Sequence[datetime], tokens_since: datetime | None) -> Select[Any]:
-    """Ask for the sums of the owners of one scope: of all of them, where they are too many to be named."""
+    """Return the query for the sums of the owners of one scope: of all of them, where they are too many to be named."""
     table: Table = usage_box_rollups if scope == "model" else usage_rollups
     columns, nobody = table.c, literal("", String())
     tokens = columns.prompt_tokens + columns.completion_tokens

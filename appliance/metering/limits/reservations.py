@@ -70,7 +70,7 @@ class Reservation:
         return any(spent)
 
     def hold_to_budget(self, cut_at_budget: bool) -> None:
-        """Hear whether a spent budget ends the request from now on; if not, it counts in its budgets once it has ended."""
+        """Set whether a spent budget ends the request from now on; if not, it counts in its budgets once it has ended."""
         if self._cut_at_budget and not cut_at_budget and not self._ended:
             for hold in self.holds:
                 hold.forget_live()
@@ -112,7 +112,7 @@ class Reservation:
         self._on_end(self, -(-completion // self.request.answers))
 
     def recorded(self) -> None:
-        """Hear that the record has the settlement, for reads of the ledger from now on, or that it never will."""
+        """Note that the record has the settlement, for reads of the ledger from now on, or that it never will."""
         if self.request_id is not None:
             self._on_recorded(self.request_id)
 

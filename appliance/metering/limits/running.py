@@ -59,18 +59,18 @@ class Running:
         return iter(self._live)
 
     def add(self, reservation: Reservation) -> None:
-        """Hear that a request was admitted."""
+        """Add a request that was admitted."""
         self._live.add(reservation)
         for hold in reservation.holds:
             self._note(reservation, hold)
 
     def hold(self, reservation: Reservation, hold: Hold) -> None:
-        """Let a request that runs hold something of one more allowance."""
+        """Add what a request that runs holds of one more allowance."""
         reservation.holds.append(hold)
         self._note(reservation, hold)
 
     def discard(self, reservation: Reservation) -> None:
-        """Hear that it has ended."""
+        """Forget a request that has ended."""
         self._live.discard(reservation)
         for hold in reservation.holds:
             holders = self._holders.get(hold.allowance, {})

@@ -51,7 +51,7 @@ class LevelSource(Protocol):
         ...
 
     def save_again(self, rows: Sequence[LevelRow]) -> None:
-        """Hear that these could not be saved."""
+        """Keep the levels of these owners unsaved: they could not be written."""
         ...
 
 

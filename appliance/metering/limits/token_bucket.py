@@ -45,7 +45,7 @@ class _Stretch:
         self.high = low if most < low else high if most > high else most
 
     def refill(self, units: int, full: int) -> None:
-        """Do the same for a change that is bounded above alone, which comes with each question to a bucket."""
+        """Compose with a gain that ends at `full` at most. A shorter `add`, for it comes with each question to a bucket."""
         self.shift += units
         least, most = self.low + units, self.high + units
         self.low = full if least > full else least
@@ -185,7 +185,7 @@ class TokenBucket:
             self._last.after.add(units, low=low)
 
     def _give_back(self, take: Take, kept: int) -> None:
-        """Let the bucket be as if `take` had been `kept` units: replay the levels that the later open takes met."""
+        """Shrink `take` to `kept` units, and replay what the later open takes met, as if it had never been larger."""
         take.units = kept
         step: Take = take
         level = step.after.apply(step.before - step.units)

@@ -49,6 +49,12 @@ class SendFailed(Exception):
         self.retry_after_s = retry_after_s
 
 
+def one_line(error: Exception, chars_max: int) -> str:
+    """Return what `error` says, or else its name, as one printable line."""
+    text = str(error) or type(error).__name__
+    return "".join(character if character.isprintable() else " " for character in text)[:chars_max]
+
+
 class Sender(Protocol):
     """Sends to one kind of webhook."""
 

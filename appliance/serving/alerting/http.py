@@ -22,7 +22,7 @@ from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.signature import signature_headers
 from appliance.metering.alerts.targets import Address, Reach
 from appliance.metering.alerts.webhooks import Endpoint
-from appliance.serving.alerting.delivery import FailureReason, SendFailed
+from appliance.serving.alerting.delivery import FailureReason, SendFailed, one_line
 
 TIMEOUT_S = 15.0  # of the whole attempt, so that a receiver that drips holds nothing longer
 CONNECT_TIMEOUT_S = 5.0
@@ -47,7 +47,7 @@ class Resolver:
         return [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
 
     def close(self) -> None:
-        """Let the threads end; what they are asking is not waited for."""
+        """End the threads without waiting for what they are asking."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -92,7 +92,7 @@ class HttpSender:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise SendFailed("timeout", f"no answer within {self._timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            raise SendFailed("connect", f"no connection: {_line(error)}") from error
+            raise SendFailed("connect", f"no connection: {one_line(error, 200)}") from error
         _check(answer)
 
     async def _post(self, url: httpx.URL, body: bytes, headers: dict[str, str]) -> httpx.Response:
@@ -121,7 +121,7 @@ class HttpSender:
         try:
             found = await self._resolve(url.host, url.port or (443 if encrypted else 80))
         except (OSError, UnicodeError) as error:  # the second for what cannot be a name
-            raise SendFailed("name", f"the name {url.host} cannot be resolved: {_line(error)}") from error
+            raise SendFailed("name", f"the name {url.host} cannot be resolved: {one_line(error, 200)}") from error
         allowed = [address for address in dict.fromkeys(found) if self._reach.allows(address, encrypted=encrypted)]
         if not allowed:
             raise SendFailed("address", f"alerts may not be sent to the address of {url.host} this way (webhook_networks)")
@@ -145,8 +145,3 @@ def _retry_after_s(answer: httpx.Response) -> float:
     """Return the seconds of `retry-after`, 0 when it says none; a date counts as none."""
     text = answer.headers.get("retry-after", "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0.0
-
-
-def _line(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return "".join(character if character.isprintable() else " " for character in text)[:200]

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.webhooks import Endpoint
-from appliance.serving.alerting.delivery import SendFailed
+from appliance.serving.alerting.delivery import SendFailed, one_line
 from appliance.serving.alerting.texts import text_of
 
 THREADS_MAX = 4
@@ -54,7 +54,7 @@ class MailSender:
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="alert mail")
 
     async def close(self) -> None:
-        """Let the threads end; what they are sending is not waited for."""
+        """End the threads without waiting for what they are sending."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
@@ -66,7 +66,7 @@ class MailSender:
         except TimeoutError as error:
             raise SendFailed("timeout", f"the mail server did not accept the message within {self._timeout_s:g} s") from error
         except (smtplib.SMTPException, OSError) as error:
-            raise SendFailed("mail", f"the mail server did not accept the message: {_line(error)}") from error
+            raise SendFailed("mail", f"the mail server did not accept the message: {one_line(error, 300)}") from error
 
     def message(self, mailbox: str, delivery: Delivery, now: datetime) -> EmailMessage:
         """Return the message as it is sent."""
@@ -95,8 +95,3 @@ class MailSender:
         if self._scheme == "smtps":
             return smtplib.SMTP_SSL(self._host, self._port, name, timeout=self._step_timeout_s, context=self._tls)
         return smtplib.SMTP(self._host, self._port, name, timeout=self._step_timeout_s)
-
-
-def _line(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return "".join(character if character.isprintable() else " " for character in text)[:300]
