@@ -52,6 +52,22 @@ def test_the_calibration_tells_what_all_divide_by_as_soon_as_it_is_there(monkeyp
     assert driver.WAIT_S == 3.0
 
 
+def test_what_fails_once_a_row_was_measured_takes_nothing_from_it_and_is_told_beside_it() -> None:
+    told: list[dict[str, Any]] = []
+    context = context_of(told)
+
+    def measure(name: str, error: str = "") -> None:
+        context.emit(Row(name=name, value=1.0, error=error))
+        raise RuntimeError("boom")
+
+    one, two, three = [target.name for target in TARGETS if target.part == "kernels"][:3]
+    context.guard([one, two], lambda: measure(one))
+    context.guard(two, lambda: measure(two, "no graph"))
+    context.guard(three, lambda: measure(three))
+    rows = {row.name: row.error for row in complete_rows(Outcome([Row(**line["row"]) for line in told]), set())}
+    assert rows == {one: "", two: "RuntimeError: boom", three: "", f"after {three}": "RuntimeError: boom"}
+
+
 @pytest.mark.parametrize("facts", [{"bandwidth": 4e12}, {"bandwidth": 4e12, "flops": 8e14}])
 def test_rows_are_emitted_without_a_limit_where_the_calibration_lacks_a_figure(facts: dict[str, float]) -> None:
     told: list[dict[str, Any]] = []
