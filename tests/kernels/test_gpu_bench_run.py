@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import signal
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -193,6 +194,13 @@ def test_a_result_is_written_before_it_is_printed(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyError):
         command.main()
     assert any(row["value"] == 1.0 for row in json.loads((tmp_path / "result.json").read_text("utf-8"))["rows"])
+
+
+def test_a_git_that_does_not_answer_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("git", 10)))
+    monkeypatch.delenv("GATEHOUSE_REVISION", raising=False)
+    report = document([], Outcome(), rehearsal=False, taken_s=1.0)
+    assert (report["revision"], report["changed"]) == ("unknown", None)
 
 
 def test_what_parts_that_were_not_begun_would_give_is_not_in_what_is_kept_before(tmp_path: Path) -> None:
