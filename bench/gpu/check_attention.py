@@ -112,9 +112,7 @@ def _rotated(context: Context, shape: AttentionShape, lengths: list[int], *, fp8
         scales = torch.tensor([0.5, 2.0], device=device) if fp8 else None
         qkv = normal(len(lengths), shape.num_heads + 2 * shape.num_kv_heads, size, dtype=dtype, device=device)
         cos, sin = rope_angles(len(lengths), size, dtype, device)
-        newest = pages.context_lens.long() - 1
-        blocks = pages.tables.gather(1, (newest // shape.block_size)[:, None])[:, 0].long()
-        slots = blocks * shape.block_size + newest % shape.block_size
+        slots = pages.newest_slots
         norms: dict[str, Any] = {
             "q_weight": normal(size, dtype=dtype, device=device),
             "k_weight": normal(size, dtype=dtype, device=device),

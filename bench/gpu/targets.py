@@ -101,6 +101,7 @@ TARGETS: list[Target] = [
         ("decode 32/8 heads of 128, 256 × 1k, 8 GB of KV", 0.85, 0.92),
         ("decode 32/8 heads of 128, 64 × 4k, 8 GB of KV", 0.85, 0.92),
         ("decode 1 × 32k", 0.70, 0.80),
+        ("decode 1 × 32k with its rotation",),
         ("decode 32/8 heads of 64, 256 × 1k",),
         ("decode 16/8 heads of 128, 256 × 1k",),
         judged="fraction",
