@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,7 +28,7 @@ from bench.gpu.report import complete_rows, document, table
 from bench.gpu.result_files import ResultFiles
 from bench.gpu.rows import GOALS_CARD, PEER_MISSING, Row
 from bench.gpu.summary import CHARS_MAX, summary
-from bench.gpu.targets import TARGETS
+from bench.gpu.targets import CHUNK_SIZES, TARGETS, chunk_row
 from engine.runner.cuda_graphs import DirectCalls
 from tests.support.triton_versions import REPO
 
@@ -51,6 +52,21 @@ def test_the_calibration_tells_what_all_divide_by_as_soon_as_it_is_there(monkeyp
     assert names.index("bandwidth") < names.index("flops") < names.index("copy 4 GB")
     assert [line["row"]["name"] for line in told if "row" in line and line["row"]["error"]] == ["copy 4 GB", "copy 8 GB"]
     assert driver.WAIT_S == 3.0
+
+
+@pytest.mark.parametrize(("left_s", "measured"), [(30.0, True), (serve.JUDGED_LAST_S - 1.0, False)])
+def test_rows_without_a_goal_are_left_out_where_judged_ones_behind_them_would_lack_the_time(
+    left_s: float, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    context = replace(context_of(told), deadline_s=left_s)
+    for name in ("_turnover", "measure_chunk"):
+        monkeypatch.setattr(serve, name, lambda *_: context.emit(Row(name="measured")))
+    serve._measure_unjudged(context, Mock())
+    rows = [(line["row"]["name"], line["row"]["error"][:8]) for line in told]
+    names = [serve.TURNOVER, *map(chunk_row, CHUNK_SIZES)]
+    assert rows == ([("measured", "")] * 3 if measured else [(name, "left out") for name in names])
+    assert all(target.pass_at is None for target in TARGETS if target.name in names)
 
 
 def test_what_fails_once_a_row_was_measured_takes_nothing_from_it_and_is_told_beside_it() -> None:
