@@ -49,14 +49,16 @@ def cpu_name() -> str:
 
 
 def revision(tree: Path = TREE) -> dict[str, Any]:
-    """The commit of `tree`, and whether the measured code differs from it. Without git, the value of GATEHOUSE_REVISION."""
+    """The commit of `tree`, and whether the measured code differs from it, None if that is not known. Without git, the value of
+    GATEHOUSE_REVISION."""
 
-    def git(*arguments: str) -> str:
+    def git(*arguments: str) -> str | None:
         try:
             answer = subprocess.run(["git", *arguments], cwd=tree, capture_output=True, text=True, check=False, timeout=10)
-        except OSError:
-            return ""
-        return answer.stdout.strip() if answer.returncode == 0 else ""
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)
-    return {"revision": git("rev-parse", "HEAD") or os.environ.get("GATEHOUSE_REVISION", "unknown"), "changed": bool(changed)}
+    commit = git("rev-parse", "HEAD") or os.environ.get("GATEHOUSE_REVISION", "unknown")
+    return {"revision": commit, "changed": None if changed is None else bool(changed)}

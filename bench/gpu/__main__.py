@@ -62,10 +62,12 @@ def main() -> int:
             keep=keep,
         )
         report = told(outcome, {part.target for stage in planned for job in stage for part in job.parts})
-        print(table(report))
-        if outcome.rows or options.out is not None:
+        is_kept = outcome.rows or options.out is not None
+        if is_kept:  # before anything is printed, which might fail
             files.write(report)
-            print(*(["", f"written to {path}"] if path is not None else []), sep="\n")
+        print(table(report))
+        if is_kept and path is not None:
+            print(f"\nwritten to {path}")
         print(summary(report))
     return status(report)
 

@@ -33,14 +33,13 @@ def check(context: Context) -> None:
     check_errors(context, "paged decode", [_decode(context, shape, lengths) for shape in shapes] + _long(context, llama))
     check_errors(context, "paged decode, head size 64", [_decode(context, slim, lengths)])
     check_errors(context, "paged decode, window and soft-cap", [_decode(context, gemma, lengths)])
-    check_errors(
-        context,
-        "paged decode with rotation",
-        [_rotated(context, shape, list(filter(None, lengths))) for shape in (llama, slim, gemma)],
-    )
-    alone = [9] if small else [1, 65, 1023, 4095]
+    together, alone = list(filter(None, lengths)), [9] if small else [1, 65, 1023, 4095]
+    cases = [_rotated(context, shape, together) for shape in (llama, slim, gemma)]
+    check_errors(context, "paged decode with rotation", cases)
     cases = [_rotated(context, shape, [length]) for shape in (llama, slim, gemma) for length in alone]
     check_errors(context, "paged decode with rotation, one request", cases)
+    cases = [_rotated(context, llama, each, fp8=True) for each in (together, *([length] for length in alone))]
+    check_errors(context, "paged decode with rotation, fp8 KV", cases)
     shapes = [llama] if small else [llama, slim, gemma]
     check_invariant(
         context, "paged decode", [(_name(shape), partial(_alone_and_batched, context, shape, lengths)) for shape in shapes]
@@ -56,11 +55,15 @@ def check_prefill(context: Context) -> None:
         context, "paged decode, fp8 KV", [_decode(context, shape, _lengths(context), fp8=True) for shape in fp8_shapes]
     )
     chunks = [(9, 9), (5, 20)] if small else [(100, 100), (37, 300), (1, 16)]
-    long = [] if small else [_prefill(context, llama, [(129, 8192)], label="129 tokens of 8k")]
-    check_errors(context, "paged prefill", [_prefill(context, shape, chunks) for shape in (llama, slim, *groups[-1:])] + long)
+
+    def long(*, fp8: bool) -> list[Case]:
+        return [] if small else [_prefill(context, llama, [(129, 8192)], fp8=fp8, label="129 tokens of 8k")]
+
+    cases = [_prefill(context, shape, chunks) for shape in (llama, slim, *groups[-1:])]
+    check_errors(context, "paged prefill", cases + long(fp8=False))
     check_errors(context, "paged prefill, window and soft-cap", [_prefill(context, gemma, chunks)])
-    fp8_shapes = [llama] if small else [llama, gemma]
-    check_errors(context, "paged prefill, fp8 KV", [_prefill(context, shape, chunks, fp8=True) for shape in fp8_shapes])
+    cases = [_prefill(context, shape, chunks, fp8=True) for shape in ([llama] if small else [llama, gemma])]
+    check_errors(context, "paged prefill, fp8 KV", cases + long(fp8=True))
     check_errors(context, "paged prefill, small chunks", [_prefill(context, llama, [(3, 17), (2, 2), (1, 33)])])
 
 
@@ -78,7 +81,8 @@ def _shapes(context: Context) -> tuple[AttentionShape, AttentionShape, Attention
 
 
 def _name(shape: AttentionShape) -> str:
-    return f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, blocks of {shape.block_size}"
+    window = "" if shape.sliding_window is None else f", window of {shape.sliding_window}"
+    return f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, blocks of {shape.block_size}{window}"
 
 
 def _long(context: Context, shape: AttentionShape) -> list[Case]:
@@ -99,39 +103,40 @@ def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8:
     return label or _name(shape), make
 
 
-def _rotated(context: Context, shape: AttentionShape, lengths: list[int]) -> Case:
+def _rotated(context: Context, shape: AttentionShape, lengths: list[int], *, fp8: bool = False) -> Case:
     """Decode with QK-norm and rotation, compared with torch's separate operations, which round queries and keys in between."""
 
     def make() -> ResultTriple:
         device, dtype, size = context.device, context.dtype, shape.head_dim
-        pages = make_pages(lengths, shape, dtype=dtype, device=device)
+        pages = make_pages(lengths, shape, dtype=FP8 if fp8 else dtype, device=device)
+        scales = torch.tensor([0.5, 2.0], device=device) if fp8 else None
         qkv = normal(len(lengths), shape.num_heads + 2 * shape.num_kv_heads, size, dtype=dtype, device=device)
         cos, sin = rope_angles(len(lengths), size, dtype, device)
-        newest = pages.context_lens.long() - 1
-        blocks = pages.tables.gather(1, (newest // shape.block_size)[:, None])[:, 0].long()
-        slots = blocks * shape.block_size + newest % shape.block_size
+        slots = pages.newest_slots
         norms: dict[str, Any] = {
             "q_weight": normal(size, dtype=dtype, device=device),
             "k_weight": normal(size, dtype=dtype, device=device),
         }
 
         def separate(rotate: Callable[..., None], kind: torch.dtype) -> tuple[torch.Tensor, Pages]:
-            rotated, cache = qkv.to(kind, copy=True), pages.cache.to(kind, copy=True)
+            rotated, cache = qkv.to(kind, copy=True), pages.cache.to(FP8 if fp8 else kind, copy=True)
             weights = {name: weight.to(kind) for name, weight in norms.items()}
-            rotate(
-                rotated, cos.to(kind), sin.to(kind), cache, slots,
-                num_kv_heads=shape.num_kv_heads, rotary_dim=size, eps=1e-6, **weights,
-            )  # fmt: skip
+            heads: dict[str, int] = {"num_kv_heads": shape.num_kv_heads, "rotary_dim": size}
+            rotate(rotated, cos.to(kind), sin.to(kind), None if fp8 else cache, slots, eps=1e-6, **heads, **weights)
+            if fp8:  # rounded to 16 bits first, as served: an e4m3 number is farther from the next than all else that is judged
+                unturned = torch.ones_like(cos), torch.zeros_like(sin)
+                torch_rope(rotated.to(dtype), *unturned, cache, slots, kv_scales=scales, **heads)
             return rotated[:, : shape.num_heads], replace(pages, cache=cache)
 
         q, rotated_pages = separate(exact_rope, torch.float64)
-        exact = exact_decode(q, rotated_pages.cache, rotated_pages.tables, rotated_pages.context_lens, shape)
+        context_lens = pages.context_lens
+        exact = exact_decode(q, rotated_pages.cache, pages.tables, context_lens, shape, kv_scales=scales)
         q, rotated_pages = separate(torch_rope, dtype)
-        theirs = torch.stack([_torch_attention(q[row : row + 1], rotated_pages, row, None)[0] for row in range(len(lengths))])
-        args = (qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape)
-        return rotated_decode(*args, rotary_dim=size, eps=1e-6, **norms), exact, theirs
+        theirs = torch.stack([_torch_attention(q[row : row + 1], rotated_pages, row, scales)[0] for row in range(len(lengths))])
+        args = (qkv, cos, sin, pages.cache, slots, pages.tables, context_lens, shape)
+        return rotated_decode(*args, rotary_dim=size, eps=1e-6, kv_scales=scales, **norms), exact, theirs
 
-    return _name(shape), make
+    return f"{_name(shape)}, {len(lengths)} of up to {max(lengths)} tokens", make
 
 
 def _torch_attention(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | None) -> torch.Tensor:

@@ -26,7 +26,7 @@ class FactMissing(RuntimeError):
 @dataclass(slots=True)
 class Context:
     """One part under way. `facts` are figures of earlier parts and of this one: bandwidth and flops, tokens per second.
-    `engines`: how many are open."""
+    `measured`: names of the rows emitted without an error; `engines`: how many are open."""
 
     device: torch.device
     rehearsal: bool
@@ -35,6 +35,7 @@ class Context:
     deadline_s: float
     clock: Callable[[], float] = time.monotonic
     failures: int = field(default=0)
+    measured: set[str] = field(default_factory=set)
     engines: int = field(default=0)
 
     @property
@@ -78,6 +79,8 @@ class Context:
             row.note = "; ".join(note for note in (f"no limit: {missing}", row.note) if note)
 
     def emit(self, row: Row) -> None:
+        if not row.error:
+            self.measured.add(row.name)
         self.write({"row": row.as_dict()})
 
     def add_facts(self, **facts: Any) -> None:
@@ -86,8 +89,8 @@ class Context:
         self.write({"facts": facts})
 
     def guard(self, names: str | Sequence[str], measure: Callable[[], object]) -> None:
-        """Measure. If that raises, the named rows say why and the part goes on, unless the device is broken: whatever followed
-        would then fail without saying anything useful, so the part ends.
+        """Measure. If that raises, the named rows say why, except those already measured, and the part goes on, unless the
+        device is broken: whatever followed would then fail without saying anything useful, so the part ends.
 
         Afterwards torch's cached GPU memory is released, except between successful rows of an open engine: its steps would
         request all of it from the driver again, piece by piece, while they are timed."""
@@ -97,7 +100,8 @@ class Context:
         except Exception as error:
             self.failures += 1
             trace = "".join(traceback.format_exception(error))[-WORDS_MAX:]
-            for name in [names] if isinstance(names, str) else names:
+            listed = [names] if isinstance(names, str) else names
+            for name in [name for name in listed if name not in self.measured] or [f"after {listed[-1]}"]:
                 self.emit(Row(name=name, error=f"{type(error).__name__}: {str(error)[:300]}", note=trace))
             log.exception("failed rows=%s", names)
             self._check_device(names)

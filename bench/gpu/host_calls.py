@@ -65,6 +65,7 @@ def _calls(context: Context, launch: Call) -> dict[str, Call]:
     if on_card:
         event, past_event = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         past_event.record()
+        tokens.add_(1)  # a kernel's first launch loads it, which a capture may refuse
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(GRAPH_KERNELS):

@@ -50,6 +50,13 @@ class Pages:
             tokens = sum(min(length, self.shape.sliding_window) for length in self.lengths)
         return 2 * tokens * self.shape.num_kv_heads * self.shape.head_dim * self.cache.element_size()
 
+    @property
+    def newest_slots(self) -> torch.Tensor:
+        """The slot in the cache of each request's newest token: [B] int64. Every request has one."""
+        newest, block_size = self.context_lens.long() - 1, self.shape.block_size
+        blocks = self.tables.gather(1, (newest // block_size)[:, None])[:, 0].long()
+        return blocks * block_size + newest % block_size
+
 
 def make_pages(lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> Pages:
     """Scattered blocks for requests of these lengths, and one block that belongs to no request. After a request's last token,

@@ -224,7 +224,12 @@ def _run_manager(context: Context, model: Any, work: list[BenchRequest], sizes: 
         # Prompts are reversed, so that no part of a timed conversation's prompt is found in the cache.
         _serve_all(manager, [BenchRequest(request.prompt[::-1], WARM_OUTPUTS) for request in work], "w", context)
         started_s = time.perf_counter()
-        returned = _serve_all(manager, work, "r", context)
+        try:
+            returned = _serve_all(manager, work, "r", context)
+        except TimeoutError as error:  # what it would have done at the most says more than that it was not done
+            taken_s = time.perf_counter() - started_s
+            most = sum(request.num_outputs for request in work) / taken_s
+            raise TimeoutError(f"{error} after {taken_s:.1f} s, so all take longer: below {most:.0f} tokens/s") from error
         return returned, time.perf_counter() - started_s, how
 
 

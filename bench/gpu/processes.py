@@ -34,7 +34,8 @@ IMPORT_S = 120.0
 TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 """A container image may set these: float32 products would then have 10-bit mantissas, even those that checks treat as exact."""
 KILL_WAIT_S = 10.0
-"""Time that a killed process may take to end. A process that hangs in the driver never ends; the run goes on without it."""
+"""Time that a process may take to end, from when it was killed or said its last. A process that hangs in the driver never ends;
+the run goes on without it, and waits for several of them at the same time."""
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Process:
             start_new_session=True,
         )
         self._begun_s = 0.0
+        self._killed_s: float | None = None
 
     def start_reader(self, lines: Lines) -> None:
         """Put its output lines into `lines`, then None at the end of the output."""
@@ -100,16 +102,16 @@ class Process:
         return time.monotonic() - self._begun_s
 
     def time_out(self) -> None:
-        """Kill it because its time is up, and allow END_S for its output to end as well."""
+        """Kill it because its time is up, and allow KILL_WAIT_S for its output to end as well."""
         self.ended = True
         self.kill()
         self.grace_s = self.elapsed_s - self.limit_s + KILL_WAIT_S
 
     def kill(self) -> None:
-        """Kill it and the processes that it started."""
+        """Kill it and the processes that it started, without waiting for their end: `close` does."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._wait_for_exit()
+            self._killed_s = time.monotonic()
 
     def close(self) -> tuple[int | None, str]:
         """Return its exit status (None if it does not end) and its log."""
@@ -124,8 +126,10 @@ class Process:
         return status, log_text
 
     def _wait_for_exit(self) -> int | None:
+        now_s = time.monotonic()
+        since_s = now_s if self._killed_s is None else self._killed_s
         try:
-            status = self._process.wait(timeout=KILL_WAIT_S)
+            status = self._process.wait(timeout=max(0.0, since_s + KILL_WAIT_S - now_s))
         except subprocess.TimeoutExpired:
             self.abandon_reason = f"its process does not end, {KILL_WAIT_S:g} s after it was killed or said its last"
             return None
@@ -169,9 +173,7 @@ def run_stages(
             _run(processes, lines, allotted_s(stages[index:], left_s), outcome, show, logs, keep)
             keep(outcome)
     finally:
-        for process in prepared:
-            process.kill()
-            process.close()
+        _end(prepared)
     return outcome
 
 
@@ -205,10 +207,16 @@ def _environment(rehearse: bool) -> dict[str, str]:
     return environment
 
 
-def _skip(processes: Sequence[Process], outcome: Outcome, reason: str, show: Callable[[str], None]) -> None:
+def _end(processes: Sequence[Process]) -> None:
     for process in processes:
         process.kill()
+    for process in processes:
         process.close()
+
+
+def _skip(processes: Sequence[Process], outcome: Outcome, reason: str, show: Callable[[str], None]) -> None:
+    _end(processes)
+    for process in processes:
         outcome.parts.append({**_part_record(process.job), "error": f"not begun: {reason}"})
         show(f"-- {process.job.name}: not begun, {reason}")
 
@@ -249,8 +257,7 @@ def _run(
         keep(outcome)
         raise
     finally:
-        for process in running:
-            process.kill()
+        _end(running)
 
 
 def _record_line(line: str, process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:

@@ -16,12 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import FP8, Pages, gather_kv, make_pages, make_queries, normal
+from bench.gpu.inputs import FP8, Pages, gather_kv, make_pages, make_queries, normal, rope_angles
 from bench.gpu.rows import Row
 from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import decode_workspace, paged_decode
 from kernels.triton.attention_prefill import paged_prefill
+from kernels.triton.rotated_decode import rotated_decode
 
 LLAMA, SLIM, QWEN = AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128)
 TINY = AttentionShape(16, 4, 2, 32)
@@ -41,6 +42,8 @@ def measure(context: Context) -> None:
     other = "decode 32/8 heads of 128, 64 × 4k, 8 GB of KV"
     context.guard(other, lambda: _decode_row(context, other, LLAMA, [4096] * 64, copies=8))
     context.guard("decode 1 × 32k", lambda: _decode_row(context, "decode 1 × 32k", LLAMA, [32_768], copies=8))
+    lone = "decode 1 × 32k with its rotation"
+    context.guard(lone, lambda: _rotated_row(context, lone, LLAMA, [32_768], copies=8))
     for label, shape in (("32/8 heads of 64", SLIM), ("16/8 heads of 128", QWEN)):
         row = f"decode {label}, 256 × 1k"
         context.guard(row, partial(_decode_row, context, row, shape, [1024] * 256, copies=2))
@@ -95,6 +98,25 @@ def _decode_row(
     if peer:
         with suppress(RuntimeError):
             row.peer, row.peer_name = pages.kv_bytes / _torch_decode(context, pages) / 1e9, "torch SDPA, unpaged, one cache"
+    context.emit(row)
+
+
+def _rotated_row(context: Context, name: str, shape: AttentionShape, lengths: Sequence[int], *, copies: int) -> None:
+    """A decode as a layer launches it, rotation and cache write included: a single request has a kernel of its own."""
+    shape, lengths, device, dtype = _shape(context, shape), _batch(context, lengths), context.device, context.dtype
+    caches = [make_pages(lengths, shape, dtype=dtype, device=device) for _ in range(1 if context.rehearsal else copies)]
+    qkv = normal(len(lengths), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+    cos, sin = rope_angles(len(lengths), shape.head_dim, dtype, device)
+    workspace = decode_workspace(shape, len(lengths), caches[0].tables.shape[1], dtype, device)
+
+    def call(pages: Pages) -> Callable[[], object]:
+        args = (qkv, cos, sin, pages.cache, pages.newest_slots, pages.tables, pages.context_lens, shape)
+        return partial(rotated_decode, *args, rotary_dim=shape.head_dim, workspace=workspace)
+
+    times_s = seconds([call(pages) for pages in caches], device)
+    rates = [caches[0].kv_bytes / time_s / 1e9 for time_s in times_s]
+    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row.facts = {"us": median(times_s) * 1e6, "kv_bytes": caches[0].kv_bytes, "caches": copies}
     context.emit(row)
 
 

@@ -20,7 +20,7 @@ LAYER_ROWS = {"Llama-8B": (1, 16, 64, 256), "Qwen3-0.6B": (1,)}
 
 ERROR_CHECKS = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
-    "paged decode with rotation", "paged decode with rotation, one request",
+    "paged decode with rotation", "paged decode with rotation, one request", "paged decode with rotation, fp8 KV",
     "paged prefill", "paged prefill, small chunks", "paged prefill, window and soft-cap", "paged prefill, fp8 KV",
     "rope, QK-norm and KV write", "rope and KV write, fp8 KV",
     "rms norm", "add + rms norm", "add + rms norm to fp8", "silu·mul", "silu·mul to fp8", "gelu·mul", "quantise rows to fp8",
@@ -101,6 +101,7 @@ TARGETS: list[Target] = [
         ("decode 32/8 heads of 128, 256 × 1k, 8 GB of KV", 0.85, 0.92),
         ("decode 32/8 heads of 128, 64 × 4k, 8 GB of KV", 0.85, 0.92),
         ("decode 1 × 32k", 0.70, 0.80),
+        ("decode 1 × 32k with its rotation",),
         ("decode 32/8 heads of 64, 256 × 1k",),
         ("decode 16/8 heads of 128, 256 × 1k",),
         judged="fraction",

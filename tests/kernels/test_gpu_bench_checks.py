@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -10,7 +14,8 @@ import torch
 
 from bench.gpu import check_sampling, processes, speed_rows
 from bench.gpu.context import Context
-from bench.gpu.errors import check_errors
+from bench.gpu.errors import ResultTriple, check_equal, check_errors
+from bench.gpu.plan import PARTS, Part
 from bench.gpu.targets import ERROR_RATIO_MAX, error_row
 
 LOG2_UNIT = 2.0**-22
@@ -58,3 +63,37 @@ def test_what_a_check_calls_exact_is_float32_whatever_the_environment_says(monke
     for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
         monkeypatch.setenv(name, "1")
         assert name not in processes._environment(rehearse=False)
+
+
+@pytest.mark.parametrize("spoilt", range(3))
+def test_what_is_not_finite_is_never_within_the_allowed_error(spoilt: int) -> None:
+    def case(value: float) -> ResultTriple:
+        ours, exact, theirs = (torch.tensor([1.0, value if index == spoilt else 1.0]) for index in range(3))
+        return ours, exact, theirs
+
+    told: list[dict[str, Any]] = []
+    context = Context(torch.device("cpu"), False, {}, told.append, 0.0)
+    check_errors(context, "rms norm", [("finite", partial(case, 1.0)), ("spoilt", partial(case, math.nan))])
+    assert told[0]["row"]["value"] == math.inf
+    assert told[0]["row"]["note"].startswith("worst: spoilt")
+
+
+@pytest.mark.parametrize("check", [check_errors, check_equal])
+def test_no_case_hides_behind_another_of_its_name(check: Callable[..., None]) -> None:
+    one, zero, told = torch.ones(1), torch.zeros(1), list[dict[str, Any]]()
+    results = (one, zero, zero), (one, one, one)
+    wrong_and_right = [("row", partial(tuple, each[: 2 if check is check_equal else 3])) for each in results]
+    check(Context(torch.device("cpu"), False, {}, told.append, 0.0), "rms norm", wrong_and_right)
+    assert told[0]["row"]["error"] == "AssertionError: two cases are named row"
+
+
+@pytest.mark.parametrize("rehearsal", [False, True])
+@pytest.mark.parametrize("part", [each for each in PARTS if each.module.startswith("bench.gpu.check_")], ids=attrgetter("name"))
+def test_all_cases_of_a_check_have_names_of_their_own(part: Part, rehearsal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[list[str]] = []
+    module = importlib.import_module(part.module)
+    for name in ("check_errors", "check_equal", "check_invariant"):
+        monkeypatch.setattr(module, name, lambda *given: labels.append([label for label, _ in given[2]]), raising=False)
+    getattr(module, part.function)(Context(torch.device("cpu"), rehearsal, {}, lambda _: None, 0.0))
+    assert labels
+    assert all(len(each) == len(set(each)) for each in labels), labels

@@ -16,6 +16,7 @@ from bench.gpu.context import Context
 from bench.gpu.processes import Outcome
 from bench.gpu.report import document, status
 from bench.gpu.rows import PEER_MISSING, Row
+from bench.gpu.traffic import BenchRequest
 
 VOCAB = 256
 
@@ -209,6 +210,22 @@ def test_a_peer_without_time_left_is_told_to_stop() -> None:
     with pytest.raises(TimeoutError, match=f"0 of {len(work)} conversations were done"):
         peers._run_continuous(context, model, work)
     assert len(model.manager.cancelled) == len(work)
+
+
+def test_of_a_peer_that_did_not_finish_it_is_told_how_fast_it_was_at_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, context = Clock(), context_with([])
+    num_tokens = sum(each.num_outputs for each in WORK)
+
+    def serve(_manager: Any, work: list[BenchRequest], label: str, _context: Context) -> int:
+        clock.now_s += num_tokens / 10
+        if label == "r":
+            raise TimeoutError("no time left: 7 of 40 conversations were done")
+        return len(work)
+
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(peers, "_serve_all", serve)
+    with pytest.raises(TimeoutError, match=r"7 of 40 .* below 10 tokens/s"):
+        peers._run_continuous(context, FakeModel(), WORK)
 
 
 RIGHT, WRONG = Row(name="numbers: embedding", value=1.0), Row(name="numbers: embedding", error="RuntimeError: boom")

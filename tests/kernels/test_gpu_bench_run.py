@@ -1,17 +1,15 @@
-"""A run of the GPU bench continues when something hangs, and leaves results, logs and a summary."""
+"""What a run of the GPU bench leaves: rows, limits, results, logs and a summary."""
 
 from __future__ import annotations
 
 import gc
 import io
 import json
-import os
-import queue
-import select
+import signal
 import subprocess
 import sys
 import tarfile
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,17 +18,17 @@ import pytest
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from bench.gpu import calibration, driver, part, peers, processes, serve, serve_idle, speed_attention
+from bench.gpu import __main__ as command
+from bench.gpu import calibration, driver, part, peers, serve, serve_idle, speed_attention
 from bench.gpu.context import Context
 from bench.gpu.idle import Replays, timed_replays
 from bench.gpu.models import random_engine
-from bench.gpu.plan import BY_NAME, Job
 from bench.gpu.processes import Outcome
 from bench.gpu.report import complete_rows, document, table
 from bench.gpu.result_files import ResultFiles
-from bench.gpu.rows import GOALS_CARD, PEER_MISSING, Row, invalid_reason
+from bench.gpu.rows import GOALS_CARD, PEER_MISSING, Row
 from bench.gpu.summary import CHARS_MAX, summary
-from bench.gpu.targets import TARGETS
+from bench.gpu.targets import CHUNK_SIZES, TARGETS, chunk_row
 from engine.runner.cuda_graphs import DirectCalls
 from tests.support.triton_versions import REPO
 
@@ -39,185 +37,6 @@ CPU = torch.device("cpu")
 
 def context_of(told: list[dict[str, Any]], **facts: Any) -> Context:
     return Context(CPU, True, facts, told.append, 600.0, clock=lambda: 0.0)
-
-
-@dataclass(eq=False)
-class Stuck:
-    """A process that is late, and whose output somebody holds open when it was killed."""
-
-    job: Job
-    allowed_s: float = 1.0
-    limit_s: float = 1.0
-    left_s: float = -1.0
-    elapsed_s: float = 2.0
-    ended: bool = False
-    abandon_reason: str = ""
-    ends: int = 0
-
-    def begin(self, facts: dict[str, Any], limit_s: float) -> None: ...
-
-    def time_out(self) -> None:
-        self.ended, self.ends = True, self.ends + 1
-
-    def close(self) -> tuple[int | None, str]:
-        self.abandon_reason = "it does not end"
-        return None, "its log"
-
-
-def test_a_process_that_cannot_be_ended_is_noted_and_the_run_goes_on() -> None:
-    stuck, outcome, shown = Stuck(Job((BY_NAME["latency"],))), Outcome(), list[str]()
-    lines: Any = queue.Queue()
-    processes._run([stuck], lines, 1.0, outcome, shown.append, None)  # type: ignore[list-item]
-    assert stuck.ends == 1
-    assert outcome.parts[0]["error"] == "ended after its limit of 1 s; it does not end"
-    assert outcome.parts[0]["log"] == "its log"
-    assert shown
-
-
-class Script(list[Any]):
-    """Stands for the queue of lines: gives what is next, or raises it."""
-
-    def get(self, timeout: float) -> Any:
-        entry = self.pop(0)
-        if isinstance(entry, BaseException):
-            raise entry
-        return entry
-
-
-def test_what_a_process_says_after_it_was_given_up_is_left_out_while_others_run() -> None:
-    stuck, other = Stuck(Job((BY_NAME["latency"],))), Stuck(Job((BY_NAME["formats"],)), left_s=5.0)
-    row = json.dumps({"row": Row(name="late").as_dict()}) + "\n"
-    lines: Any = Script([queue.Empty(), queue.Empty(), (stuck, row), (stuck, None), (other, None)])
-    outcome = Outcome()
-    processes._run([stuck, other], lines, 1.0, outcome, lambda _: None, None)  # type: ignore[list-item]
-    assert [entry["part"] for entry in outcome.parts] == ["latency", "formats"]
-    assert not outcome.rows
-
-
-def test_a_part_that_takes_too_long_is_ended_its_rows_say_so_and_nobody_waits_for_it_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    held: list[subprocess.Popen[str]] = []
-    wait = subprocess.Popen.wait
-
-    def hangs(process: subprocess.Popen[str], timeout: float | None = None) -> int:
-        assert timeout == processes.KILL_WAIT_S
-        held.append(process)
-        raise subprocess.TimeoutExpired("part", timeout)
-
-    late = Job((replace(BY_NAME["check rows"], limit_s=0.00125),))
-    kept: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess.Popen, "wait", hangs)
-        outcome = processes.run_stages(
-            [[late]], rehearse=True, total_s=60, facts={}, show=lambda _: None, keep=lambda found: kept.append(len(found.parts))
-        )
-    for process in held:
-        wait(process)
-    assert "ended after its limit of 0.01 s; its process does not end" in outcome.parts[0]["error"]
-    assert "begins part=check rows" in outcome.parts[0]["log"], "what it imports is not of its time"
-    assert kept == [1], "behind each stage"
-    rows = {row.name: row for row in complete_rows(outcome, {"checks"})}
-    assert "check rows: ended after its limit" in rows["numbers: rms norm"].error
-    assert "failed" in table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))
-    assert not invalid_reason(rows["numbers: rms norm"])
-
-
-def test_the_first_part_may_import_in_peace_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: Any = queue.Queue()
-    one, other = (Stuck(Job((BY_NAME["calibrate"],))) for _ in range(2))
-    lines_out = [(one, '{"ready": []}\n'), (other, None)]
-    for line in lines_out:
-        lines.put(line)
-    processes._wait_for_imports([one, other], lines)  # type: ignore[list-item]
-    assert [lines.get_nowait() for _ in lines_out] == lines_out, "what was said is still there for whoever reads it"
-    monkeypatch.setattr(processes, "IMPORT_S", 0.01)
-    processes._wait_for_imports([one], lines)  # type: ignore[list-item]
-
-
-def test_a_run_that_is_broken_off_keeps_the_rows_of_the_stage_under_way_before_it_waits_for_anybody() -> None:
-    notes: list[str] = []
-
-    @dataclass(eq=False)
-    class Measuring(Stuck):
-        left_s: float = 5.0
-
-        def kill(self) -> None:
-            notes.append("killed")
-
-    process = Measuring(Job((BY_NAME["latency"],)))
-    row = json.dumps({"row": Row(name="decode 1 × 32k", value=1.0).as_dict()}) + "\n"
-    lines: Any = Script([(process, row), SystemExit(143)])
-    with pytest.raises(SystemExit):
-        processes._run(
-            [process], lines, 1.0, Outcome(), lambda _: None, None,  # type: ignore[list-item]
-            keep=lambda outcome: notes.append(f"kept {len(outcome.rows)}"),
-        )  # fmt: skip
-    assert notes == ["kept 1", "killed"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="nobody else tells a process that its parent has ended")
-def test_a_part_ends_with_the_run_that_started_it_though_that_was_killed() -> None:
-    waits = "import os, signal; from bench.parent import end_with_parent; end_with_parent(); print(os.getpid(), flush=True); "
-    waits += "signal.pause()"
-    starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}], start_new_session=True).wait()"
-    with subprocess.Popen([sys.executable, "-c", starts], cwd=REPO, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        part_ends = os.pidfd_open(int(run.stdout.readline()))
-        assert select.select([part_ends], [], [], 0.0)[0] == []
-        run.kill()
-        assert select.select([part_ends], [], [], 30.0)[0] == [part_ends]
-    os.close(part_ends)
-
-
-@dataclass(eq=False)
-class Noted(Stuck):
-    """A process that ends as soon as it is told to begin, and notes what is done with it."""
-
-    left_s: float = 5.0
-    notes: list[str] = field(default_factory=list)
-    lines: Any = None
-
-    def start_reader(self, lines: Any) -> None:
-        self.lines = lines
-
-    def begin(self, facts: dict[str, Any], limit_s: float) -> None:
-        self.notes.append(f"{self.job.name} begins")
-        self.lines.put((self, None))
-
-    def close(self) -> tuple[int | None, str]:
-        return 0, ""
-
-
-def test_all_processes_of_a_stage_import_while_the_one_before_measures_and_never_while_the_first_imports(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    notes: list[str] = []
-
-    def started(job: Job, **_: object) -> Noted:
-        notes.append(f"{job.name} starts")
-        return Noted(job, notes=notes)
-
-    monkeypatch.setattr(processes, "Process", started)
-    monkeypatch.setattr(processes, "_wait_for_imports", lambda *_: notes.append("ready"))
-    stages = [[Job((BY_NAME[name],)) for name in names] for names in (["calibrate"], ["check rows", "warm llama"], ["latency"])]
-    processes.run_stages(stages, rehearse=False, total_s=60.0, facts={processes.BASE_FACT: 4e12}, show=lambda _: None)
-    assert notes == [
-        "calibrate starts", "ready", "check rows starts", "warm llama starts", "calibrate begins",
-        "latency starts", "check rows begins", "warm llama begins", "latency begins",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"), [(["warm llama"], [part.WARM_UP_NICENESS]), (["check rows"], []), (["check rows", "warm llama"], [])]
-)
-def test_what_only_warms_up_leaves_the_cores_to_the_checks_beside_it(
-    names: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr("os.nice", asked.append)
-    part._lower_priority(names)
-    assert asked == expected
 
 
 def test_the_calibration_tells_what_all_divide_by_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +52,37 @@ def test_the_calibration_tells_what_all_divide_by_as_soon_as_it_is_there(monkeyp
     assert names.index("bandwidth") < names.index("flops") < names.index("copy 4 GB")
     assert [line["row"]["name"] for line in told if "row" in line and line["row"]["error"]] == ["copy 4 GB", "copy 8 GB"]
     assert driver.WAIT_S == 3.0
+
+
+@pytest.mark.parametrize(("left_s", "measured"), [(30.0, True), (serve.JUDGED_LAST_S - 1.0, False)])
+def test_rows_without_a_goal_are_left_out_where_judged_ones_behind_them_would_lack_the_time(
+    left_s: float, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    context = replace(context_of(told), deadline_s=left_s)
+    for name in ("_turnover", "measure_chunk"):
+        monkeypatch.setattr(serve, name, lambda *_: context.emit(Row(name="measured")))
+    serve._measure_unjudged(context, Mock())
+    rows = [(line["row"]["name"], line["row"]["error"][:8]) for line in told]
+    names = [serve.TURNOVER, *map(chunk_row, CHUNK_SIZES)]
+    assert rows == ([("measured", "")] * 3 if measured else [(name, "left out") for name in names])
+    assert all(target.pass_at is None for target in TARGETS if target.name in names)
+
+
+def test_what_fails_once_a_row_was_measured_takes_nothing_from_it_and_is_told_beside_it() -> None:
+    told: list[dict[str, Any]] = []
+    context = context_of(told)
+
+    def measure(name: str, error: str = "") -> None:
+        context.emit(Row(name=name, value=1.0, error=error))
+        raise RuntimeError("boom")
+
+    one, two, three = [target.name for target in TARGETS if target.part == "kernels"][:3]
+    context.guard([one, two], lambda: measure(one))
+    context.guard(two, lambda: measure(two, "no graph"))
+    context.guard(three, lambda: measure(three))
+    rows = {row.name: row.error for row in complete_rows(Outcome([Row(**line["row"]) for line in told]), set())}
+    assert rows == {one: "", two: "RuntimeError: boom", three: "", f"after {three}": "RuntimeError: boom"}
 
 
 @pytest.mark.parametrize("facts", [{"bandwidth": 4e12}, {"bandwidth": 4e12, "flops": 8e14}])
@@ -349,6 +199,24 @@ def test_logs_are_one_archive_where_the_name_says_so_and_results_are_there_behin
     with ResultFiles(None, tmp_path / "folder") as files:
         assert files.logs == tmp_path / "folder"
         files.write({})
+
+
+def test_a_result_is_written_before_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = Outcome(rows=[Row(name="copy 1 GB", value=1.0)])
+    monkeypatch.setattr(command, "run_stages", Mock(return_value=outcome))
+    monkeypatch.setattr(command, "table", Mock(side_effect=KeyError("l2_bytes")))
+    monkeypatch.setattr(signal, "signal", Mock())
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--rehearse", "--out", str(tmp_path / "result.json")])
+    with pytest.raises(KeyError):
+        command.main()
+    assert any(row["value"] == 1.0 for row in json.loads((tmp_path / "result.json").read_text("utf-8"))["rows"])
+
+
+def test_a_git_that_does_not_answer_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("git", 10)))
+    monkeypatch.delenv("GATEHOUSE_REVISION", raising=False)
+    report = document([], Outcome(), rehearsal=False, taken_s=1.0)
+    assert (report["revision"], report["changed"]) == ("unknown", None)
 
 
 def test_what_parts_that_were_not_begun_would_give_is_not_in_what_is_kept_before(tmp_path: Path) -> None:
