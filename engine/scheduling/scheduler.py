@@ -66,30 +66,25 @@ class Scheduler:
     ) -> None:
         """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
         limits.check_blocks(pool.num_blocks)
-        block_size = limits.block_size
         self.limits = limits
         self.pool = pool
         self.costs = TokenCosts() if costs is None else costs
         self.totals = SchedulerTotals()
         self.accounts = Accounts(self.costs)
-        prefix_cache = prefix_cache or PrefixCache(pool, block_size, is_shared=False)
-        self.kv = KvBlocks(pool, block_size, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
-        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache, block_size)
+        prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, is_shared=False)
+        self.kv = KvBlocks(pool, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
+        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache)
         self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
         self._step_budget = step_budget
-        self.admission = Admission(
-            self.accounts, self.kv, block_size, max_num_seqs=limits.max_num_seqs, step_budget=step_budget
-        )
-        self._rotation = TenantRotation(self.accounts, self.kv, clock, block_size)
-        self._decodes = DecodeSet(self.accounts, block_size)
+        self.admission = Admission(self.accounts, self.kv, max_num_seqs=limits.max_num_seqs, step_budget=step_budget)
+        self._rotation = TenantRotation(self.accounts, self.kv, clock)
+        self._decodes = DecodeSet(self.accounts, limits.block_size)
         self._lifecycle = Lifecycle(
             self.accounts, self.admission, self.policy, self._decodes, self._rotation, self.totals, clock
         )
         self._drafting: Drafting | None = None
         if drafter is not None:
-            self._drafting = Drafting(
-                drafter, self.accounts, self.kv, self._decodes, self.totals, block_size, self._lifecycle.charge
-            )
+            self._drafting = Drafting(drafter, self.accounts, self.kv, self._decodes, self.totals, self._lifecycle.charge)
         self._outcomes = Outcomes(self._lifecycle, self.kv, self.admission, self._drafting, self.totals)
         self._planned: ScheduledBatch | None = None  # neither applied nor advanced yet
 
