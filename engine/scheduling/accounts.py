@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.protocol import Priority, TenantProgress
@@ -224,7 +223,12 @@ class Accounts:
 
     def has_requests_above(self, priority: Priority) -> bool:
         """Whether a higher class has requests, waiting or running."""
-        return any(totals.weight for totals in islice(self.totals.values(), list(self.totals).index(priority)))
+        for other, totals in self.totals.items():
+            if other is priority:
+                return False
+            if totals.weight:
+                return True
+        return False
 
     def start_decoding(self, account: Account, context_len: int) -> None:
         account.add_decode(context_len, self.step)
