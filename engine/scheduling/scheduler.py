@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.protocol import FinishReason, TenantProgress, TokenEvent
+from engine.protocol import FinishReason, SamplingParams, TenantProgress, TokenEvent
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_pool import BlockPool
@@ -35,8 +35,7 @@ from engine.scheduling.limits import SchedulerLimits, SchedulerTotals
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.policy import Policy, PolicyContext, Start
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.probe import probe_item
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import Request, RequestStatus, table_of
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.tenant_rotation import TenantRotation
@@ -262,7 +261,7 @@ class Scheduler:
             yield None
             return
         try:
-            yield probe_item(block_id)
+            yield _probe_item(block_id)
         finally:
             self.pool.release([block_id])
 
@@ -272,3 +271,20 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless blocks, requests, accounts and limits agree. For tests and for the idle engine."""
         check_scheduler(self)
+
+
+def _probe_item(block_id: int) -> ScheduledRequest:
+    """The greedy token after token 0, computed in the given block: a harmless one, which tells a broken device from bad
+    requests."""
+    request = Request(
+        request_id="probe",
+        tenant_id="",
+        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=1),
+        token_ids=[0],
+        num_prompt_tokens=1,
+        max_total_tokens=2,
+        stop_ids=frozenset(),
+        arrived_s=0.0,
+        block_table=table_of([block_id]),
+    )
+    return ScheduledRequest(request, 0, 1, samples=True)
