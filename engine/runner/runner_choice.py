@@ -22,7 +22,6 @@ from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import slot_words
 from engine.sampling.columns import ColumnSampler
-from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
 from engine.step_mode import StepMode
 from engine.step_sizes import decode_graphs_kept
@@ -72,4 +71,4 @@ def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode
         is_synchronous=mode is StepMode.RECORDED,
         draft=draft,
     )
-    return SlotRunner(plain, steps, HostMasks(plain.masks))
+    return SlotRunner(plain, steps)

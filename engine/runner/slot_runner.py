@@ -46,12 +46,12 @@ tokens."""
 class SlotRunner:
     """Launches steps over slots; `plain` computes the others."""
 
-    def __init__(self, plain: ModelRunner, steps: SlotSteps, masks: HostMasks) -> None:
+    def __init__(self, plain: ModelRunner, steps: SlotSteps) -> None:
         self.plain = plain
         self.steps = steps
         self.target = steps.target
         self._sampler = steps.sampler
-        self._masks = RowMasks(masks, steps.device, fills_at_launch=steps.is_synchronous)
+        self._masks = RowMasks(HostMasks(plain.masks), steps.device, fills_at_launch=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
         self._needs = SamplingNeeds(Kind(), [], [])  # of the last decode step
         self._needs_slots = EMPTY_INT64  # the slots of that step
