@@ -195,11 +195,8 @@ class ChunkStep:
             fields["slot_mapping"][rows_of_span] = blocks * self._block_size + positions % self._block_size
             fields["starts"][index], fields["lens"][index] = first, context_len
             first = end
-        fields["starts"][num_chunks:-1], fields["starts"][-1], fields["lens"][-1] = (
-            first,
-            shape.num_tokens,
-            shape.num_tokens - first,
-        )
+        fields["starts"][num_chunks:-1], fields["starts"][-1] = first, shape.num_tokens
+        fields["lens"][-1] = shape.num_tokens - first
         self._staging.send(numbers, into=self._buffer[self._max_layout_len - size :][: len(numbers)])
 
     def _flat_tables(self, chunks: Sequence[TokenSpan]) -> np.ndarray:

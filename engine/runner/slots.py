@@ -221,12 +221,9 @@ class SlotTable:
         if rows:
             self._idle.update(dict.fromkeys([self._requests[row] for row in rows]))
             self._lens[[self._slots[row] for row in rows]] += self._num_advanced
-            self._requests, self._slots, self._slot_array = (
-                without_rows(self._requests, rows),
-                without_rows(self._slots, rows),
-                EMPTY_INT64,
-            )
+            self._requests, self._slots = without_rows(self._requests, rows), without_rows(self._slots, rows)
             self._step_tables, self._step_sizes = without_rows(self._step_tables, rows), without_rows(self._step_sizes, rows)
+            self._slot_array = EMPTY_INT64
 
     def _advance(self, writes: SlotWrites) -> None:
         """Record one more step of all requests that are in the last one."""

@@ -139,7 +139,8 @@ class Sampler:
         outputs = [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
         if not all(usable):
             for i, maximum in enumerate(maxima.tolist()):
-                outputs[i] = outputs[i] if usable[i] else _failure(rows[i], maximum)
+                if not usable[i]:
+                    outputs[i] = _failure(rows[i], maximum)
         return outputs
 
     def _logprobs(
