@@ -113,7 +113,7 @@ def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[l
     room = min(max_tokens, limits.max_model_len)
     max_rows = min(max_seqs + max_guesses, max_tokens)
     sizes = {min(size, max_rows) for size in (*DECODE_BATCH_SIZES, max_seqs, max_rows)}
-    steps = {(size, 1, 1) for size in sizes if size <= max_seqs}
+    steps = {(size, 1, 1) for size in sizes if size <= max_seqs}  # requests, tokens of the longest chunk and of each other one
     for longest in {min(length, room) for length in (*CHUNK_LENGTHS, room)}:
         most = min(max_seqs, 1 + (max_tokens - longest) // 2)
         numbers = {
@@ -127,7 +127,8 @@ def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[l
     for number, longest, others in sorted(steps):
         yield [_span(longest, block_size)] + [_span(others, block_size)] * (number - 1)
     for length in CHUNK_LENGTHS:
-        if (start := min(LONG_CONTEXT, limits.max_model_len) - length) > 0 and length <= max_tokens:
+        start = min(LONG_CONTEXT, limits.max_model_len) - length
+        if start > 0 and length <= max_tokens:
             yield [_span(length, block_size, start=start)]
     for number in SEARCH_BATCH_SIZES:
         if number < max_seqs and number + 2 <= max_tokens:  # decodes of more tokens than a split, beside a chunk
