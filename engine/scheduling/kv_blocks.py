@@ -100,6 +100,7 @@ class KvBlocks:
         """Attach the found prefix to an admitted request, and promise it blocks for the rest of its prompt."""
         self.pool.share_all(block_id for block_id in found.blocks if block_id is not None)
         hashes = request.block_hashes
+        # All host blocks are pinned before the first is swapped in: the device block that it gets may evict to the host tier.
         on_host = {index: self._fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
         table: list[int] = []
         for index, block_id in enumerate(found.blocks):
