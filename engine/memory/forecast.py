@@ -25,8 +25,8 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """`fit`: of the model with its options. `fixed_kv_bytes`: the size of the cache where an option or the device decides it,
-    None where the cache gets what is left."""
+    """`fit`: how the model fits with its options. `fixed_kv_bytes`: the size of the cache where an option or the device decides
+    it, None where the cache gets what is left."""
 
     fit: MemoryFit
     fixed_kv_bytes: int | None

@@ -42,7 +42,7 @@ def bias_rows(num_seqs: int, vocab_size: int) -> int:
 class Load:
     """The largest load of an engine: steps of up to `num_tokens`, `num_seqs` requests, `num_guesses` more rows for guesses.
     `on_gpu`: decode attention is split, by position where it is `batch_invariant`. `has_slots`: steps are launched ahead over
-    slots. `recorded_rows`: of recorded steps on a CPU."""
+    slots. `recorded_rows`: the most rows of a recorded step on a CPU."""
 
     num_tokens: int
     num_seqs: int

@@ -81,9 +81,9 @@ def _even(size: int) -> int:
 class ChunkRows(NamedTuple):
     """One step. The tokens of its decodes come first.
 
-    `slots`: of the decodes. `chunks`: the spans of prompt tokens behind them. `sampled_rows`: the rows after which a token is
-    sampled; `sampled_slots` and `sampled_positions`: the slot of each and the index of its sampled token in prompt plus output.
-    Arrays are int64."""
+    `slots`: those of the decodes. `chunks`: the spans of prompt tokens behind them. `sampled_rows`: the rows after which a
+    token is sampled; `sampled_slots` and `sampled_positions`: the slot of each and the index of its sampled token in prompt
+    plus output. Arrays are int64."""
 
     slots: Int64Array
     chunks: Sequence[TokenSpan]

@@ -143,7 +143,7 @@ class DecodeSteps:
     def __init__(
         self, name: str, step: DecodeStep, inputs: DecodeInputBuffers, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
     ) -> None:
-        """`name`: of the model's graphs among those of `calls`. `max_num_seqs`: rows of a step without guesses.
+        """`name`: distinguishes the model's graphs from others of `calls`. `max_num_seqs`: rows of a step without guesses.
         `is_synchronous`: a step is recorded instead of rounded up to one of the sizes of graphs."""
         self.step = step
         self._name = name

@@ -40,10 +40,10 @@ class SlotSteps:
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
-        """`sampler`: over `slot_words` of these limits. `max_guesses`: of all requests of a step, 0 if none are made.
-        `chunk_rows`: of the largest step with chunks that is captured, 0 if none is. `is_synchronous`: a launch returns when
-        its step is over, and steps are recorded instead of rounded up to one of the sizes of graphs. `draft`: the model that
-        guesses; without one the host does."""
+        """`sampler` keeps its columns in the buffer of `slot_words`. `max_guesses`: the most guesses of a step, 0 if none are
+        made. `chunk_rows`: rows of the largest captured step with chunks, 0 if there is none. `is_synchronous`: a launch
+        returns when its step is over, and steps are recorded instead of rounded up to one of the sizes of graphs. `draft`: the
+        model that guesses; without one the host does."""
         self.target = target
         self.decoders = [target] if draft is None else [draft, target]
         self.sampler = sampler

@@ -65,7 +65,7 @@ class SlotState:
     """The state of S slots of at most M blocks each, on the device. Only kernels read it."""
 
     def __init__(self, words: ops.DeviceWords, *, dtype: torch.dtype | None = None) -> None:
-        """`words`: of `slot_words`. `dtype`: of the model, whose operations advance the slots; None is any."""
+        """`words`: the buffer of `slot_words`. `dtype`: the model's, whose operations advance the slots; None is any."""
         self.words = words
         self.last_tokens = self.words.tensor("last_tokens")  # [S]
         self.num_tokens = self.words.tensor("num_tokens")  # [S], the last one included

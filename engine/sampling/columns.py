@@ -99,7 +99,7 @@ class ColumnSampler:
         make_words: Callable[[ops.Pieces, torch.device], ops.DeviceWords] = ops.DeviceWords,
     ) -> None:
         """`max_guesses`: rows of a step beyond one per slot. `num_biases`: biases held at a time; None: as many as the memory
-        plan counts. `dtype`: of all logits, None if it is not known. `make_words`: see `SamplingColumns`."""
+        plan counts. `dtype`: the format of logits, None if it is not known. `make_words`: see `SamplingColumns`."""
         num_biases = bias_rows(num_slots, vocab_size) if num_biases is None else num_biases
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_biases, device, make_words=make_words)
         self._device = device

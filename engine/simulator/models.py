@@ -27,7 +27,7 @@ FLOPS_REACHED = 790 / 989
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A model by name. `weight_bytes`: of each parameter that a step reads, on average; `element_bytes`: of a number that is
+    """A model by name. `weight_bytes`: mean size of a parameter that a step reads; `element_bytes`: size of a number that is
     computed, and of one in the cache unless another size is requested."""
 
     name: str
