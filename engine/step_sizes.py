@@ -71,7 +71,8 @@ def chunk_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
         return ()
     few = sorted({min(rows, max_rows) for rows in CHUNK_ROWS_FEW})
     more = sorted({logits_size(rows, max_rows) for rows in range(few[-1] + 1, max_rows + 1)})
-    return (*((rows, chunks) for rows in few for chunks in (CHUNKS_FEW, CHUNKS_MANY)), *((rows, CHUNKS_MANY) for rows in more))
+    shapes = [(rows, chunks) for rows in few for chunks in (CHUNKS_FEW, CHUNKS_MANY)]
+    return tuple(shapes + [(rows, CHUNKS_MANY) for rows in more])
 
 
 def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
