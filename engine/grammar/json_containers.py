@@ -139,7 +139,10 @@ class ObjectWriter:
     def _member(self, member: Member | OtherMembers, satisfied: frozenset[int]) -> str:
         key = ("member", self._rules.intern(member), satisfied and (satisfied, self._constraints_id))
         if key not in self._rules.memo:
-            value = make_term((*member.value, *(each for i in sorted(satisfied) for each in self._shape.pairs[i].value)))
+            literals = list(member.value)
+            for index in sorted(satisfied):
+                literals += self._shape.pairs[index].value
+            value = make_term(literals)
             names = literal(member.name) if isinstance(member, Member) else member.names
             body = (self._rules.string(names), "COLON", self._value(value))
             self._rules.memo[key] = self._rules.rule([body])

@@ -214,10 +214,11 @@ class Shapes:
         groups: list[Items] = _values_of(facts, "items")
         violations: list[tuple[int, Node]] = _values_of(facts, "at")
         low, high = _limits(facts, "min_items", "max_items")
-        low = max([low, *(position + 1 for position, _ in violations)])
+        least = max((position + 1 for position, _ in violations), default=0)
+        low = max(low, least)
         if excluded:  # the empty array; others were taken apart before
             low = max(low, 1)
-        length = max([0, *(len(items.first) for items in groups), *(position + 1 for position, _ in violations)])
+        length = max([least, *(len(items.first) for items in groups)])
         first = [self._item(groups, violations, position) for position in range(length)]
         others = self._item(groups, (), length)
         for position, each in enumerate((*first, others)):
