@@ -107,6 +107,7 @@ class NoCalls:
 
 class NoPlainRunner:
     stage = "run"
+    masks = None
 
     def move(self, moves: Any) -> None: ...
 
@@ -168,7 +169,7 @@ def make_engine(
     steps.chunks._step._hidden = torch.zeros(batch, 1)  # no decoder computes it
     steps.decodes.step.host_sampled = None  # as on a GPU, whose memory the host cannot read
     steps.state.words.on_host = None
-    runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
+    runner: Any = SlotRunner(NoPlainRunner(), steps)  # type: ignore[arg-type]
     engine = Engine(scheduler, runner, info, no_grammars())
     parts = PartTimes()
     for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):

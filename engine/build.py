@@ -89,16 +89,16 @@ class CachedModels:
 def build_engine(
     options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None, has_one_caller: bool = False
 ) -> Engine:
-    """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` is called
-    with 0 … 1; where kernels are compiled at the start, the last part is theirs. With `has_one_caller` any number of grammars
-    may wait."""
+    """Load the model, allocate its cache, compile and time its steps. Raises `ModelError` or `EngineConfigError`. `progress` is
+    called with 0 … 1; where kernels are compiled at the start, the last part is theirs. With `has_one_caller` any number of
+    grammars may wait."""
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
     resolved = ResolvedOptions.of(options)
     options, device = resolved.options, resolved.device
     times.record("kernels")  # a CPU's, compiled or found on disk, when its memory was looked at
-    share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
-    model, draft = _load_models(resolved, progress=lambda loaded: progress(share * loaded))
+    weights_share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
+    model, draft = _load_models(resolved, progress=lambda loaded: progress(weights_share * loaded))
     times.record("weights")
     cached = _allocate_caches(resolved, model, draft)
     times.record("cache")
@@ -106,7 +106,7 @@ def build_engine(
     meter = MemoryMeter(device)
     meter.begin_run()
     if compiles_at_first_use(device):
-        with compiling("steps", lambda ready: progress(share + (1 - share) * ready)):
+        with compiling("steps", lambda ready: progress(weights_share + (1 - weights_share) * ready)):
             _compile_kernels(cached, limits, options)
         times.record("kernels")  # compiled or found in Triton's cache on disk
         for decoder in cached.runner.decoders:
@@ -177,15 +177,10 @@ def _allocate_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: Loa
     return CachedModels(plan, runner, mode)
 
 
-def _make_slot_runner(
-    resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter
-) -> SlotRunner:
-    """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
-    meter.begin_slots()
-    slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
-    meter.begin_graphs()
-    warm_up(slot_runner.steps)
-    return slot_runner
+def _make_paged_decoder(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
+    device = resolved.device.type
+    text_tokens = resolved.options.batched_tokens(device) if device == "cuda" else None
+    return PagedDecoder(model.decoder, plan, kv_dtype=resolved.kv_dtype, text_tokens=text_tokens)
 
 
 def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
@@ -200,42 +195,21 @@ def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
         compile_verification(vocab_size, speculative.num_speculative_tokens, device)
 
 
-def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None) -> str:
-    """How steps are run, in words, and what keeps them from a faster way."""
-    if cached.mode is StepMode.RECORDED and slot_runner is not None and not slot_runner.is_recorded:
-        return f"over slots ({NOT_RECORDED})"
-    return f"{cached.mode} ({NO_GRAPHS})" if cached.has_no_graphs else cached.mode
-
-
-def _log_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
-    """Log what was started, how long it took and where memory went; scripts that build an engine themselves read it too."""
-    log.info("started model=%s runner=%s seats=%d %s", info.model, runner, info.max_num_seqs, times)
-    log.info("memory: %s", format_parts(info.memory))
-    if info.memory_note is not None:
-        log.warning("memory: %s", info.memory_note)
-    for part in underestimated(info.memory):
-        measured, predicted = format_distinct(part.measured_bytes or 0, part.predicted_bytes)
-        log.warning("memory: %s took %s, %s were predicted", part.name, measured, predicted)
-
-
-def _make_paged_decoder(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
-    device = resolved.device.type
-    text_tokens = resolved.options.batched_tokens(device) if device == "cuda" else None
-    return PagedDecoder(model.decoder, plan, kv_dtype=resolved.kv_dtype, text_tokens=text_tokens)
+def _make_slot_runner(
+    resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter
+) -> SlotRunner:
+    """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
+    meter.begin_slots()
+    slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
+    meter.begin_graphs()
+    warm_up(slot_runner.steps)
+    return slot_runner
 
 
 def _make_step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:
     if options.inter_token_target_ms is None:
         return None
     return StepBudget(step_times, BudgetTargets.from_target(options.inter_token_target_ms / 1000), sizes=sizes)
-
-
-def _make_grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks, *, has_one_caller: bool) -> GrammarQueue:
-    def compiler() -> GrammarCompiler:
-        vocabulary = load_vocabulary(options.model, info.vocab_size, info.eos_token_ids)
-        return GrammarCompiler(vocabulary, has_one_caller=has_one_caller)
-
-    return GrammarQueue(LazyCompiler(compiler), masks)
 
 
 def _make_scheduler(
@@ -298,4 +272,34 @@ def _describe_kernels(options: EngineOptions, quantization: str, dtype: torch.dt
     if quantization != UNQUANTISED:
         words = f"{words}, {ops.quantised_words(quantization, device)}"
     head = options.head_quantization
-    return words if head is None else f"{words}, output head {'not quantised' if head == UNQUANTISED else f'in {head}'}"
+    if head is None:
+        return words
+    return f"{words}, output head not quantised" if head == UNQUANTISED else f"{words}, output head in {head}"
+
+
+def _log_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
+    """Log what was started, how long it took and where memory went; scripts that build an engine themselves read it too."""
+    log.info("started model=%s runner=%s seats=%d %s", info.model, runner, info.max_num_seqs, times)
+    log.info("memory: %s", format_parts(info.memory))
+    if info.memory_note is not None:
+        log.warning("memory: %s", info.memory_note)
+    for part in underestimated(info.memory):
+        measured, predicted = format_distinct(part.measured_bytes or 0, part.predicted_bytes)
+        log.warning("memory: %s took %s, %s were predicted", part.name, measured, predicted)
+
+
+def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None) -> str:
+    """How steps are run, in words, and what keeps them from a faster way."""
+    if cached.mode is StepMode.RECORDED and slot_runner is not None and not slot_runner.is_recorded:
+        return f"over slots ({NOT_RECORDED})"
+    if cached.has_no_graphs:
+        return f"{cached.mode} ({NO_GRAPHS})"
+    return cached.mode
+
+
+def _make_grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks, *, has_one_caller: bool) -> GrammarQueue:
+    def compiler() -> GrammarCompiler:
+        vocabulary = load_vocabulary(options.model, info.vocab_size, info.eos_token_ids)
+        return GrammarCompiler(vocabulary, has_one_caller=has_one_caller)
+
+    return GrammarQueue(LazyCompiler(compiler), masks)

@@ -16,13 +16,16 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 def cores() -> float | None:
     """Cores whose time the process may use, by the least quota; None is all."""
-    return min(filter(None, map(_quota, _folders("cpu"))), default=None)
+    quotas = [_quota(folder) for folder in _folders("cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def memory_bytes() -> int | None:
     """Main memory that the process may take, with all others of its groups; None is all."""
-    names = "memory.max", "memory.limit_in_bytes"
-    limits = [limit for folder in _folders("memory") for name in names for limit in _numbers(folder / name)[:1]]
+    limits: list[int] = []
+    for folder in _folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limits += _numbers(folder / name)[:1]
     return min(limits, default=None)
 
 

@@ -37,7 +37,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def prepare_environment() -> None:
-    """Set what helps, except what the operator has set. Logs what could not be set because torch was imported before."""
+    """Set what is described above, unless the operator has. Logs the variables that come too late because torch was imported
+    before."""
     configure_malloc()
     os.environ.setdefault(FP_FUSION, "1")
     settings: dict[str, str] = {}

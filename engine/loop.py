@@ -150,8 +150,8 @@ class Engine:
         """As `step`, without an object for each token."""
         started_s = self._clock()
         step_events = StepEvents(self._admit_parked() + self._expire_parked() + self._scheduler.expire())
-        if self._overlapped is not None and self._in_flight_step is not None and self._scheduler.should_settle_first():
-            step_events.extend(self._collect(self._overlapped, None))
+        if self._in_flight_step is not None and self._scheduler.should_settle_first():
+            step_events.extend(self._collect())
         batch = self._scheduler.schedule()
         if batch.moves:
             self._move(batch.moves)
@@ -165,8 +165,8 @@ class Engine:
         for event in step_events.others:
             if event.finish_reason is not None:
                 self._pop_live(event.request_id, event.index)
-        if self._overlapped is not None and self._in_flight_step is not None and not self._live:
-            self._collect(self._overlapped, None)  # surplus rows of requests that have ended
+        if self._in_flight_step is not None and not self._live:
+            self._collect()  # surplus rows of requests that have ended
         return step_events
 
     def check_when_idle(self) -> None:
@@ -188,8 +188,9 @@ class Engine:
 
     def status(self, *, with_requests: bool = False) -> EngineStatus:
         """Gauges and totals now; `with_requests` adds every live answer, at a cost proportional to their number."""
-        figures = self._figures, self.fallbacks, self.plain_steps
-        return make_status(self._scheduler, self._grammars, *figures, with_requests=with_requests)
+        return make_status(
+            self._scheduler, self._grammars, self._figures, self.fallbacks, self.plain_steps, with_requests=with_requests
+        )
 
     def _compute(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
         items = batch.items
@@ -217,19 +218,20 @@ class Engine:
             launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
             if not overlapped.is_synchronous:
                 launched.host_s = self._clock() - launch_started_s
-        step_events = StepEvents() if self._in_flight_step is None else self._collect(overlapped, launched)
+        step_events = StepEvents() if self._in_flight_step is None else self._collect(launched)
         if launched is not None:
             overlapped.complete(launched)
         self._in_flight_step = launched
         if launched is not None and (launched.pending is None or overlapped.is_synchronous):
-            step_events.extend(self._collect(overlapped, None))
+            step_events.extend(self._collect())
         return step_events
 
-    def _collect(self, overlapped: OverlappedSteps, successor: InFlightStep | None) -> StepEvents:
+    def _collect(self, successor: InFlightStep | None = None) -> StepEvents:
         """Apply the results of the step under way; `successor` was launched after it."""
         step, self._in_flight_step = self._in_flight_step, None
+        assert self._overlapped is not None, "steps are launched"
         assert step is not None, "no step is under way"
-        outputs = overlapped.collect(step, successor)
+        outputs = self._overlapped.collect(step, successor)
         self._advance_grammars(step.in_flight.requests, outputs)
         step_events = self._scheduler.settle(step.in_flight, outputs)
         now_s = self._clock()
@@ -249,9 +251,8 @@ class Engine:
             self._runner.move(moves)
         except Exception:
             log.exception("moving blocks failed: trying again")
-            self._retry_move(moves)
-
-    def _retry_move(self, moves: BlockMoves) -> None:
+        else:
+            return
         try:
             self._runner.move(moves)
         except Exception as error:

@@ -48,7 +48,7 @@ class EngineOptions:
     whole, and none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may
     make running requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
     `quantization`: int8 or fp8 quantises the weights while they are read, another one must be what the checkpoint is in.
-    `head_quantization`: of the output head, where it is not to be kept as `quantization` or the checkpoint says.
+    `head_quantization`: the format of the output head, where it is not to be kept as `quantization` or the checkpoint says.
     `kv_cache_dtype`: auto keeps keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
     """
 

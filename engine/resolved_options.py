@@ -29,8 +29,8 @@ from engine.text.shared_prefixes import shared_prefixes
 class ResolvedOptions:
     """What an engine is built of: options whose defaults are those of the model, the device and its memory.
 
-    `draft`: of the draft model, where there is one. `mode`: how steps are run, unless the loaded models allow no graphs.
-    `shared_prefixes`: token ids of prompts that all tenants share.
+    `draft`: the configuration of the draft model, if there is one. `mode`: how steps are run, unless the loaded models allow no
+    graphs. `shared_prefixes`: token ids of prompts that all tenants share.
     """
 
     options: EngineOptions

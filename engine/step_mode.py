@@ -29,8 +29,8 @@ class StepMode(StrEnum):
     def of(
         cls, options: EngineOptions, device_type: str, *, can_record: bool = False, has_invariant_pages: bool = True
     ) -> StepMode:
-        """`can_record`: of a CPU, whether the operations of a decode step can be recorded.
-        `has_invariant_pages`: of a GPU, whether batch-invariant attention reads pages; else the host is needed between steps.
+        """`can_record`: whether the operations of a decode step can be recorded, on a CPU. `has_invariant_pages`: whether
+        batch-invariant attention reads pages, on a GPU; else the host is needed between steps.
         Raises `EngineConfigError` for a switch that says neither on nor off."""
         if options.enforce_eager:
             return cls.PLAIN

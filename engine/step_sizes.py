@@ -71,7 +71,8 @@ def chunk_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
         return ()
     few = sorted({min(rows, max_rows) for rows in CHUNK_ROWS_FEW})
     more = sorted({logits_size(rows, max_rows) for rows in range(few[-1] + 1, max_rows + 1)})
-    return (*((rows, chunks) for rows in few for chunks in (CHUNKS_FEW, CHUNKS_MANY)), *((rows, CHUNKS_MANY) for rows in more))
+    shapes = [(rows, chunks) for rows in few for chunks in (CHUNKS_FEW, CHUNKS_MANY)]
+    return tuple(shapes + [(rows, CHUNKS_MANY) for rows in more])
 
 
 def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
@@ -82,22 +83,20 @@ def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
 
 
 def graphs_kept(max_num_seqs: int, max_guesses: int, *, chunk_rows: int = 0) -> int:
-    """Captured steps that are kept at a time. `chunk_rows`: of the largest with chunks; the rest as of `decode_graphs_kept`."""
+    """Captured steps of the target that are kept at a time: decodes, and steps with chunks of up to `chunk_rows` rows."""
     return decode_graphs_kept(max_num_seqs, max_guesses) + len(chunk_shapes(chunk_rows))
 
 
-def decode_graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False) -> int:
-    """Captured decode steps that are kept at a time: every size of the usual kinds, every size of those that end with the
-    logits, and some more. `max_guesses`: rows of a step beyond one for each request. `has_draft`: of both models, else of the
-    target."""
+def decode_graphs_kept(max_num_seqs: int, max_guesses: int) -> int:
+    """Captured decode steps of the target that are kept at a time: every size of the usual kinds, every size of those that end
+    with the logits, and some more. `max_guesses`: rows of a step beyond one for each request."""
     usual, logits = (len(sizes(size, max_num_seqs)) for size in (step_size, logits_size))
     guesses = len(sizes(guesses_size, max_num_seqs + max_guesses, fewest=2)) if max_guesses else 0
-    kept = USUAL_KINDS * (usual + guesses) + logits + RARE_KEPT
-    return kept + draft_graphs_kept(max_num_seqs) if has_draft else kept
+    return USUAL_KINDS * (usual + guesses) + logits + RARE_KEPT
 
 
 def draft_graphs_kept(max_num_seqs: int) -> int:
-    """Captured steps of a draft model by itself that are kept as well."""
+    """Captured steps of a draft model by itself, which are kept beside the target's."""
     return USUAL_KINDS * len(sizes(step_size, max_num_seqs))
 
 

@@ -114,14 +114,18 @@ def _perplexities(directory: Path, formats: FormatOptions, unquantised: Path | N
         "perplexity_format": {**asdict(formats), "quantization": formats.quantization or stored},
         "perplexity_unquantized_format": None if comparison.unquantised is None else _as_stored(UNQUANTISED),
         "perplexity_as_stored_format": None if comparison.as_stored is None else _as_stored(stored),
-        "perplexity": round(comparison.perplexity, 4),
-        "perplexity_unquantized": None if comparison.unquantised is None else round(comparison.unquantised, 4),
-        "perplexity_ratio": None if comparison.ratio is None else round(comparison.ratio, 5),
-        "perplexity_as_stored": None if comparison.as_stored is None else round(comparison.as_stored, 4),
-        "perplexity_as_stored_ratio": None if comparison.stored_ratio is None else round(comparison.stored_ratio, 5),
+        "perplexity": _rounded(comparison.perplexity, 4),
+        "perplexity_unquantized": _rounded(comparison.unquantised, 4),
+        "perplexity_ratio": _rounded(comparison.ratio, 5),
+        "perplexity_as_stored": _rounded(comparison.as_stored, 4),
+        "perplexity_as_stored_ratio": _rounded(comparison.stored_ratio, 5),
         "perplexity_tokens": comparison.num_tokens,
         "warning": _warning(comparison),
     }
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _as_stored(quantization: str) -> dict[str, str | None]:

@@ -68,7 +68,9 @@ def _mode(pooling: Mapping[str, Any]) -> str:
     """Exactly one way of pooling; several are concatenated by sentence-transformers, and refused here."""
     named = pooling.get("pooling_mode")
     flags = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True]
-    names = [named] if isinstance(named, str) else named if isinstance(named, list) else flags or ["mean"]
+    names = flags or ["mean"]
+    if isinstance(named, str | list):
+        names = [named] if isinstance(named, str) else named
     modes = [MODE_OF_NAME.get(name) or MODE_OF_FLAG.get(name) for name in names]
     if len(modes) != 1 or modes[0] is None:
         raise UnsupportedModel(

@@ -103,12 +103,10 @@ def _original_max_len(parameters: JsonObject, defaults: RopeDefaults) -> int:
 
 def _yarn(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_dim: int, original: int) -> RopeConfig:
     factor = number(parameters, "factor", defaults.max_position_len / original)
-    mscale, mscale_all = (number(parameters, key, 0.0) if parameters.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
-    inferred = (
-        _attention_mscale(factor, mscale) / _attention_mscale(factor, mscale_all)
-        if mscale and mscale_all
-        else _attention_mscale(factor, 1.0)
-    )
+    inferred = _attention_mscale(factor, 1.0)
+    mscale, mscale_all = (number(parameters, key) if parameters.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    if mscale and mscale_all:
+        inferred = _attention_mscale(factor, mscale) / _attention_mscale(factor, mscale_all)
     return RopeConfig(
         kind="yarn",
         theta=theta,

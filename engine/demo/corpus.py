@@ -49,6 +49,10 @@ def _held_out(key: str) -> bool:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
+def _is_for_validation(fact: Fact) -> bool:
+    return not fact.page.startswith(("glossary", "tutorial")) and _held_out(fact.subject)
+
+
 def build(docs: Path, stdlib: Path, short_chars: int = 800, long_chars: int = 3200) -> Corpus:
     """Reads docs (the .rst.txt sources) and the standard library's docstrings. The same input gives the same corpus."""
     pages = list(docs_pages(docs))
@@ -59,13 +63,12 @@ def build(docs: Path, stdlib: Path, short_chars: int = 800, long_chars: int = 32
     by_limit = {
         limit: [p for page, blocks in pages for p in passages(page, blocks, limit)] for limit in (short_chars, long_chars)
     }
-    val = [p for p in by_limit[short_chars] if _held_out(p.page)]
     return Corpus(
-        facts=[f for f in facts if f.page.startswith(("glossary", "tutorial")) or not _held_out(f.subject)],
-        val_facts=[f for f in facts if not f.page.startswith(("glossary", "tutorial")) and _held_out(f.subject)],
+        facts=[f for f in facts if not _is_for_validation(f)],
+        val_facts=[f for f in facts if _is_for_validation(f)],
         short=[p for p in by_limit[short_chars] if not _held_out(p.page)],
         long=[p for p in by_limit[long_chars] if not _held_out(p.page)],
-        val=val,
+        val=[p for p in by_limit[short_chars] if _held_out(p.page)],
     )
 
 

@@ -133,8 +133,11 @@ class _FactExtractor:
         self.parents.append((block.indent, name))
         if not re.fullmatch(r"[\w.]+", name):
             return
-        kind = "function" if block.kind in FUNCTIONS or ("(" in block.text and block.kind != "class") else block.kind
-        kind = "attribute" if kind == "data" else "function" if kind.endswith("decorator") else kind
+        kind = block.kind
+        if kind in FUNCTIONS or kind.endswith("decorator") or ("(" in block.text and kind != "class"):
+            kind = "function"
+        elif kind == "data":
+            kind = "attribute"
         for fact in self._fact(kind, name, index, block.indent):
             yield Fact(kind, name, about(name, fact.answer), fact.code, self.page, self._signature(name, block.text))
 

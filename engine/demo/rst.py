@@ -9,22 +9,10 @@ from dataclasses import dataclass
 
 ENTRY_KINDS = frozenset(
     [
-        "function",
-        "method",
-        "class",
-        "attribute",
-        "data",
-        "exception",
-        "classmethod",
-        "staticmethod",
-        "decorator",
-        "decoratormethod",
-        "coroutinefunction",
-        "coroutinemethod",
-        "abstractmethod",
-        "awaitablefunction",
+        "function", "method", "class", "attribute", "data", "exception", "classmethod", "staticmethod", "decorator",
+        "decoratormethod", "coroutinefunction", "coroutinemethod", "abstractmethod", "awaitablefunction",
     ]
-)
+)  # fmt: skip
 CODE_KINDS = frozenset(["code-block", "doctest", "testcode", "sourcecode"])
 KEPT_KINDS = frozenset(["note", "warning", "tip", "important", "impl-detail", "glossary", "rubric", "hint"])
 

@@ -93,6 +93,12 @@ class _WorkerProcess:
             raise WorkerLost("could not be compiled: no compiler process is available") from error
 
 
+def _kill(process: _WorkerProcess | None) -> None:
+    """End a worker process, if there is one and it has not ended."""
+    if process is not None:
+        process.kill()
+
+
 class GrammarCompiler:
     """Compiled grammars of one model. `submit` may be called from any thread; `close` ends the workers.
 
@@ -169,35 +175,28 @@ class GrammarCompiler:
         process: _WorkerProcess | None = None
         while (job := self._next_job()) is not None:
             try:
-                if process is not None and not process.is_alive:  # it died while idle
-                    process.kill()
-                    process = None
-                process = process or self._start_process(job.spec)
+                if process is None or not process.is_alive:  # it was killed, or it died while idle
+                    _kill(process)
+                    process = self._start_process(job.spec)
                 answer = process.compile(job.spec, self._deadline_s)
                 job.grammar.set_result(self._build(job.spec, answer))
             except GrammarError as error:
                 job.grammar.set_exception(error)
             except WorkerLost as error:
-                process = self._stop_process(process)
+                _kill(process)
                 job.grammar.set_exception(GrammarError(job.spec.param, f"{job.spec.param} {error}"))
             except Exception as error:  # noqa: BLE001 - owned task: the waiter gets the error, the next job a new process
-                process = self._stop_process(process)
+                _kill(process)
                 self._discard(job)
                 job.grammar.set_exception(error)
             self._finish(job)
-        self._stop_process(process)
+        _kill(process)
 
     def _start_process(self, spec: GrammarSpec) -> _WorkerProcess:
         try:
             return _WorkerProcess(self._vocabulary)
         except OSError as error:
             raise overloaded(spec, NO_PROCESS) from error
-
-    def _stop_process(self, process: _WorkerProcess | None) -> _WorkerProcess | None:
-        """End the process, if there is one. Returns None."""
-        if process is not None:
-            process.kill()
-        return None
 
     def _discard(self, job: Job) -> None:
         with self._changed:
@@ -209,12 +208,16 @@ class GrammarCompiler:
             self._changed.notify()
 
     def _next_job(self) -> Job | None:
+        """Wait for a compile to run; None when the compiler is closed."""
+        job: Job | None = None
         with self._changed:
             self._num_idle += 1
-            while (job := None if self._closed else self._queue.start_next()) is None and not self._closed:
-                self._changed.wait()
+            while job is None and not self._closed:
+                job = self._queue.start_next()
+                if job is None:
+                    self._changed.wait()
             self._num_idle -= 1
-            return job
+        return job
 
     def _build(self, spec: GrammarSpec, answer: dict[str, str]) -> CompiledGrammar:
         if "error" in answer:

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
-from engine.grammar.lark_rules import BITS, Body, Rules
+from engine.grammar.lark_rules import BITS, Body, Rules, comma
 from engine.grammar.regex import literal
 from engine.grammar.schema_cases import make_term
 from engine.grammar.schema_nodes import PARAM
@@ -91,7 +91,7 @@ class ObjectWriter:
             for other in self._shape.others:
                 for newly_satisfied, pair in self._variants(other):
                     following = self._state("open", (index, self._next_count(count), satisfied | newly_satisfied))
-                    bodies.append((*self._comma(count), pair, following))
+                    bodies.append((*comma(count), pair, following))
         return bodies
 
     def _due(self, state: _State) -> list[Body]:
@@ -103,7 +103,7 @@ class ObjectWriter:
         if self._may_add(count):
             for newly_satisfied, pair in self._variants(member):
                 following = self._state("open", (index + 1, self._next_count(count), satisfied | newly_satisfied))
-                bodies.append((*self._comma(count), pair, following))
+                bodies.append((*comma(count), pair, following))
         return bodies
 
     def _free(self, state: _State) -> list[Body]:
@@ -116,7 +116,7 @@ class ObjectWriter:
             for member, used_after in choices:
                 for newly_satisfied, pair in self._variants(member):
                     following = self._state("free", (used_after, self._next_count(count), satisfied | newly_satisfied))
-                    bodies.append((*self._comma(count), pair, following))
+                    bodies.append((*comma(count), pair, following))
         return bodies
 
     def _is_end(self, count: int, satisfied: frozenset[int]) -> bool:
@@ -127,10 +127,6 @@ class ObjectWriter:
 
     def _next_count(self, count: int) -> int:
         return min(count + 1, self._count_max)
-
-    @staticmethod
-    def _comma(count: int) -> tuple[str, ...]:
-        return ("COMMA",) if count else ()
 
     def _variants(self, member: Member | OtherMembers) -> list[tuple[frozenset[int], str]]:
         """A property as it is, and in a form for each set of required pairs that it can satisfy."""
@@ -143,7 +139,10 @@ class ObjectWriter:
     def _member(self, member: Member | OtherMembers, satisfied: frozenset[int]) -> str:
         key = ("member", self._rules.intern(member), satisfied and (satisfied, self._constraints_id))
         if key not in self._rules.memo:
-            value = make_term((*member.value, *(each for i in sorted(satisfied) for each in self._shape.pairs[i].value)))
+            literals = list(member.value)
+            for index in sorted(satisfied):
+                literals += self._shape.pairs[index].value
+            value = make_term(literals)
             names = literal(member.name) if isinstance(member, Member) else member.names
             body = (self._rules.string(names), "COLON", self._value(value))
             self._rules.memo[key] = self._rules.rule([body])
@@ -197,10 +196,13 @@ class ArrayWriter:
         for hits in itertools.product((False, True), repeat=len(counts)):
             literals, following = list(item), [min(length + 1, self._length_max)]
             for hit, count, each in zip(hits, counts, shape.counted, strict=True):
-                literals += each.value if hit else each.opposite if each.high is not None else ()
+                if hit:
+                    literals += each.value
+                elif each.high is not None:
+                    literals += each.opposite
                 cap = each.low if each.high is None else each.high + 1
                 following.append(min(count + hit, cap))
             if all(each.high is None or n <= each.high for n, each in zip(following[1:], shape.counted, strict=True)):
                 value = self._value(make_term(literals))
-                bodies.append((*(("COMMA",) if length else ()), value, self._state(tuple(following))))
+                bodies.append((*comma(length), value, self._state(tuple(following))))
         return bodies

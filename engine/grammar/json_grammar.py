@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from engine.grammar.json_containers import ArrayWriter, ObjectWriter
-from engine.grammar.lark_rules import Body, Repeated, Rules, Symbol
+from engine.grammar.lark_rules import Body, Repeated, Rules, Symbol, comma
 from engine.grammar.numbers import Automaton, NumberError, Numbers, build_automaton
 from engine.grammar.regex import literal
 from engine.grammar.schema_nodes import PARAM
@@ -88,13 +88,14 @@ class JsonGrammar:
             return (self._rules.string(literal(value)),)
         if kind == "number":
             return (self._rules.terminals.name(f"/{_number_pattern(value)}/", "N"),)
+        body: list[Symbol] = []
         if kind == "array":
-            items = [self._constant(item) for item in value]
-            return ("LBRACKET", *(s for i, item in enumerate(items) for s in ((("COMMA",) if i else ()) + item)), "RBRACKET")
+            for item in value:
+                body += [*comma(body), *self._constant(item)]
+            return ("LBRACKET", *body, "RBRACKET")
         if kind == "object":
-            body: list[Symbol] = []
             for name, item in value.items():
-                body += [*(("COMMA",) if body else ()), self._rules.string(literal(name)), "COLON", *self._constant(item)]
+                body += [*comma(body), self._rules.string(literal(name)), "COLON", *self._constant(item)]
             return ("LBRACE", *body, "RBRACE")
         return (self._rules.terminals.name(f'"{json.dumps(value)}"', "K"),)
 
@@ -117,7 +118,9 @@ class JsonGrammar:
             for character, following in edges.items():
                 by_next[following] = by_next.get(following, "") + character
             bodies: list[Body] = [(self._rules.terminals.name(f"/[{_escaped(c)}]/", "D"), names[n]) for n, c in by_next.items()]
-            self._rules.rules[names[state]] = [*bodies, *([()] if state in automaton.accepting else [])]
+            if state in automaton.accepting:
+                bodies.append(())
+            self._rules.rules[names[state]] = bodies
         return names[0] if names else self._rules.rule([])
 
     def _array(self, shape: Array) -> str:
@@ -128,7 +131,7 @@ class JsonGrammar:
         rest = self._tail(shape)
         for position in range(len(shape.first) - 1, -1, -1):
             bodies: list[Body] = [()] if shape.low <= position else []
-            bodies.append((*(("COMMA",) if position else ()), self._value(shape.first[position]), rest))
+            bodies.append((*comma(position), self._value(shape.first[position]), rest))
             rest = self._rules.rule(bodies)
         return rest
 
@@ -145,7 +148,7 @@ class JsonGrammar:
         if position:
             return self._rules.rule([(Repeated(("COMMA", item), low, high),)])
         rest = Repeated(("COMMA", item), max(0, low - 1), None if high is None else high - 1)
-        return self._rules.rule([*([()] if low == 0 else []), (item, rest)])
+        return self._rules.rule([(), (item, rest)] if low == 0 else [(item, rest)])
 
     def _unique(self, shape: Array) -> str:
         """Items from a list of values, each at most once."""
@@ -163,7 +166,9 @@ def _escaped(characters: str) -> str:
 
 def _number_pattern(value: int | Fraction) -> str:
     """The spellings of one number without exponent. Decimals may end in zeros; an integer of the schema has no decimals."""
-    sign = "-" if value < 0 else "-?" if value == 0 else ""
+    sign = ""
+    if value <= 0:
+        sign = "-" if value else "-?"
     if isinstance(value, int):
         return f"{sign}{abs(value)}"
     whole, fraction = divmod(abs(value), 1)

@@ -9,17 +9,21 @@ import re
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.grammar.gbnf import GbnfError, gbnf_to_lark
-from engine.grammar.json_schema import schema_to_lark
+from engine.grammar.json_grammar import JsonGrammar
 from engine.grammar.patterns import PatternError, full_language
 from engine.grammar.regex import Regex, alt, literal
-from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.schema_cases import conjunction
+from engine.grammar.schema_document import Document
+from engine.grammar.schema_nodes import parse
+from engine.grammar.shapes import Shapes
+from engine.grammar.spec import GrammarError, GrammarSpec, check_schema_text
 from engine.grammar.terminals import Terminals
 
 
 def to_lark(spec: GrammarSpec) -> str:
     """Raises `GrammarError` for what cannot be expressed, naming it."""
     if spec.kind == "json":
-        return schema_to_lark(spec.text, matches_nothing)
+        return schema_to_lark(spec.text)
     if spec.kind == "choice":
         return language_to_lark(alt(*(literal(choice) for choice in json.loads(spec.text))))
     if spec.kind == "regex":
@@ -34,6 +38,14 @@ def to_lark(spec: GrammarSpec) -> str:
         except GbnfError as error:
             raise GrammarError(spec.param, f"guided_grammar cannot be read: {error}") from error
     return checked_lark(spec.text)
+
+
+def schema_to_lark(text: str) -> str:
+    """A JSON schema as a grammar of exactly the JSON texts that satisfy it. What cannot be expressed exactly is refused by
+    name."""
+    check_schema_text(text)
+    document = Document(parse(text))
+    return JsonGrammar(Shapes(document, matches_nothing)).write(conjunction([document.root]))
 
 
 def checked_lark(text: str) -> str:

@@ -63,14 +63,20 @@ class Rules:
         `end_if` holds. The rule's parameter has a bit for every item used; the first `needed` items are required."""
         rest, start = self.rule([]), self.rule([])
         self._parametric.add(rest)
-        end: Body = (f"%if {end_if}",) if end_if else ()
-        transitions = [(item, f"{rest}::set_bit({bit})") for bit, item in enumerate(items)]
-        room_if = f"bit_count_lt(_, {high})" if high < len(items) else ""
-        guards = [f"%if and(bit_clear({bit}), {room_if})" if room_if else f"%if bit_clear({bit})" for bit in range(len(items))]
-        bodies = [("COMMA", *body, guard) for body, guard in zip(transitions, guards, strict=True)]
-        self.rules[rest] = [end, *bodies, *(("COMMA", other, f"{rest}::_") for other in others)]
-        first = [(item, f"{rest}::{hex(1 << bit)}") for bit, item in enumerate(items) if high > 0]
-        self.rules[start] = [*first, *((other, f"{rest}::0x0") for other in others), *([] if end_if else [()])]
+        firsts: list[Body] = []
+        followers: list[Body] = [(f"%if {end_if}",) if end_if else ()]
+        for bit, item in enumerate(items):
+            if high > 0:
+                firsts.append((item, f"{rest}::{hex(1 << bit)}"))
+            is_unused = f"bit_clear({bit})"
+            guard = f"and({is_unused}, bit_count_lt(_, {high}))" if high < len(items) else is_unused
+            followers.append(("COMMA", item, f"{rest}::set_bit({bit})", f"%if {guard}"))
+        for other in others:
+            firsts.append((other, f"{rest}::0x0"))
+            followers.append(("COMMA", other, f"{rest}::_"))
+        if not end_if:
+            firsts.append(())
+        self.rules[rest], self.rules[start] = followers, firsts
         self._extra_dependencies[start] = set(items[:needed])
         return start
 
@@ -78,9 +84,8 @@ class Rules:
         """Remove bodies that name a rule without any finite text, until none is left."""
         users: dict[str, set[str]] = {}
         for name, bodies in self.rules.items():
-            for dependency in (n for body in bodies for n in _dependencies(body)):
-                users.setdefault(dependency, set()).add(name)
-            for dependency in self._extra_dependencies.get(name, ()):
+            dependencies = self._extra_dependencies.get(name, set()).union(*map(_dependencies, bodies))
+            for dependency in dependencies:
                 users.setdefault(dependency, set()).add(name)
         productive = set[str]()
         worklist = deque(self.rules)
@@ -108,6 +113,11 @@ class Rules:
         return "\n".join([f"start: {start}", *lines, *constants, *self.terminals.lines()]) + "\n"
 
 
+def comma(before: object) -> tuple[str, ...]:
+    """The comma in front of a member or an item, if there is one before it: any number but zero, any list but an empty one."""
+    return ("COMMA",) if before else ()
+
+
 def _body_text(body: Body) -> str:
     guard = [symbol for symbol in body if isinstance(symbol, str) and symbol[0] == "%"]
     symbols = [_symbol_text(symbol) for symbol in body if symbol not in guard]
@@ -115,9 +125,8 @@ def _body_text(body: Body) -> str:
 
 
 def _dependencies(body: Body) -> set[str]:
-    """Rules without which the body has no text."""
-    names = {symbol.partition("::")[0] for symbol in body if isinstance(symbol, str) and symbol[0] == "r"}
-    return names.union(*(_dependencies(s.symbols) for s in body if isinstance(s, Repeated) and s.low > 0))
+    """Rules without which the body has no text: not those that may occur zero times."""
+    return _rule_names(tuple(s for s in body if not (isinstance(s, Repeated) and s.low == 0)))
 
 
 def _rule_names(body: Body) -> set[str]:

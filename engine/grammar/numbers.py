@@ -10,6 +10,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TypeVar
 
 RESIDUES_MAX = 5000
 STATES_MAX = 20_000
@@ -101,6 +102,8 @@ def decimals(value: Fraction) -> int:
 _State = tuple[str, int, int, tuple[int, ...], int, bool]
 _DIGITS = "0123456789"
 
+Ordered = TypeVar("Ordered", int, str)
+
 
 class _DigitReader:
     """Steps through the magnitude of a number of one sign."""
@@ -136,14 +139,9 @@ class _DigitReader:
         if character == ".":
             if phase not in ("zero", "whole") or self.numbers.is_whole:
                 return None
-            return (
-                "point",
-                0,
-                0,
-                self._compare_lengths(num_digits, comparisons),
-                residue if self.scale else self._representative(residue),
-                False,
-            )
+            if not self.scale:
+                residue = self._representative(residue)
+            return ("point", 0, 0, self._compare_lengths(num_digits, comparisons), residue, False)
         digit = int(character)
         if phase in ("sign", "whole"):
             following = self._compare_digit(comparisons, character, self.integer_parts, num_digits, "") if comparisons else ()
@@ -180,26 +178,18 @@ class _DigitReader:
 
     def _compare_lengths(self, num_digits: int, comparisons: tuple[int, ...]) -> tuple[int, ...]:
         """Comparisons once the integer part is complete: more digits are a greater number."""
-        return tuple(
-            sign if num_digits == len(self.integer_parts[i]) else (-1 if num_digits < len(self.integer_parts[i]) else 1)
-            for i, sign in enumerate(comparisons)
-        )
+        parts = zip(comparisons, self.integer_parts, strict=True)
+        return tuple(_sign(num_digits, len(digits)) or sign for sign, digits in parts)
 
     def is_accepting(self, state: _State) -> bool:
         phase, num_digits, num_decimals, comparisons, residue, exceeds_scale = state
         if phase not in ("zero", "whole", "part"):
             return False
-        signs: tuple[int, ...] = ()
         if phase == "part":
-            signs = tuple(
-                sign or (-1 if self.decimal_parts[i][num_decimals:].strip("0") else 0) for i, sign in enumerate(comparisons)
-            )
+            rests = [digits[num_decimals:].strip("0") for digits in self.decimal_parts]
         else:
-            signs = tuple(
-                sign or (-1 if self.decimal_parts[i] else 0)
-                for i, sign in enumerate(self._compare_lengths(num_digits, comparisons))
-            )
-            num_decimals = 0
+            comparisons, rests, num_decimals = self._compare_lengths(num_digits, comparisons), self.decimal_parts, 0
+        signs = [sign or (-1 if rest else 0) for sign, rest in zip(comparisons, rests, strict=True)]
         scaled = residue * 10 ** (self.scale - min(num_decimals, self.scale)) % self.modulus
         return self._allows(dict(zip(self.magnitudes, signs, strict=True)), scaled, exceeds_scale)
 
@@ -224,8 +214,9 @@ class _DigitReader:
         )
 
 
-def _sign(digit: str, other: str) -> int:
-    return (digit > other) - (digit < other)
+def _sign(one: Ordered, other: Ordered) -> int:
+    """-1, 0 or 1 for less, equal or more."""
+    return (one > other) - (one < other)
 
 
 def build_automaton(numbers: Numbers) -> Automaton:

@@ -94,29 +94,16 @@ def _language(node: _Node, open_left: bool, open_right: bool, wide: bool) -> Reg
     if isinstance(node, _Choice):
         return alt(*(_language(part, open_left, open_right, wide) for part in node.parts))
     parts = node.parts if isinstance(node, _Sequence) else (node,)
-    before = ANYTHING if open_left else EPSILON
-    return (
-        cat(before, _rest_language(parts, open_left, open_right, wide))
-        if not _starts_with_assertion(parts)
-        else _language_from_assertion(parts, open_left, open_right, wide)
-    )
-
-
-def _starts_with_assertion(parts: tuple[_Node, ...]) -> bool:
-    return bool(parts) and _has_assertion(parts[0])
-
-
-def _language_from_assertion(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
-    """The language of a sequence whose first part is or contains an anchor or a lookahead."""
-    first, others = parts[0], parts[1:]
-    if isinstance(first, _Anchor) and first.at_start:
-        return _language(_Sequence(others), False, open_right, wide)
-    if isinstance(first, _Choice):
-        if len(first.parts) > ALTERNATIVES_MAX:
-            raise PatternError(f"more than {ALTERNATIVES_MAX} alternatives with anchors")
-        return alt(*(_language(_prepended(part, others), open_left, open_right, wide) for part in first.parts))
-    if isinstance(first, _Sequence):
-        return _language(_Sequence(first.parts + others), open_left, open_right, wide)
+    if parts and _has_assertion(parts[0]):
+        first, others = parts[0], parts[1:]
+        if isinstance(first, _Anchor) and first.at_start:
+            return _language(_Sequence(others), False, open_right, wide)
+        if isinstance(first, _Choice):
+            if len(first.parts) > ALTERNATIVES_MAX:
+                raise PatternError(f"more than {ALTERNATIVES_MAX} alternatives with anchors")
+            return alt(*(_language(_prepended(part, others), open_left, open_right, wide) for part in first.parts))
+        if isinstance(first, _Sequence):
+            return _language(_Sequence(first.parts + others), open_left, open_right, wide)
     return cat(ANYTHING if open_left else EPSILON, _rest_language(parts, open_left, open_right, wide))
 
 
@@ -356,9 +343,11 @@ class _Parser:
 
     def _hex(self, digits: str) -> int:
         try:
-            return int(digits, 16) if digits.isalnum() else int("no digits", 16)
+            if digits.isalnum():  # `int` alone accepts signs, blanks and underscores
+                return int(digits, 16)
         except ValueError:
-            raise PatternError("a malformed hexadecimal escape") from None
+            pass
+        raise PatternError("a malformed hexadecimal escape")
 
     def _class(self) -> CharSet:
         """After `[`, up to its `]`. In a negated class `wide` is inverted for the members, as in a negation."""

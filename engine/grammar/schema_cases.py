@@ -233,10 +233,9 @@ class Cases:
         nested = [value for value in values if isinstance(value, list | dict) and value]
         if not nested:
             return None
-        plain = Constraint(
-            "enum", [value for value in values if not (isinstance(value, list | dict) and value)], constraint.path
-        )
-        return [[(plain, False), *((self._document.const_node(value, constraint.path), False) for value in nested)]]
+        others = [value for value in values if not (isinstance(value, list | dict) and value)]
+        nodes = [self._document.const_node(value, constraint.path) for value in nested]
+        return [[(Constraint("enum", others, constraint.path), False), *((node, False) for node in nodes)]]
 
     def _negated_members(self, constraint: Constraint, members: Members) -> list[list[Literal]]:
         """The object has a property that breaks the rule for its name."""

@@ -37,14 +37,15 @@ class Document:
 
     def node(self, value: Any, base: str, path: str) -> Node:
         """The node of a schema value; the same for the same value."""
+        index = len(self._nodes) + len(self._booleans)
         if isinstance(value, bool):
-            return self._booleans.setdefault((value, path), Node(value, base, path, len(self._nodes) + len(self._booleans)))
+            return self._booleans.setdefault((value, path), Node(value, base, path, index))
         if not isinstance(value, dict):
             raise refusal(path, f"a schema must be an object or a boolean, not {json_type(value)}")
         if id(value) not in self._nodes:
             if len(self._nodes) >= NODES_MAX:
                 raise GrammarError(PARAM, f"the schema has more than {NODES_MAX} schemas")
-            self._nodes[id(value)] = Node(value, self._base_of(value, base), path, len(self._nodes) + len(self._booleans))
+            self._nodes[id(value)] = Node(value, self._base_of(value, base), path, index)
         return self._nodes[id(value)]
 
     def rewritten_node(self, value: dict[str, Any], origin: Node) -> Node:
@@ -55,18 +56,15 @@ class Document:
     def const_node(self, value: Any, path: str) -> Node:
         """A node that only the given value satisfies; each member has a constraint of its own."""
         if isinstance(value, dict) and value:
-            members = {name: self._const_schema(inner) for name, inner in value.items()}
+            members = {name: {"enum": [inner]} for name, inner in value.items()}
             schema = {"type": "object", "properties": members, "required": list(value), "additionalProperties": False}
         elif isinstance(value, list) and value:
             count = len(value)
-            schema = {"type": "array", "items": [self._const_schema(v) for v in value], "minItems": count, "maxItems": count}
+            schema = {"type": "array", "items": [{"enum": [v]} for v in value], "minItems": count, "maxItems": count}
         else:
             schema = {"enum": [value]}
         self._kept_alive.append(schema)
         return self.node(schema, "", path)
-
-    def _const_schema(self, value: Any) -> dict[str, Any]:
-        return {"enum": [value]}
 
     def constraints(self, node: Node) -> tuple[Constraint, ...]:
         """The constraints of a node: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced."""

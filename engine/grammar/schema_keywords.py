@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.grammar.schema_nodes import TYPES, Constraint, Contains, Items, Members, Node, refusal
 from engine.grammar.spec import GrammarError
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from engine.grammar.schema_document import Document
 
 _REFUSED = ("$dynamicRef", "$recursiveRef", "$vocabulary")
+
+
+class Evaluated(NamedTuple):
+    """What a schema, with those that it always includes, evaluates: properties by name and by pattern, and its first items."""
+
+    names: set[str]
+    patterns: set[str]
+    num_items: int
 
 
 class KeywordReader:
@@ -103,17 +111,16 @@ class KeywordReader:
                 continue
             rest = self.subschema(keyword, value)
             if keyword == "unevaluatedProperties":
-                names = {name: self.subschema(keyword, True) for name in sorted(evaluated[0])}
-                patterns = tuple((pattern, self.subschema(keyword, True)) for pattern in sorted(evaluated[1]))
+                names = {name: self.subschema(keyword, True) for name in sorted(evaluated.names)}
+                patterns = tuple((pattern, self.subschema(keyword, True)) for pattern in sorted(evaluated.patterns))
                 yield self.constraint(keyword, "members", Members(names, patterns, rest, is_ordered=False))
             else:
-                yield self.constraint(keyword, "items", Items((self.subschema(keyword, True),) * evaluated[2], rest))
+                yield self.constraint(keyword, "items", Items((self.subschema(keyword, True),) * evaluated.num_items, rest))
 
-    def _evaluated(self, keyword: str, node: Node, visited: set[int]) -> tuple[set[str], set[str], int] | None:
-        """Names, patterns and number of items that a schema, and those it always includes, evaluate; None for all of them."""
-        names, patterns, count = set[str](), set[str](), 0
+    def _evaluated(self, keyword: str, node: Node, visited: set[int]) -> Evaluated | None:
+        """None if the schema of `node` evaluates everything."""
         if node.index in visited or not isinstance(node.value, dict):
-            return names, patterns, count
+            return Evaluated(set(), set(), 0)
         visited.add(node.index)
         schema, inner_reader = node.value, KeywordReader(self.document, node)
         covers_all = ("additionalProperties",) if keyword == "unevaluatedProperties" else ("items", "additionalItems")
@@ -124,18 +131,17 @@ class KeywordReader:
         conditional = [w for w in ("anyOf", "oneOf", "if", "dependentSchemas", "not") if w in schema]
         if conditional or (keyword == "unevaluatedItems" and "contains" in schema):
             raise self.refusal(keyword, f"{keyword} beside {(conditional or ['contains'])[0]}")
-        names.update(inner_reader.mapping("properties"))
-        patterns.update(inner_reader.mapping("patternProperties"))
+        names, patterns = set(inner_reader.mapping("properties")), set(inner_reader.mapping("patternProperties"))
         positional = schema.get("prefixItems", schema.get("items", []))
         count = len(positional) if isinstance(positional, list) else 0
         included = [self.document.resolve(schema["$ref"], node)] if "$ref" in schema else []
         included += inner_reader.subschemas("allOf", schema["allOf"]) if "allOf" in schema else []
         for inner in included:
-            inner_evaluated = self._evaluated(keyword, inner, visited)
-            if inner_evaluated is None:
+            of_inner = self._evaluated(keyword, inner, visited)
+            if of_inner is None:
                 return None
-            names, patterns, count = names | inner_evaluated[0], patterns | inner_evaluated[1], max(count, inner_evaluated[2])
-        return names, patterns, count
+            names, patterns, count = names | of_inner.names, patterns | of_inner.patterns, max(count, of_inner.num_items)
+        return Evaluated(names, patterns, count)
 
 
 def _escaped(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -52,6 +53,12 @@ class Values:
 
     def __init__(self, document: Document) -> None:
         self._document = document
+        self._tests: dict[str, Callable[[str, Any, Any], Any]] = {
+            "number": self._number,
+            "string": self._string,
+            "array": self._array,
+            "object": self._object,
+        }
 
     def holds(self, literal: Literal, value: Any) -> bool:
         formula, positive = literal
@@ -69,7 +76,7 @@ class Values:
         if TYPE_OF_KIND[kind] != type_of(value):
             return True
         try:
-            return bool(getattr(self, f"_{TYPE_OF_KIND[kind]}")(kind, expected, value))
+            return bool(self._tests[TYPE_OF_KIND[kind]](kind, expected, value))
         except PatternError as error:
             raise refusal(constraint.path, f"a pattern with {error}") from error
 

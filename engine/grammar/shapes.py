@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -146,9 +146,11 @@ class Shapes:
         """Every value of a term; None when they cannot be listed."""
         value_by_key: dict[Any, Any] = {}
         for shape in self.of(term):
-            values = (
-                shape.values if isinstance(shape, Constants) else shape.enumerated() if isinstance(shape, Numbers) else None
-            )
+            values: Sequence[Any] | None = None
+            if isinstance(shape, Constants):
+                values = shape.values
+            elif isinstance(shape, Numbers):
+                values = shape.enumerated()
             if values is None:
                 return None
             value_by_key.update((equality_key(value), value) for value in values)
@@ -158,14 +160,9 @@ class Shapes:
         if case.values is not None:
             return [Constants(case.values)]
         excluded = [v for c, holds in case.facts if c.kind == "enum" and not holds for v in c.value]
-        shapes: list[Shape | None] = []
-        plain = [
-            v
-            for v in (None, False, True)
-            if type_of(v) in case.types and equality_key(v) not in {equality_key(x) for x in excluded}
-        ]
-        if plain:
-            shapes.append(Constants(tuple(plain)))
+        excluded_keys = {equality_key(v) for v in excluded}
+        plain = [v for v in (None, False, True) if type_of(v) in case.types and equality_key(v) not in excluded_keys]
+        shapes: list[Shape | None] = [Constants(tuple(plain))] if plain else []
         makers: dict[str, Callable[[Facts, list[Any]], Shape | None]] = {
             "number": self._numbers,
             "string": self._strings,
@@ -217,10 +214,11 @@ class Shapes:
         groups: list[Items] = _values_of(facts, "items")
         violations: list[tuple[int, Node]] = _values_of(facts, "at")
         low, high = _limits(facts, "min_items", "max_items")
-        low = max([low, *(position + 1 for position, _ in violations)])
+        least = max((position + 1 for position, _ in violations), default=0)
+        low = max(low, least)
         if excluded:  # the empty array; others were taken apart before
             low = max(low, 1)
-        length = max([0, *(len(items.first) for items in groups), *(position + 1 for position, _ in violations)])
+        length = max([least, *(len(items.first) for items in groups)])
         first = [self._item(groups, violations, position) for position in range(length)]
         others = self._item(groups, (), length)
         for position, each in enumerate((*first, others)):
@@ -322,9 +320,8 @@ class Shapes:
         ]
         tests += [(index, pair.names, complement(pair.names)) for index, pair in enumerate(pairs)]
         for test, inside, outside in tests:
-            split = [(intersection(c, inside), matched | {test}) for c, matched in classes] + [
-                (intersection(c, outside), matched) for c, matched in classes
-            ]
+            split = [(intersection(language, inside), matched | {test}) for language, matched in classes]
+            split += [(intersection(language, outside), matched) for language, matched in classes]
             classes = [(language, matched) for language, matched in split if not self.matches_nothing(language)]
             if len(classes) > NAME_CLASSES_MAX:
                 raise refusal(_path_of(facts, "members"), f"patterns that overlap in more than {NAME_CLASSES_MAX} ways")

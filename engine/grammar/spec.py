@@ -14,11 +14,7 @@ from engine.protocol import InvalidOption, SamplingParams
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
-SCHEMA_BYTES_MAX = 256 * 1024
-REGEX_BYTES_MAX = 16 * 1024
-GRAMMAR_BYTES_MAX = 256 * 1024
-CHOICES_MAX = 1024
-CHOICE_BYTES_MAX = 64 * 1024
+TEXT_BYTES_MAX: dict[Kind, int] = {"json": 256 * 1024, "regex": 16 * 1024, "choice": 64 * 1024, "grammar": 256 * 1024}
 SCHEMA_DEPTH_MAX = 100
 MESSAGE_CHARS_MAX = 1000
 
@@ -57,28 +53,21 @@ class GrammarSpec:
 
 
 def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
-    """Return the constraint of a request, None when it has none.
+    """Return the constraint of a request, None when it has none. That there is only one, and its type, `SamplingParams` has
+    checked.
 
-    Raises `GrammarError`, an `InvalidOption`, that names the field: two constraints at once, a size beyond its limit, a choice
-    that is empty.
+    Raises `GrammarError`, an `InvalidOption`, that names the field, for a text that is empty, too large or not UTF-8.
     """
-    requested = [(kind, param) for kind, param in PARAMS.items() if getattr(sampling, param) is not None]
-    if not requested:
+    kind = next((kind for kind, param in PARAMS.items() if getattr(sampling, param) is not None), None)
+    if kind is None:
         return None
-    if len(requested) > 1:
-        raise GrammarError(
-            requested[1][1], f"{requested[1][1]} cannot be combined with {requested[0][1]}: one constraint per request"
-        )
-    kind, param = requested[0]
+    param = PARAMS[kind]
     value = getattr(sampling, param)
-    if kind == "choice":
-        return GrammarSpec(kind, _choices(value))
-    if not isinstance(value, str):
-        raise GrammarError(param, f"{param} must be a string, not {type(value).__name__}")
-    _check_size(param, value, {"json": SCHEMA_BYTES_MAX, "regex": REGEX_BYTES_MAX, "grammar": GRAMMAR_BYTES_MAX}[kind])
-    if kind != "json" and not value.strip():
+    text = json.dumps(value, ensure_ascii=False) if kind == "choice" else value
+    _check_size(param, text, TEXT_BYTES_MAX[kind])
+    if kind != "json" and not text.strip():
         raise GrammarError(param, f"{param} is empty")
-    return GrammarSpec(kind, value)
+    return GrammarSpec(kind, text)
 
 
 def check_schema_text(text: str) -> dict[str, object] | bool:
@@ -116,19 +105,6 @@ def _depth(value: object) -> int:
                 inner.extend(item)
         level = inner
     return depth
-
-
-def _choices(value: object) -> str:
-    param = PARAMS["choice"]
-    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
-        raise GrammarError(param, f"{param} must be a list of strings")
-    if not 1 <= len(value) <= CHOICES_MAX:
-        raise GrammarError(param, f"{param} takes 1 to {CHOICES_MAX} strings, not {len(value)}")
-    if "" in value:
-        raise GrammarError(param, f"{param} must not contain an empty string")
-    text = json.dumps(value, ensure_ascii=False)
-    _check_size(param, text, CHOICE_BYTES_MAX)
-    return text
 
 
 def _check_size(param: str, text: str, limit: int) -> None:

@@ -139,7 +139,8 @@ class MemoryFit:
         remedies = [str(remedy) for remedy in self.remedies()]
         if not remedies:
             return f"{text}; {self._smallest()}"
-        return f"{text}; what would make it fit:" + ("\n  " + "\n  ".join(remedies) if in_lines else f" {'; '.join(remedies)}")
+        text += "; what would make it fit:"
+        return "\n  ".join([text, *remedies]) if in_lines else f"{text} {'; '.join(remedies)}"
 
     def _smallest(self) -> str:
         """What is needed after all changes, with room for one block."""
@@ -170,10 +171,11 @@ def raise_memory_share(fit: MemoryFit) -> Changed | None:
 def shrink_batch(fit: MemoryFit) -> Changed | None:
     load = fit.load
     few = replace(load, num_seqs=min(load.num_seqs, FEW_SEATS), num_tokens=min(load.num_tokens, FEW_TOKENS))
-    options = [
-        *([f"max_num_seqs={few.num_seqs}"] if few.num_seqs < load.num_seqs else []),
-        *([f"max_num_batched_tokens={few.num_tokens}"] if few.num_tokens < load.num_tokens else []),
-    ]
+    options: list[str] = []
+    if few.num_seqs < load.num_seqs:
+        options.append(f"max_num_seqs={few.num_seqs}")
+    if few.num_tokens < load.num_tokens:
+        options.append(f"max_num_batched_tokens={few.num_tokens}")
     return Changed(f"fewer at a time ({', '.join(options)})", replace(fit, load=few)) if options else None
 
 
@@ -242,8 +244,12 @@ COMBINED_CHANGES: tuple[tuple[Change, ...], ...] = (
 
 def changes_in_order(fit: MemoryFit) -> list[tuple[list[str], MemoryFit]]:
     """What can be changed, alone or two at a time; at the end all at once, without what is done already."""
-    found = [applied for changes in CHANGES_BY_COST if len((applied := _apply_changes(changes, fit))[0]) == len(changes)]
-    return found + [applied for changes in COMBINED_CHANGES if len((applied := _apply_changes(changes, fit))[0]) > 1]
+    found: list[tuple[list[str], MemoryFit]] = []
+    for changes in (*CHANGES_BY_COST, *COMBINED_CHANGES):
+        words, changed = _apply_changes(changes, fit)
+        if len(words) >= (2 if changes in COMBINED_CHANGES else len(changes)):
+            found.append((words, changed))
+    return found
 
 
 def _apply_changes(changes: Sequence[Change], fit: MemoryFit) -> tuple[list[str], MemoryFit]:

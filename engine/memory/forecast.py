@@ -27,8 +27,8 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """`fit`: of the model with its options. `fixed_kv_bytes`: the size of the cache where an option or the device decides it,
-    None where the cache gets what is left."""
+    """`fit`: how the model fits with its options. `fixed_kv_bytes`: the size of the cache where an option or the device decides
+    it, None where the cache gets what is left."""
 
     fit: MemoryFit
     fixed_kv_bytes: int | None
@@ -52,22 +52,25 @@ class MemoryForecast:
         because a machine that runs out of memory kills processes instead of refusing. Operators set `num_kv_blocks` as
         `num_gpu_blocks_override`."""
         fit, needs = self.fit, self.fit.needs
+        if self.fixed_kv_bytes is None:
+            if not fit.context_len:
+                raise EngineConfigError("model", f"{self.name} does not fit: {fit.explain()}")
+            if options.max_model_len is not None and not fit.fits:
+                raise EngineConfigError("max_model_len", f"({options.max_model_len}) does not fit: {self.name} {fit.explain()}")
+            return
         most = needs.num_blocks(fit.usable_bytes)
-        if self.fixed_kv_bytes is not None and most and self.predicted_kv_bytes > most * needs.block_bytes:
-            room = f"beside {self.name} there is room for {most * needs.block_bytes} bytes ({gib(most * needs.block_bytes)})"
+        room_bytes = most * needs.block_bytes
+        if most and self.predicted_kv_bytes > room_bytes:
+            room = f"beside {self.name} there is room for {room_bytes} bytes ({gib(room_bytes)})"
             if options.num_kv_blocks is not None:
                 problem = f"({options.num_kv_blocks} blocks, {gib(self.fixed_kv_bytes)}) is too much: {room}, {most} blocks"
                 raise EngineConfigError("num_gpu_blocks_override", problem)
             if options.kv_cache_bytes is not None:
                 problem = f"({self.fixed_kv_bytes} bytes, {gib(self.fixed_kv_bytes)}) is too much: {room}"
                 raise EngineConfigError("kv_cache_bytes", problem)
-        if self.fixed_kv_bytes is not None and needs.fixed_bytes + self.fixed_kv_bytes > fit.usable_bytes:
+        if needs.fixed_bytes + self.fixed_kv_bytes > fit.usable_bytes:
             misfit = f"{self.name} does not fit with {gib(self.fixed_kv_bytes)} of keys and values"
             raise EngineConfigError("model", f"{misfit}: {fit.explain()}")
-        if self.fixed_kv_bytes is None and not fit.context_len:
-            raise EngineConfigError("model", f"{self.name} does not fit: {fit.explain()}")
-        if self.fixed_kv_bytes is None and options.max_model_len is not None and not fit.fits:
-            raise EngineConfigError("max_model_len", f"({options.max_model_len}) does not fit: {self.name} {fit.explain()}")
 
     def shortened_note(self) -> str | None:
         """Why the context is shorter than the model's own, None when it is not."""

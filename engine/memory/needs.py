@@ -80,9 +80,9 @@ class MemoryNeeds:
         logits_bytes = load.num_rows * model.vocab_size * logit_bytes if load.has_slots else 0
         recorded_bytes = sum(each.recorded_bytes(load.recorded_rows, size) for each in models)
         largest_step_bytes = max(logits_bytes, *(each.step_bytes(load, context_len, formats) for each in models))
-        num_graphs, graphs_bytes = (
-            cls._graphs(model, draft, load, context_len, size, logits_bytes) if load.has_slots else (0, 0)
-        )
+        num_graphs = graphs_bytes = 0
+        if load.has_slots:
+            num_graphs, graphs_bytes = cls._graphs(model, draft, load, context_len, size, logits_bytes)
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=largest_step_bytes + recorded_bytes,

@@ -45,7 +45,7 @@ def bias_rows(num_seqs: int, vocab_size: int) -> int:
 class Load:
     """The largest load of an engine: steps of up to `num_tokens`, `num_seqs` requests, `num_guesses` more rows for guesses.
     `on_gpu`: decode attention is split, by position where it is `batch_invariant`. `has_slots`: steps are launched ahead over
-    slots. `recorded_rows`: of recorded steps on a CPU."""
+    slots. `recorded_rows`: the most rows of a recorded step on a CPU."""
 
     num_tokens: int
     num_seqs: int
@@ -118,25 +118,19 @@ class MemoryShape:
         biases = (qkv if config.qkv_bias else 0) + (d if config.o_bias else 0)
         norms = d * sum(name is not None for name in config.family.norms.value) + _qk_norm(config)
         feed_forward = [_feed_forward(config, is_sparse=layer.is_sparse) for layer in config.layers]
-        has_own_head, is_tied = config.has_head and not config.tie_word_embeddings, config.tie_word_embeddings
+        head, is_tied = config.vocab_size * d if config.has_head else 0, config.tie_word_embeddings
         return cls(
-            matrices=sum(d * qkv + config.num_heads * config.head_dim * d + matrices for matrices, _ in feed_forward),
+            matrices=sum(d * attended + matrices for matrices, _ in feed_forward),
             embedding=config.vocab_size * d,
-            head=config.vocab_size * d if has_own_head else 0,
+            head=0 if is_tied else head,
             others=d + sum(biases + norms + others for _, others in feed_forward),
             kv_token=kv_elements_per_token(config.num_layers, config.num_kv_heads, config.head_dim),
-            layer_width=_layer_width(
-                d,
-                attended,
-                dense=0 if all(layer.is_sparse for layer in config.layers) else config.intermediate_size,
-                chosen=0 if config.experts is None else config.experts.num_chosen,
-                expert=0 if config.experts is None else config.experts.intermediate_size,
-            ),
+            layer_width=_layer_width(config, attended),
             vocab_size=config.vocab_size,
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             windows=config.windows,
-            tied_head=config.vocab_size * d if config.has_head and is_tied else 0,
+            tied_head=head if is_tied else 0,
             recorded_width=attended + 6 * d + 3 * config.intermediate_size if config.experts is None else 0,
             num_layers=config.num_layers,
             num_sparse_layers=sum(layer.is_sparse for layer in config.layers),
@@ -233,13 +227,18 @@ class MemoryShape:
         return self.vocab_size * row_bytes
 
 
-def _layer_width(hidden: int, attended: int, *, dense: int, chosen: int = 0, expert: int = 0) -> int:
+def _layer_width(config: ModelConfig, attended: int) -> int:
     """The most numbers of one token that a layer holds at a time: five rows of the residual stream (sum and norm at its start,
-    sum and norm in its middle, what attention added), and beside them the largest of three: gates, products and result of a
-    feed-forward part `dense` wide; products and results of `chosen` experts, `expert` wide, and the gates of one; queries,
-    keys, values and result of attention."""
-    mixture = (chosen + 2) * expert + (chosen + 1) * hidden if chosen else 0
-    return 5 * hidden + max(3 * dense + hidden if dense else 0, mixture, attended)
+    sum and norm in its middle, what attention added), and beside them the largest of three: queries, keys, values and result of
+    attention (`attended`); gates, products and result of a dense feed-forward part; products and results of the chosen experts,
+    and the gates of one."""
+    hidden, experts, largest = config.hidden_size, config.experts, attended
+    if not all(layer.is_sparse for layer in config.layers):
+        largest = max(largest, 3 * config.intermediate_size + hidden)
+    if experts is not None:
+        mixture = (experts.num_chosen + 2) * experts.intermediate_size + (experts.num_chosen + 1) * hidden
+        largest = max(largest, mixture)
+    return 5 * hidden + largest
 
 
 def _feed_forward(config: ModelConfig, *, is_sparse: bool) -> tuple[int, int]:

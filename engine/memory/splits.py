@@ -26,9 +26,15 @@ def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: in
     split = max(64, 32768 // row_bytes)
     if window is not None:
         num_tokens = min(num_tokens, window + split)
-    few, some, many, most = (-(-num_tokens // (times * split)) for times in (1, 2, 4, 8))
-    of_middle = max(min(8, some) if few > 4 else 1, min(32, many) if few > 16 else 1)
-    return max(1, min(4, few), of_middle, most if few > 128 else 1)
+    shortest, doubled, fourfold, eightfold = (-(-num_tokens // (factor * split)) for factor in (1, 2, 4, 8))
+    most = max(1, min(4, shortest))
+    if shortest > 4:
+        most = max(most, min(8, doubled))
+    if shortest > 16:
+        most = max(most, min(32, fourfold))
+    if shortest > 128:
+        most = max(most, eightfold)
+    return most
 
 
 def invariant_bytes(num_seqs: int, num_tokens: int, num_heads: int, head_dim: int, window: int | None) -> int:

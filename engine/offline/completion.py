@@ -191,16 +191,17 @@ class Completion:
         assert last is not None, f"answer {index} of request {self.request_id} has no event"
         logprobs = None
         if sampling.logprobs is not None:
-            logprobs = [
-                self._logprob_map(*pair, sampling.logprobs) for pair in zip(answer.token_ids, answer.logprobs, strict=True)
-            ]
+            pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+            logprobs = [self._logprob_map(token_id, entry, sampling.logprobs) for token_id, entry in pairs]
+            if sampling.echo:
+                logprobs = [{}, *self._prompt_logprob_maps(sampling.logprobs), *logprobs]
         is_stop_token = reason is FinishReason.STOP and answer.token_ids[-1] in sampling.stop_token_ids
         return CompletionOutput(
             index=index,
             text=self._echoed_text() + answer.text(self._tokenizer, self._end_ids),
             token_ids=(self.request.prompt_token_ids if sampling.echo else []) + answer.token_ids,
             cumulative_logprob=None if self.request.sampling.logprobs is None else answer.cumulative_logprob,
-            logprobs=logprobs if logprobs is None or not sampling.echo else self._echoed_logprobs() + logprobs,
+            logprobs=logprobs,
             finish_reason=reason.value,
             stop_reason=answer.stop_string or (answer.token_ids[-1] if is_stop_token else None),
             error=last.error,
@@ -211,9 +212,6 @@ class Completion:
         if not self._sampling.echo or self._tokenizer is None:
             return ""
         return self._tokenizer.decode(self.request.prompt_token_ids) if self._prompt is None else self._prompt
-
-    def _echoed_logprobs(self) -> list[dict[int, Logprob]]:
-        return [{}, *self._prompt_logprob_maps(self._sampling.logprobs or 0)]
 
     def _prompt_logprob_maps(self, count: int) -> list[dict[int, Logprob]]:
         """The log-probabilities of every prompt token but the first, and those of the `count` likeliest tokens there."""

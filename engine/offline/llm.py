@@ -6,8 +6,10 @@ Option names are those of vLLM's `LLM`. An option that this version cannot honou
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +142,12 @@ class LLM:
         """One conversation or several, through the model's chat template. Raises `ChatTemplateError`, and as `generate`."""
         template = ChatTemplate.load(self._directory)
         prompts: list[Prompt] = []
-        for conversation in conversations(messages):
+        for index, conversation in enumerate(conversations(messages)):
             text = template.render(conversation, add_generation_prompt=add_generation_prompt)
-            prompts.append({"prompt": text, "prompt_token_ids": self._conversation_ids(len(prompts), text)})
+            max_model_len = self._generating_engine().info.max_model_len
+            with _naming("conversation", index):
+                token_ids = self.tokenizer.encode_prompt(text, max_model_len=max_model_len, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def embed(
@@ -195,10 +200,10 @@ class LLM:
         return self._engine
 
     def _completion(self, engine: Engine, index: int, prompt: Prompt, sampling: SamplingParams) -> Completion:
-        try:
-            text, token_ids = self._prompt_ids(prompt, engine.info.max_model_len)
-        except PromptError as error:
-            raise PromptError(f"prompt {index}: {error}") from error
+        with _naming("prompt", index):
+            text, token_ids = read_prompt(
+                prompt, lambda text: self.tokenizer.encode_prompt(text, max_model_len=engine.info.max_model_len)
+            )
         request = GenerationRequest(
             request_id=str(self._num_submitted),
             tenant_id=TENANT,
@@ -221,19 +226,9 @@ class LLM:
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._seeds.getrandbits(63))
         if sampling.bad_words:
-            token_ids = bad_words_token_ids(sampling.bad_words, self._encode_without_special_tokens)
+            token_ids = bad_words_token_ids(sampling.bad_words, partial(self.tokenizer.encode, add_special_tokens=False))
             sampling = replace(sampling, bad_words_token_ids=token_ids + (sampling.bad_words_token_ids or []))
         return sampling
-
-    def _encode_without_special_tokens(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _conversation_ids(self, index: int, text: str) -> list[int]:
-        max_model_len = self._generating_engine().info.max_model_len
-        try:
-            return self.tokenizer.encode_prompt(text, max_model_len=max_model_len, add_special_tokens=False)
-        except PromptError as error:
-            raise PromptError(f"conversation {index}: {error}") from error
 
     def _embedder(self, pooling: str | None, normalize: bool | None) -> Embedder:
         if self._closed:
@@ -255,13 +250,17 @@ class LLM:
             text = pooling.prompt + text
             return self.tokenizer.encode(text.lower() if pooling.lowercase else text)
 
-        try:
+        with _naming("text", index):
             return read_prompt(text, encode)[1]
-        except PromptError as error:
-            raise PromptError(f"text {index}: {error}") from error
 
-    def _prompt_ids(self, prompt: Prompt, max_model_len: int) -> tuple[str | None, list[int]]:
-        return read_prompt(prompt, lambda text: self.tokenizer.encode_prompt(text, max_model_len=max_model_len))
+
+@contextmanager
+def _naming(what: str, index: int) -> Iterator[None]:
+    """A `PromptError` of the block says which prompt, text or conversation it is about."""
+    try:
+        yield
+    except PromptError as error:
+        raise PromptError(f"{what} {index}: {error}") from error
 
 
 def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) -> list[RequestOutput]:

@@ -65,8 +65,9 @@ def compare(directory: Path, formats: FormatOptions, *, is_plain: bool, unquanti
     num_scored = sum(len(window) - 1 for window in windows_of(tokens, size))
     measured = perplexity(directory, tokens, formats, size)
     baseline = None if reference is None else perplexity(reference, tokens, FormatOptions(), size)
-    differs = not is_plain and replace(formats, quantization=None) != FormatOptions()
-    return Comparison(measured, baseline, num_scored, perplexity(directory, tokens, FormatOptions(), size) if differs else None)
+    differs_from_stored = not is_plain and replace(formats, quantization=None) != FormatOptions()
+    as_stored = perplexity(directory, tokens, FormatOptions(), size) if differs_from_stored else None
+    return Comparison(measured, baseline, num_scored, as_stored)
 
 
 def text_tokens(directory: Path) -> list[int]:

@@ -51,11 +51,10 @@ class CheckpointStorage:
             return None
         matrices: list[tuple[str, int, StoredMatrix | torch.Tensor]] = []
         for module, rows in modules:
-            plain = not self._is_quantised(module)
-            stored = (
-                torch.empty(rows, columns, dtype=dtype, device=device) if plain else self._stored_matrix(rows, columns, device)
-            )
-            matrices.append((module, rows, stored))
+            if self._is_quantised(module):
+                matrices.append((module, rows, self._stored_matrix(rows, columns, device)))
+            else:
+                matrices.append((module, rows, torch.empty(rows, columns, dtype=dtype, device=device)))
         biased = [module for module, _ in modules if bias or f"{module}.bias" in self._names]
         return StackedMatrices(matrices, columns, biased, dtype=dtype, device=device, row_invariant=self._row_invariant)
 

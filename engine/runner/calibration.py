@@ -102,16 +102,18 @@ def measure_speed(
     """
     cache, block_size = target.kv_caches[0], limits.block_size
     device, guesses_in_passes = cache.device.type, max_guesses > 0 and steps is None
-    row_counts = {*ROW_COUNTS[device], *(GUESS_ROW_COUNTS if guesses_in_passes else ())}
+    row_counts = [*ROW_COUNTS[device], *(GUESS_ROW_COUNTS if guesses_in_passes else ())]
     fitting = [num_rows for num_rows in row_counts if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
     rows = sorted({min(num_rows, limits.max_num_batched_tokens) for num_rows in fitting})
     most_rows = rows[-1]
     max_sampled = min(most_rows, ROW_COUNTS[device][1] if guesses_in_passes else limits.max_num_seqs)
     one_row_s = _pass_s(target, 1, 1, block_size) if steps is None else _fastest_s(partial(steps.decode, 1), STEPS_MAX)
-    chunk_pass_s = partial(_pass_s, target, block_size=block_size, hidden_of=None if steps is None else steps.chunks)
-    passes_s = [chunk_pass_s(num_rows, min(num_rows, max_sampled)) for num_rows in rows[1:]]
-    times = list(accumulate([one_row_s, *passes_s], max))
-    draft_s, draft_most_s = (0.0 if draft is None else _pass_s(draft, num_rows, 1, block_size) for num_rows in (1, most_rows))
+    hidden_of = None if steps is None else steps.chunks
+    passes_s = [_pass_s(target, num_rows, min(num_rows, max_sampled), block_size, hidden_of=hidden_of) for num_rows in rows[1:]]
+    times = _never_falling([one_row_s, *passes_s])
+    draft_s = draft_most_s = 0.0
+    if draft is not None:
+        draft_s, draft_most_s = (_pass_s(draft, num_rows, 1, block_size) for num_rows in (1, most_rows))
     shape = ModelShape.of(config)
     speed = _device_speed(
         shape,
@@ -124,22 +126,24 @@ def measure_speed(
     step_times = StepTimeModel(
         shape, speed, weight_bytes=weight_bytes, kv_bytes=cache.itemsize, block_size=block_size, efficiency=MEASURED
     )
+    if steps is not None and max_guesses:
+        max_rows = limits.max_num_seqs + max_guesses
+        return MeasuredSpeed(step_times, _measured_guesses(steps, max_rows, device, has_draft=draft is not None))
     if len(rows) == 1:  # in so short a context, another row costs as much as the first
         rows, times = [1, 2], [times[0], 2 * times[0]]
-    if steps is None or not max_guesses:
-        return MeasuredSpeed(step_times, _costs(rows, [time_s + draft_s for time_s in times], draft_s))
-    guess = None if draft is None else steps.draft_decode
-    return MeasuredSpeed(step_times, _measured_guesses(steps.decode, limits.max_num_seqs + max_guesses, device, guess))
+    return MeasuredSpeed(step_times, _costs(rows, [time_s + draft_s for time_s in times], draft_s))
 
 
-def _measured_guesses(
-    run: Callable[[int], None], max_rows: int, device: str, guess: Callable[[], None] | None
-) -> SpeculationCosts:
-    """What guesses cost where they are verified over slots. `run` computes a step of so many rows, up to `max_rows`, and waits
-    for its tokens; one row is a step without guesses. `guess` has a draft model guess once."""
+def _measured_guesses(steps: TimedSteps, max_rows: int, device: str, *, has_draft: bool) -> SpeculationCosts:
+    """What guesses cost where they are verified over slots, in steps of up to `max_rows` rows."""
     rows = sorted({1, 2, *GUESS_ROW_COUNTS, max_rows if device == "cuda" else min(ROW_COUNTS["cpu"][-1], max_rows)})
-    times = list(accumulate((_fastest_s(partial(run, num_rows), STEPS_MAX) for num_rows in rows), max))
-    return _costs(rows, times, 0.0 if guess is None else _fastest_s(guess, STEPS_MAX))
+    times = _never_falling([_fastest_s(partial(steps.decode, num_rows), STEPS_MAX) for num_rows in rows])
+    return _costs(rows, times, _fastest_s(steps.draft_decode, STEPS_MAX) if has_draft else 0.0)
+
+
+def _never_falling(times: Sequence[float]) -> list[float]:
+    """More rows never take less time, whatever was measured."""
+    return list(accumulate(times, max))
 
 
 def _costs(rows: Sequence[int], times: Sequence[float], draft_s: float) -> SpeculationCosts:
@@ -156,12 +160,13 @@ def _pass_s(
     *,
     hidden_of: Callable[[Sequence[TokenSpan]], torch.Tensor] | None = None,
 ) -> float:
-    def chunk(first: int) -> TokenSpan:
+    """Seconds of a pass of `num_rows` rows, the last `num_sampled` of which are sampled. `hidden_of`: what computes it up to
+    the hidden states; None is the decoder's own pass."""
+    spans: list[TokenSpan] = []
+    for first in range(0, num_rows, CHUNK_ROWS):
         length = min(CHUNK_ROWS, num_rows - first)
-        not_sampled = min(length, max(0, num_rows - num_sampled - first))
-        return TokenSpan([0] * length, 0, range(-(-length // block_size)), range(not_sampled, length))
-
-    spans = [chunk(first) for first in range(0, num_rows, CHUNK_ROWS)]
+        num_unsampled = min(length, max(0, num_rows - num_sampled - first))
+        spans.append(TokenSpan([0] * length, 0, range(-(-length // block_size)), range(num_unsampled, length)))
 
     def run() -> None:
         decoder.logits((hidden_of or decoder.forward_spans)(spans))

@@ -81,9 +81,9 @@ def _even(size: int) -> int:
 class ChunkRows(NamedTuple):
     """One step. The tokens of its decodes come first.
 
-    `slots`: of the decodes. `chunks`: the spans of prompt tokens behind them. `sampled_rows`: the rows after which a token is
-    sampled; `sampled_slots` and `sampled_positions`: the slot of each and the index of its sampled token in prompt plus output.
-    Arrays are int64."""
+    `slots`: those of the decodes. `chunks`: the spans of prompt tokens behind them. `sampled_rows`: the rows after which a
+    token is sampled; `sampled_slots` and `sampled_positions`: the slot of each and the index of its sampled token in prompt
+    plus output. Arrays are int64."""
 
     slots: Int64Array
     chunks: Sequence[TokenSpan]
@@ -195,11 +195,8 @@ class ChunkStep:
             fields["slot_mapping"][rows_of_span] = blocks * self._block_size + positions % self._block_size
             fields["starts"][index], fields["lens"][index] = first, context_len
             first = end
-        fields["starts"][num_chunks:-1], fields["starts"][-1], fields["lens"][-1] = (
-            first,
-            shape.num_tokens,
-            shape.num_tokens - first,
-        )
+        fields["starts"][num_chunks:-1], fields["starts"][-1] = first, shape.num_tokens
+        fields["lens"][-1] = shape.num_tokens - first
         self._staging.send(numbers, into=self._buffer[self._max_layout_len - size :][: len(numbers)])
 
     def _flat_tables(self, chunks: Sequence[TokenSpan]) -> np.ndarray:

@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import torch
 
-from engine.layers.forward_inputs import ForwardInputs
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_input_buffers import DecodeInputBuffers
 from engine.runner.paged_decoder import PagedDecoder
@@ -63,22 +62,22 @@ class DecodeStep:
         sampler: ColumnSampler,
         *,
         should_record: bool = False,
-        draft: DecodeStep | None = None,
+        draft: PagedDecoder | None = None,
         host: ops.HostTokens | None = None,
     ) -> None:
-        """`should_record`: run as one recorded call, where all operations can be recorded. `draft`: the step of the model
-        that goes along, over the same inputs. `host`: the host memory that tokens are written to, if any."""
+        """`should_record`: run as one recorded call, where all operations can be recorded. `draft`: a model that computes the
+        same inputs before `decoder`, for its keys and values. `host`: the host memory that tokens are written to, if any."""
         (max_rows, max_blocks), device = inputs.block_tables.shape, inputs.block_tables.device
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
         self.scores = torch.zeros(max_rows, scores.width(TOP_LOGPROBS_MAX), dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None  # [max_rows, V], of steps whose rows wait for masks
         self._decoder = decoder
+        self._decoders = [decoder] if draft is None else [draft, decoder]
         self._greedy_head = decoder.greedy_head
         self._inputs = inputs
         self._state = state
         self._sampler = sampler
-        self._draft = draft
         self._host = host
         recorder = decoder.recorder if should_record else None
         self._recorded = RecordedSteps(recorder, self._run, max_rows)
@@ -115,10 +114,10 @@ class DecodeStep:
         """Operation by operation; logits [size, V] where no kind is given."""
         if not has_guesses:
             self._inputs.fill_from_slots(size)
-        steps = [self] if self._draft is None else [self._draft, self]
-        inputs = [step.inputs(size, has_guesses=has_guesses) for step in steps]  # a record keeps what is before all layers
-        for step, each in zip(steps, inputs, strict=True):
-            hidden = step.forward(each, before_layer)
+        # Inputs of both models come first: a record keeps what is before all layers.
+        inputs = [self._inputs.forward_inputs(decoder, size, has_guesses=has_guesses) for decoder in self._decoders]
+        for decoder, its_inputs in zip(self._decoders, inputs, strict=True):
+            hidden = decoder.forward(its_inputs, before_layer)
         if kind is not None and kind.greedy and self._greedy_head is not None and size <= ops.FUSED_ROWS_MAX:
             self._advance(self._inputs.slots[:size], self._greedy_head(hidden))
             return None
@@ -127,14 +126,6 @@ class DecodeStep:
             return logits
         self._sample(logits, size, kind, None)
         return None
-
-    def inputs(self, size: int, *, has_guesses: bool) -> ForwardInputs:
-        """The first `size` rows, as they are written, for this model."""
-        return self._inputs.forward_inputs(self._decoder, size, has_guesses=has_guesses)
-
-    def forward(self, inputs: ForwardInputs, before_layer: Callable[[], None] | None) -> torch.Tensor:
-        """Hidden states of all rows, [R, hidden]; their keys and values go to the cache."""
-        return self._decoder.forward(inputs, before_layer)
 
     def _sample(self, logits: torch.Tensor, size: int, kind: Kind, masks: torch.Tensor | None) -> None:
         rows, lens = self._inputs.slots[:size], self._inputs.context_lens[:size]
@@ -152,7 +143,7 @@ class DecodeSteps:
     def __init__(
         self, name: str, step: DecodeStep, inputs: DecodeInputBuffers, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
     ) -> None:
-        """`name`: of the model's graphs among those of `calls`. `max_num_seqs`: rows of a step without guesses.
+        """`name`: distinguishes the model's graphs from others of `calls`. `max_num_seqs`: rows of a step without guesses.
         `is_synchronous`: a step is recorded instead of rounded up to one of the sizes of graphs."""
         self.step = step
         self._name = name

@@ -109,9 +109,8 @@ class Embedder:
         vectors: dict[int, Embedding] = {}
         done = 0
         for batch in self._batches(texts):
-            pooled = self._pool(
-                self._model.forward(self._inputs([texts[i] for i in batch]), None), [len(texts[i]) for i in batch]
-            )
+            batch_texts = [texts[index] for index in batch]
+            pooled = self._pool(self._model.forward(self._inputs(batch_texts), None), [len(text) for text in batch_texts])
             for index, vector in zip(batch, pooled.tolist(), strict=True):
                 vectors[index] = Embedding(vector, texts[index])
             done += len(batch)

@@ -72,8 +72,8 @@ class BlockMover:
         self.copy(moves.copies)
 
     def compile(self) -> None:
-        """Move a block to where it is, and into the host tier and back where there is one, before anything is in them: kernels
-        that are compiled at their first use are compiled then."""
+        """Have the kernels compiled that are compiled at their first use: copy the first block onto itself and, if there is a
+        host tier, swap it out and in. There is nothing in them yet."""
         self.copy([(0, 0)])
         if len(self._host[0]):
             self.swap_out([(0, 0)])

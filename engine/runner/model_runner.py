@@ -115,8 +115,9 @@ class ModelRunner:
             masks_of_slice = None if masks is None else masks.rows[list(rows_of_slice)]
             tokens = self._sample(logits, [rows.sampled[row] for row in rows_of_slice], masks_of_slice)
             drawn.update(zip(rows_of_slice, tokens, strict=True))
-        for row, error in (masks.errors if masks is not None else {}).items():
-            drawn[row] = SampledToken(error=str(error), error_param=error.param)
+        if masks is not None:
+            for row, error in masks.errors.items():
+                drawn[row] = SampledToken(error=str(error), error_param=error.param)
         return drawn
 
     def _sample(self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None) -> list[SampledToken]:

@@ -39,8 +39,8 @@ class PagedDecoder:
     def __init__(
         self, decoder: Decoder, plan: MemoryPlan, *, kv_dtype: torch.dtype | None = None, text_tokens: int | None = None
     ) -> None:
-        """`kv_dtype`: of keys and values, None is the decoder's own. `text_tokens`: the most tokens of a pass over whole texts,
-        None where memory does not limit them."""
+        """`kv_dtype`: the format of keys and values, None is the decoder's own. `text_tokens`: the most tokens of a pass over
+        whole texts, None where memory does not limit them."""
         config, dtype, device = decoder.config, decoder.dtype, decoder.device
         kv_dtype = kv_dtype or dtype
         self.dtype, self.device = dtype, device

@@ -22,10 +22,9 @@ from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import slot_words
 from engine.sampling.columns import ColumnSampler
-from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
 from engine.step_mode import StepMode
-from engine.step_sizes import decode_graphs_kept
+from engine.step_sizes import decode_graphs_kept, draft_graphs_kept
 from engine.switches import GRAPHS
 from kernels import ops
 
@@ -47,13 +46,15 @@ def resolve_step_mode(config: ModelConfig, options: EngineOptions, *, dtype: tor
 
 
 def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode, *, max_guesses: int = 0) -> SlotRunner:
-    """A runner over slots for all seats of the engine, in any mode that has some, of the models of `plain`. `max_guesses`: of a
-    step."""
+    """A runner of the models of `plain` over slots, one for each seat, in any mode that has slots. `max_guesses`: the most in a
+    step, of all requests together."""
     assert mode.has_slots, "plain steps are over no slots"
     target, draft = plain.target, plain.draft
     device = target.device
     chunk_rows = 0 if mode is StepMode.RECORDED else target.chunk_rows(limits.max_num_batched_tokens, limits.max_num_seqs)
-    max_graphs = decode_graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
+    max_graphs = decode_graphs_kept(limits.max_num_seqs, max_guesses)
+    if draft is not None:
+        max_graphs += draft_graphs_kept(limits.max_num_seqs)
     calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
     steps = SlotSteps(
         target,
@@ -72,4 +73,4 @@ def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode
         is_synchronous=mode is StepMode.RECORDED,
         draft=draft,
     )
-    return SlotRunner(plain, steps, HostMasks(plain.masks))
+    return SlotRunner(plain, steps)

@@ -46,12 +46,12 @@ tokens."""
 class SlotRunner:
     """Launches steps over slots; `plain` computes the others."""
 
-    def __init__(self, plain: ModelRunner, steps: SlotSteps, masks: HostMasks) -> None:
+    def __init__(self, plain: ModelRunner, steps: SlotSteps) -> None:
         self.plain = plain
         self.steps = steps
         self.target = steps.target
         self._sampler = steps.sampler
-        self._masks = RowMasks(masks, steps.device, fills_at_launch=steps.is_synchronous)
+        self._masks = RowMasks(HostMasks(plain.masks), steps.device, fills_at_launch=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
         self._needs = SamplingNeeds(Kind(), [], [])  # of the last decode step
         self._needs_slots = EMPTY_INT64  # the slots of that step
@@ -101,7 +101,7 @@ class SlotRunner:
         with self._inference:
             self.steps.token_return.begin_step()
             self._decodes = batch.decodes
-            if all(item.samples and item.num_tokens == 1 for item in batch.prefills):
+            if _has_no_chunks(batch):
                 return self._launch_decodes(batch)
             return self._launch_chunks(batch)
 
@@ -109,7 +109,7 @@ class SlotRunner:
     def launch_verification(self, batch: ScheduledBatch) -> LaunchedStep:
         """Begin a step in which some rows verify guesses; all before it is settled."""
         self.steps.token_return.begin_step()
-        if all(item.samples and item.num_tokens == 1 for item in batch.prefills):
+        if _has_no_chunks(batch):
             return self._launch_verification(batch.items)
         return self._launch_verification_with_chunks(batch)
 
@@ -248,6 +248,11 @@ class SlotRunner:
     def _sample_masked(self, sample: SampleTokens, num_rows: int, fill: FillMasks) -> PendingSampling:
         masks, errors = fill(num_rows)
         return sample(masks), errors
+
+
+def _has_no_chunks(batch: ScheduledBatch) -> bool:
+    """Whether every prefill of a step is a single token that yields the next one, as a decode is."""
+    return all(item.samples and item.num_tokens == 1 for item in batch.prefills)
 
 
 def _sampling_rows(batch: ScheduledBatch) -> list[int]:

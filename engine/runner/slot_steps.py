@@ -40,10 +40,10 @@ class SlotSteps:
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
-        """`sampler`: over `slot_words` of these limits. `max_guesses`: of all requests of a step, 0 if none are made.
-        `chunk_rows`: of the largest step with chunks that is captured, 0 if none is. `is_synchronous`: a launch returns when
-        its step is over, and steps are recorded instead of rounded up to one of the sizes of graphs. `draft`: the model that
-        guesses; without one the host does."""
+        """`sampler` keeps its columns in the buffer of `slot_words`. `max_guesses`: the most guesses of a step, 0 if none are
+        made. `chunk_rows`: rows of the largest captured step with chunks, 0 if there is none. `is_synchronous`: a launch
+        returns when its step is over, and steps are recorded instead of rounded up to one of the sizes of graphs. `draft`: the
+        model that guesses; without one the host does."""
         self.target = target
         self.decoders = [target] if draft is None else [draft, target]
         self.sampler = sampler
@@ -58,11 +58,9 @@ class SlotSteps:
         self.inputs = DecodeInputBuffers(self.state, target, max_rows=max_rows, block_size=block_size)
         self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
         self.drafts: DraftSteps | None = None
-        draft_step = None
         if draft is not None:
-            draft_step = self._make_step(draft)
-            self.drafts = DraftSteps(self._make_steps("draft", draft_step), self.inputs, sampler)
-        self.decodes = self._make_steps("decode", self._make_step(target, draft_step, self.token_return.host))
+            self.drafts = DraftSteps(self._make_steps("draft", draft), self.inputs, sampler)
+        self.decodes = self._make_steps("decode", target, draft=draft, host=self.token_return.host)
         self.chunks: ChunkSteps | None = None
         if chunk_rows:
             chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size)
@@ -70,15 +68,12 @@ class SlotSteps:
         self.staging = Staging(device)
         self._last_sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has
 
-    def _make_step(
-        self, decoder: PagedDecoder, draft: DecodeStep | None = None, host: ops.HostTokens | None = None
-    ) -> DecodeStep:
-        over_slots = self.inputs, self.state, self.sampler
-        return DecodeStep(decoder, *over_slots, should_record=self.is_synchronous, draft=draft, host=host)
-
-    def _make_steps(self, name: str, step: DecodeStep) -> DecodeSteps:
-        max_num_seqs = self.limits.max_num_seqs
-        return DecodeSteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=self.is_synchronous)
+    def _make_steps(
+        self, name: str, decoder: PagedDecoder, *, draft: PagedDecoder | None = None, host: ops.HostTokens | None = None
+    ) -> DecodeSteps:
+        is_synchronous, max_num_seqs = self.is_synchronous, self.limits.max_num_seqs
+        step = DecodeStep(decoder, self.inputs, self.state, self.sampler, should_record=is_synchronous, draft=draft, host=host)
+        return DecodeSteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=is_synchronous)
 
     def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
         """The tokens of the decode step just launched, with their scores, and with its inputs if only the device has them."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.runner.decode_step import DecodeSteps
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING, SlotWrites
 from engine.runner.token_spans import TokenSpan
@@ -25,17 +26,16 @@ class SlotTiming:
     def decode(self, num_rows: int) -> None:
         """Run a step as far as its tokens: a decode if it has one row, else a step with guesses. Its rows are not padding, for
         which a mixture would read no experts."""
-        steps, has_guesses = self._steps, num_rows > 1
-        shape = steps.decodes.shape(num_rows, Kind(), has_guesses=has_guesses)
+        if num_rows == 1:
+            self._decode_one_row(self._steps.decodes)
+            return
+        steps = self._steps
+        shape = steps.decodes.shape(num_rows, Kind(), has_guesses=True)
         steps.decodes.make_ready(shape)
-        if has_guesses:
-            no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
-            tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
-            slot_mapping = [row % steps.limits.block_size for row in range(num_rows)]
-            steps.inputs.write_columns([no_slots, tokens, zeros, slot_mapping, zeros], shape.size)
-        else:
-            steps.state.write(ONE_SLOT_WRITES)
-            steps.inputs.write_slots(ONE_SLOT, shape.size)
+        no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
+        tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
+        slot_mapping = [row % steps.limits.block_size for row in range(num_rows)]
+        steps.inputs.write_columns([no_slots, tokens, zeros, slot_mapping, zeros], shape.size)
         steps.decodes.run(shape)
         self._synchronise()
 
@@ -50,14 +50,15 @@ class SlotTiming:
     @torch.inference_mode()
     def draft_decode(self) -> None:
         """As `decode` of one row, by the draft model."""
-        steps = self._steps
-        assert steps.drafts is not None, "there is no draft model"
-        drafts = steps.drafts.decodes
-        shape = drafts.shape(1, Kind())
-        drafts.make_ready(shape)
-        steps.state.write(ONE_SLOT_WRITES)
-        steps.inputs.write_slots(ONE_SLOT, shape.size)
-        drafts.run(shape)
+        assert self._steps.drafts is not None, "there is no draft model"
+        self._decode_one_row(self._steps.drafts.decodes)
+
+    def _decode_one_row(self, decodes: DecodeSteps) -> None:
+        shape = decodes.shape(1, Kind())
+        decodes.make_ready(shape)
+        self._steps.state.write(ONE_SLOT_WRITES)
+        self._steps.inputs.write_slots(ONE_SLOT, shape.size)
+        decodes.run(shape)
         self._synchronise()
 
     def _synchronise(self) -> None:

@@ -65,7 +65,7 @@ class SlotState:
     """The state of S slots of at most M blocks each, on the device. Only kernels read it."""
 
     def __init__(self, words: ops.DeviceWords, *, dtype: torch.dtype | None = None) -> None:
-        """`words`: of `slot_words`. `dtype`: of the model, whose operations advance the slots; None is any."""
+        """`words`: the buffer of `slot_words`. `dtype`: the model's, whose operations advance the slots; None is any."""
         self.words = words
         self.last_tokens = self.words.tensor("last_tokens")  # [S]
         self.num_tokens = self.words.tensor("num_tokens")  # [S], the last one included
@@ -221,12 +221,9 @@ class SlotTable:
         if rows:
             self._idle.update(dict.fromkeys([self._requests[row] for row in rows]))
             self._lens[[self._slots[row] for row in rows]] += self._num_advanced
-            self._requests, self._slots, self._slot_array = (
-                without_rows(self._requests, rows),
-                without_rows(self._slots, rows),
-                EMPTY_INT64,
-            )
+            self._requests, self._slots = without_rows(self._requests, rows), without_rows(self._slots, rows)
             self._step_tables, self._step_sizes = without_rows(self._step_tables, rows), without_rows(self._step_sizes, rows)
+            self._slot_array = EMPTY_INT64
 
     def _advance(self, writes: SlotWrites) -> None:
         """Record one more step of all requests that are in the last one."""

@@ -164,7 +164,10 @@ class TokenReturn:
         self._num_steps += 1
         index, columns = self._num_steps % DEPTH, None
         if scores is not None or inputs is not None:
-            sent = torch.cat([*([] if inputs is None else [inputs[:, None]]), *([] if scores is None else [scores])], dim=1)
+            parts = [] if inputs is None else [inputs[:, None]]
+            if scores is not None:
+                parts.append(scores)
+            sent = torch.cat(parts, dim=1)
             columns = self._columns[index, : sent.numel()].view(sent.shape)
             columns.copy_(sent, non_blocking=True)
         event = self._events[index]

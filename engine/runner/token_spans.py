@@ -65,6 +65,7 @@ def make_forward_inputs(
             slot_mapping += _slot_mapping(block_table, start, start + len(ids), block_size)
     sampled_rows = [first + output for first, span in zip(firsts, spans, strict=True) for output in span.outputs]
     num_tokens = len(token_ids)
+    is_every_row = len(sampled_rows) == num_tokens and sampled_rows == list(range(num_tokens))
     packed = send(token_ids + positions + slot_mapping + sampled_rows, torch.int64, device)
     device_positions = packed[num_tokens : 2 * num_tokens]
     return ForwardInputs(
@@ -72,9 +73,7 @@ def make_forward_inputs(
         positions=device_positions,
         rotations=tuple(rotary.at(device_positions) for rotary in rotaries),
         slot_mapping=packed[2 * num_tokens : 3 * num_tokens],
-        sampled_rows=None
-        if len(sampled_rows) == num_tokens and sampled_rows == list(range(num_tokens))
-        else packed[3 * num_tokens :],
+        sampled_rows=None if is_every_row else packed[3 * num_tokens :],
         attention=tuple(_plans(attention_rows, planners)),
     )
 

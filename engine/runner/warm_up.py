@@ -113,21 +113,12 @@ def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[l
     room = min(max_tokens, limits.max_model_len)
     max_rows = min(max_seqs + max_guesses, max_tokens)
     sizes = {min(size, max_rows) for size in (*DECODE_BATCH_SIZES, max_seqs, max_rows)}
-    steps = {(size, 1, 1) for size in sizes if size <= max_seqs}
-    for longest in {min(length, room) for length in (*CHUNK_LENGTHS, room)}:
-        most = min(max_seqs, 1 + (max_tokens - longest) // 2)
-        numbers = {
-            min(FEW_REQUESTS, most),
-            min(MANY_REQUESTS, most),
-            *(number for number in SEARCH_BATCH_SIZES if number <= most),
-        }
-        steps |= {(number, longest, min(longest, 2)) for number in numbers}
-        if longest <= SHORT_CHUNK_MAX:
-            steps.add((min(SOME_REQUESTS, max_seqs, max_tokens // longest), longest, longest))
-    for number, longest, others in sorted(steps):
+    decodes_alone = {(size, 1, 1) for size in sizes if size <= max_seqs}
+    for number, longest, others in sorted(decodes_alone | _chunks_together(max_tokens, max_seqs, room)):
         yield [_span(longest, block_size)] + [_span(others, block_size)] * (number - 1)
     for length in CHUNK_LENGTHS:
-        if (start := min(LONG_CONTEXT, limits.max_model_len) - length) > 0 and length <= max_tokens:
+        start = min(LONG_CONTEXT, limits.max_model_len) - length
+        if start > 0 and length <= max_tokens:
             yield [_span(length, block_size, start=start)]
     for number in SEARCH_BATCH_SIZES:
         if number < max_seqs and number + 2 <= max_tokens:  # decodes of more tokens than a split, beside a chunk
@@ -136,6 +127,19 @@ def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[l
     for size in sorted(sizes):
         if size > max_seqs:
             yield [_span(min(room, size - first), block_size, wants_all=True) for first in range(0, size, room)]
+
+
+def _chunks_together(max_tokens: int, max_seqs: int, room: int) -> set[tuple[int, int, int]]:
+    """Requests of each step, tokens of its longest chunk and of each other one."""
+    steps = set()
+    for longest in {min(length, room) for length in (*CHUNK_LENGTHS, room)}:
+        most = min(max_seqs, 1 + (max_tokens - longest) // 2)
+        for number in (min(FEW_REQUESTS, most), min(MANY_REQUESTS, most), *SEARCH_BATCH_SIZES):
+            if number <= most:
+                steps.add((number, longest, min(longest, 2)))
+        if longest <= SHORT_CHUNK_MAX:
+            steps.add((min(SOME_REQUESTS, max_seqs, max_tokens // longest), longest, longest))
+    return steps
 
 
 def _compile_texts(decoder: PagedDecoder, max_tokens: int) -> None:

@@ -75,6 +75,15 @@ def _bias_of(sampling: SamplingParams) -> dict[int, float]:
     return {**(sampling.logit_bias or {}), **dict.fromkeys(forbidden, FORBIDDEN)}
 
 
+def _suppressed_ids(request: Request) -> list[int]:
+    """The end tokens that the sampling kernel leaves out before `min_tokens`, padded with -1; none where they are so many that
+    the request needs a mask."""
+    ids = sorted(request.stop_ids) if request.sampling.min_tokens > 0 else []
+    if len(ids) > ops.SUPPRESSED_IDS_MAX:
+        ids = []
+    return ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids))
+
+
 class ColumnSampler:
     """Columns for `num_slots` slots of one engine. One thread makes all calls."""
 
@@ -90,7 +99,7 @@ class ColumnSampler:
         make_words: Callable[[ops.Pieces, torch.device], ops.DeviceWords] = ops.DeviceWords,
     ) -> None:
         """`max_guesses`: rows of a step beyond one per slot. `num_biases`: biases held at a time; None: as many as the memory
-        plan counts. `dtype`: of all logits, None if it is not known. `make_words`: see `SamplingColumns`."""
+        plan counts. `dtype`: the format of logits, None if it is not known. `make_words`: see `SamplingColumns`."""
         num_biases = bias_rows(num_slots, vocab_size) if num_biases is None else num_biases
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_biases, device, make_words=make_words)
         self._device = device
@@ -126,39 +135,33 @@ class ColumnSampler:
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
         """Assign the slots to these requests; call `restart` to count their tokens. Returns the parameters to write to the
         words of the columns."""
-        params = [request.sampling for request in requests]
-        suppressed_ids = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
-        suppressed_ids = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in suppressed_ids]
-        floats = [
-            (
-                scale_of(p), p.top_p, neg_log2_min_p_of(p), p.typical_p,
-                p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
-            )
-            for p in params
-        ]  # fmt: skip
-        top_ks = [p.top_k if _has_top_k(p.top_k, self.vocab_size) else 0 for p in params]
-        longs = [(signed(stream(r.sampling.seed or 0)), r.num_prompt_tokens + r.sampling.min_tokens) for r in requests]
-        parameters = self.columns.to_write(
-            np.array(slots),
-            np.array(floats, np.float32),
-            np.array([*zip(top_ks, (self._bias_row_of.get(r, -1) for r in requests), strict=True)], np.int32),
-            np.array(longs, np.int64),
-            np.array([ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids)) for ids in suppressed_ids], np.int32),
-        )
+        floats, ints, longs, suppressed_ids = [], [], [], []
         for slot, request in zip(slots, requests, strict=True):
-            sampling = request.sampling
-            is_scored = sampling.logprobs is not None
+            p = request.sampling
+            filters = (scale_of(p), p.top_p, neg_log2_min_p_of(p), p.typical_p)
+            floats.append((*filters, p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
+            top_k = p.top_k if _has_top_k(p.top_k, self.vocab_size) else 0
+            ints.append((top_k, self._bias_row_of.get(request, -1)))
+            longs.append((signed(stream(p.seed or 0)), request.num_prompt_tokens + p.min_tokens))
+            suppressed_ids.append(_suppressed_ids(request))
+            is_scored = p.logprobs is not None
             self._flags[slot] = (
-                WEIGHS * weighs(sampling, self.vocab_size)
-                | COUNTS * sampling.has_penalties
+                WEIGHS * weighs(p, self.vocab_size)
+                | COUNTS * p.has_penalties
                 | MASKED * needs_masks(request)
                 | SCORED * is_scored
-                | NOT_GREEDY * (not is_greedy(sampling) or changes_logits(sampling) or is_scored)
+                | NOT_GREEDY * (not is_greedy(p) or changes_logits(p) or is_scored)
             )
-            self._num_scored[slot] = sampling.logprobs or 0
+            self._num_scored[slot] = p.logprobs or 0
         for row in {self._bias_row_of[request] for request in requests if request in self._bias_row_of}:
             self._write_bias(row)
-        return parameters
+        return self.columns.to_write(
+            np.array(slots),
+            np.array(floats, np.float32),
+            np.array(ints, np.int32),
+            np.array(longs, np.int64),
+            np.array(suppressed_ids, np.int32),
+        )
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
         """Count the first `num_tokens` tokens of the slot's request again, because the device's counts may be wrong."""

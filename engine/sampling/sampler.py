@@ -56,7 +56,14 @@ class Sampler:
         for group in _sampled_groups(rows):
             chosen[group] = self._draw(logits, rows, group)
         usable = (torch.isfinite(maxima) & (chosen != NO_TOKEN)).tolist()
-        return self._outputs(logits, model_logits, usable, chosen, maxima, rows)
+        scored = [i for i, row in enumerate(rows) if row.request.sampling.logprobs is not None and usable[i]]
+        logprobs = _logprobs(logits, model_logits, scored, chosen, rows) if scored else {}
+        outputs = [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(chosen.tolist())]
+        if not all(usable):
+            for i, maximum in enumerate(maxima.tolist()):
+                if not usable[i]:
+                    outputs[i] = _failure(rows[i], maximum)
+        return outputs
 
     def distributions(
         self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None = None
@@ -124,42 +131,25 @@ class Sampler:
     def _column(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device)
 
-    def _outputs(
-        self,
-        logits: torch.Tensor,
-        model_logits: dict[int, torch.Tensor],
-        usable: list[bool],
-        chosen: torch.Tensor,
-        maxima: torch.Tensor,
-        rows: Sequence[SampledRow],
-    ) -> list[SampledToken]:
-        token_ids = chosen.tolist()
-        scored = [i for i, row in enumerate(rows) if row.request.sampling.logprobs is not None and usable[i]]
-        logprobs = self._logprobs(logits, model_logits, scored, chosen, rows) if scored else {}
-        outputs = [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
-        if not all(usable):
-            for i, maximum in enumerate(maxima.tolist()):
-                outputs[i] = outputs[i] if usable[i] else _failure(rows[i], maximum)
-        return outputs
 
-    def _logprobs(
-        self,
-        logits: torch.Tensor,
-        model_logits: dict[int, torch.Tensor],
-        scored: list[int],
-        chosen: torch.Tensor,
-        rows: Sequence[SampledRow],
-    ) -> dict[int, TokenLogprob]:
-        unchanged = [i for i in scored if i not in model_logits]
-        counts = {i: rows[i].sampling.logprobs or 0 for i in scored}
-        logprobs = {}
-        if unchanged:
-            entries = token_logprobs(logits, unchanged, chosen[unchanged], [counts[i] for i in unchanged])
-            logprobs = dict(zip(unchanged, entries, strict=True))
-        for i in scored:
-            if i in model_logits:
-                (logprobs[i],) = token_logprobs(model_logits[i][None], [0], chosen[i : i + 1], [counts[i]])
-        return logprobs
+def _logprobs(
+    logits: torch.Tensor,
+    model_logits: dict[int, torch.Tensor],
+    scored: list[int],
+    chosen: torch.Tensor,
+    rows: Sequence[SampledRow],
+) -> dict[int, TokenLogprob]:
+    """Of the rows `scored`, by row. `model_logits`: the model's own logits of rows that rules or masks have changed."""
+    unchanged = [i for i in scored if i not in model_logits]
+    counts = {i: rows[i].sampling.logprobs or 0 for i in scored}
+    logprobs = {}
+    if unchanged:
+        entries = token_logprobs(logits, unchanged, chosen[unchanged], [counts[i] for i in unchanged])
+        logprobs = dict(zip(unchanged, entries, strict=True))
+    for i in scored:
+        if i in model_logits:
+            (logprobs[i],) = token_logprobs(model_logits[i][None], [0], chosen[i : i + 1], [counts[i]])
+    return logprobs
 
 
 def _sampled_groups(rows: Sequence[SampledRow]) -> list[list[int]]:

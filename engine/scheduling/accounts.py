@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.protocol import Priority, TenantProgress
@@ -224,7 +223,12 @@ class Accounts:
 
     def has_requests_above(self, priority: Priority) -> bool:
         """Whether a higher class has requests, waiting or running."""
-        return any(totals.weight for totals in islice(self.totals.values(), list(self.totals).index(priority)))
+        for other, totals in self.totals.items():
+            if other is priority:
+                return False
+            if totals.weight:
+                return True
+        return False
 
     def start_decoding(self, account: Account, context_len: int) -> None:
         account.add_decode(context_len, self.step)
@@ -233,26 +237,6 @@ class Accounts:
     def stop_decoding(self, account: Account, context_len: int) -> None:
         account.remove_decode(context_len, self.step)
         self.aggregate.remove_decode(context_len, self.step)
-
-    def _change_seats(self, account: Account, change: int) -> None:
-        totals = self.totals[account.priority]
-        totals.seats.move(account, len(account.running) - change, len(account.running))
-        totals.num_running += change
-        self.version += 1
-
-    def _activate(self, account: Account) -> None:
-        if not account.is_active:
-            self._idle.pop(account, None)
-            self.totals[account.priority].weight += account.weight
-
-    def _deactivate(self, account: Account) -> None:
-        if account.is_active:
-            return
-        self.totals[account.priority].weight -= account.weight
-        self._idle[account] = None
-        if len(self._idle) > IDLE_ACCOUNTS_MAX:
-            oldest, _ = self._idle.popitem(last=False)
-            del self._accounts[oldest.tenant_id, oldest.priority]
 
     def add_context(self, account: Account, num_tokens: int) -> None:
         """Add tokens of a decoding request beyond the one that each step books."""
@@ -284,3 +268,23 @@ class Accounts:
         totals.weight += (weight - account.weight) * account.is_active
         account.weight = weight
         totals.seats.move(account, 0, num_running)
+
+    def _change_seats(self, account: Account, change: int) -> None:
+        totals = self.totals[account.priority]
+        totals.seats.move(account, len(account.running) - change, len(account.running))
+        totals.num_running += change
+        self.version += 1
+
+    def _activate(self, account: Account) -> None:
+        if not account.is_active:
+            self._idle.pop(account, None)
+            self.totals[account.priority].weight += account.weight
+
+    def _deactivate(self, account: Account) -> None:
+        if account.is_active:
+            return
+        self.totals[account.priority].weight -= account.weight
+        self._idle[account] = None
+        if len(self._idle) > IDLE_ACCOUNTS_MAX:
+            oldest, _ = self._idle.popitem(last=False)
+            del self._accounts[oldest.tenant_id, oldest.priority]

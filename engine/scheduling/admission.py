@@ -27,16 +27,14 @@ class Admission:
     """Admits requests. `start` must follow a `can_start` that returned NOW or a `can_return` that returned True for the same
     request, with no change in between."""
 
-    def __init__(
-        self, accounts: Accounts, kv: KvBlocks, block_size: int, *, max_num_seqs: int, step_budget: StepBudget | None
-    ) -> None:
+    def __init__(self, accounts: Accounts, kv: KvBlocks, *, max_num_seqs: int, step_budget: StepBudget | None) -> None:
         self._accounts = accounts
         self._kv = kv
-        self._block_size = block_size
+        self._block_size = kv.block_size
         self._max_num_seqs = max_num_seqs
         self._step_budget = step_budget
-        self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
-        self._next_blocks = NextPrefillBlocks(kv.prefix_cache, block_size)
+        self._forecast = KvForecast(kv.pool.num_blocks * kv.block_size, kv.block_size)
+        self._next_blocks = NextPrefillBlocks(kv.prefix_cache)
         self._found = FoundPrefix()
         self._found_for: Request | None = None  # the request that prefix belongs to
         self._step = 0  # the step being planned

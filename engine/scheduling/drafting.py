@@ -61,7 +61,6 @@ class Drafting:
         kv: KvBlocks,
         decodes: DecodeSet,
         totals: SchedulerTotals,
-        block_size: int,
         charge: Callable[[Request, int], None],
     ) -> None:
         """`charge(request, cost_ps)` charges the tenant of a request."""
@@ -71,7 +70,6 @@ class Drafting:
         self._kv = kv
         self._decodes = decodes
         self._totals = totals
-        self._block_size = block_size
         self._backoff = self._backoff_left = 0
 
     def should_settle_first(self) -> bool:
@@ -91,7 +89,7 @@ class Drafting:
         limit = min(limit, STEP_GUESSES_MAX)
         for item in batch.decodes:
             request = item.request
-            slots = (len(request.block_table) + self._kv.num_spare) * self._block_size
+            slots = (len(request.block_table) + self._kv.num_spare) * self._kv.block_size
             most = min(limit, request.max_total_tokens - request.num_tokens - 1, slots - item.start - 1)
             if most <= 0:
                 continue

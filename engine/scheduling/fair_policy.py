@@ -111,16 +111,15 @@ class FairPolicy:
         return self._leads.pause_changes()
 
     def next_prefill(self, can_start: CanStart | None) -> Request | None:
-        self._reserved = None
         overdue = self._overdue_class()
         classes = self.backlogs if overdue is None or can_start is None else (overdue,)
         for priority in classes:
-            chosen = self._next_in_class(self.backlogs[priority], can_start)
+            chosen, self._reserved = self._next_in_class(self.backlogs[priority], can_start)
+            if chosen is not None and can_start is not None and chosen.status is RequestStatus.QUEUED:
+                return self._start(chosen, can_start)
             if chosen is not None:
-                return (
-                    chosen if can_start is None or chosen.status is not RequestStatus.QUEUED else self._start(chosen, can_start)
-                )
-            if self._has_reserved():
+                return chosen
+            if self._reserved is not None:
                 break
         return first_unscheduled((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
 
@@ -139,9 +138,6 @@ class FairPolicy:
         can_start(chosen)  # `start` requires that the last `can_start` was for this request
         return chosen
 
-    def _has_reserved(self) -> bool:
-        return self._reserved is not None
-
     def _overdue_class(self) -> Priority | None:
         """The lowest class that has waited too long: no other class starts a request until it has started one."""
         for priority in reversed(Priority):
@@ -153,24 +149,27 @@ class FairPolicy:
         waited = self._accounts.step - self._started_step[priority]
         return waited > AGEING_STEPS and self._accounts.has_requests_above(priority)
 
-    def _next_in_class(self, backlog: Backlog, can_start: CanStart | None) -> Request | None:
+    def _next_in_class(self, backlog: Backlog, can_start: CanStart | None) -> tuple[Request | None, Request | None]:
+        """As `PrefillOrder.select`, among the first accounts of a class: entitled ones below their share, other entitled ones,
+        the rest."""
         step = self._accounts.step
         accounts = self._accounts_with_work(backlog, step)
         if not accounts:
-            return None
+            return None, None
         entitled = [account for account in accounts if backlog.is_eligible(account, step)]
         below = [account for account in entitled if self._preemption.is_below_share(account)]
         above = [account for account in entitled if account not in below]
         others = [account for account in accounts if account not in entitled and not self.is_ahead(account)]
+        reserved: Request | None = None
         for group in (below, above, others):
-            chosen, reserved = self._order.select(group, backlog.round, None if self._reserved else can_start)
-            self._reserved = self._reserved or reserved
+            chosen, passed = self._order.select(group, backlog.round, None if reserved else can_start)
+            reserved = reserved or passed
             if chosen is not None:
-                return chosen
+                return chosen, reserved
         if can_start is not None:
             for account in accounts:
                 backlog.move_to_back(account)
-        return None
+        return None, reserved
 
     def _accounts_with_work(self, backlog: Backlog, step: int) -> list[Account]:
         """The first accounts that can do something in this step; those without work are set aside until the next step."""

@@ -32,20 +32,14 @@ class KvBlocks:
     """The only owner of block tables. A shared block counts once for each of its holders."""
 
     def __init__(
-        self,
-        pool: BlockPool,
-        block_size: int,
-        *,
-        costs: TokenCosts,
-        prefix_cache: PrefixCache,
-        host_tier: HostTier | None = None,
+        self, pool: BlockPool, *, costs: TokenCosts, prefix_cache: PrefixCache, host_tier: HostTier | None = None
     ) -> None:
         self.pool = pool
         self.prefix_cache = prefix_cache
+        self.block_size = prefix_cache.block_size
         self.host_tier = host_tier
         self.num_swapped_in = 0
         self.num_swapped_out = 0
-        self._block_size = block_size
         self._costs = costs
         self._num_promised = 0
         self._moves = BlockMoves()
@@ -59,20 +53,20 @@ class KvBlocks:
         return self.pool.num_available - self._num_promised
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)
 
     def find(self, request: Request) -> FoundPrefix:
         """The longest prefix of `request` that need not be computed. Changes nothing."""
         matched = self.prefix_cache.match(request)
         if request.sampling.prompt_logprobs is not None:  # tokens that were never computed have no log-probabilities
-            return self._on_device(matched[: request.num_prompt_tokens_computed // self._block_size])
+            return self._on_device(matched[: request.num_prompt_tokens_computed // self.block_size])
         on_device = self._on_device(matched)
         if self.host_tier is None:
             return on_device
         longer = self._continue_on_host(request, on_device)
         num_more = len(longer.blocks) - len(matched)
         swap_ns = self._costs.swap_in_ns(longer.num_on_host)
-        recompute_ns = self._costs.prefill_ns(len(matched) * self._block_size, num_more * self._block_size)
+        recompute_ns = self._costs.prefill_ns(len(matched) * self.block_size, num_more * self.block_size)
         return longer if swap_ns < recompute_ns else on_device
 
     def _on_device(self, blocks: Sequence[int]) -> FoundPrefix:
@@ -82,14 +76,16 @@ class KvBlocks:
         """Follow the chain behind `found` through both tiers."""
         assert self.host_tier is not None
         longer = FoundPrefix(list(found.blocks), 0, found.num_unowned)
-        for index in range(len(found.blocks), (request.num_tokens - 1) // self._block_size):
+        for index in range(len(found.blocks), (request.num_tokens - 1) // self.block_size):
             content_hash = self.prefix_cache.hashes(request, index + 1)[index]
             block_id = self.pool.lookup(content_hash)
             if block_id is None and not self.host_tier.can_fetch(content_hash):
                 break
             longer.blocks.append(block_id)
-            longer.num_on_host += block_id is None
-            longer.num_unowned += block_id is not None and not self.pool.is_used(block_id)
+            if block_id is None:
+                longer.num_on_host += 1
+            elif not self.pool.is_used(block_id):
+                longer.num_unowned += 1
         return longer
 
     def num_needed_blocks(self, request: Request, found: FoundPrefix) -> int:
@@ -104,12 +100,13 @@ class KvBlocks:
         """Attach the found prefix to an admitted request, and promise it blocks for the rest of its prompt."""
         self.pool.share_all(block_id for block_id in found.blocks if block_id is not None)
         hashes = request.block_hashes
+        # All host blocks are pinned before the first is swapped in: the device block that it gets may evict to the host tier.
         on_host = {index: self._fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
         table: list[int] = []
         for index, block_id in enumerate(found.blocks):
             table.append(self._swap_in(hashes[index], on_host[index]) if block_id is None else block_id)
         self._append_blocks(request, table)
-        request.num_computed_tokens = len(table) * self._block_size
+        request.num_computed_tokens = len(table) * self.block_size
         self._promise(request, self.blocks_for(request.num_tokens) - len(table))
 
     def _fetch(self, content_hash: bytes) -> int:
@@ -145,7 +142,7 @@ class KvBlocks:
 
     def make_writable(self, request: Request, position: int) -> None:
         """Copy on write: the block of `position` becomes the request's own if another request holds it too."""
-        index = position // self._block_size
+        index = position // self.block_size
         source = request.block_table[index]
         if self.pool.ref_count(source) == 1:
             return

@@ -98,7 +98,7 @@ class LeadTracker:
             return [], []
         protected = {account for account in self._over_cap if account.recovering is not None}
         for account in protected:
-            recovering(account)
+            recovering(account)  # forgets a request that is protected no more
         pause = [account for account in self._over_cap if account not in self.paused or account in protected]
         resume = [account for account in self.paused if account not in self._over_cap]
         self.paused.clear()

@@ -125,41 +125,21 @@ def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Re
     return None, None
 
 
-class PlainPolicy:
-    """A policy without fairness: no account pauses, no request is preempted for another, the youngest gives up its blocks."""
+class PlainPolicy(Policy):
+    """A policy without fairness: no account pauses, no request is preempted for another, the youngest gives up its blocks.
+    Methods of `Policy` that are not written here do nothing."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._accounts = context.accounts
 
-    def on_started(self, request: Request) -> None:
-        """Seats need no bookkeeping."""
-
     def set_weight(self, account: Account, weight: int) -> None:
         self._accounts.set_weight(account, weight)
-
-    def on_backlog_change(self, account: Account) -> None:
-        """Prefills under way need no bookkeeping."""
-
-    def on_recompute(self, request: Request, num_lost: int) -> None:
-        """Wasted work decides nothing: no request is preempted for another."""
-
-    def begin_step(self) -> None:
-        """Nothing changes between steps."""
 
     def pause_changes(self) -> tuple[list[Account], list[Account]]:
         return [], []
 
-    def on_charged(self, account: Account) -> None:
-        """Service decides nothing."""
-
     def applicants(self) -> list[Request]:
         return []
-
-    def on_no_victim(self) -> None:
-        """There are no applicants."""
-
-    def victim(self, applicant: Request) -> Request | None:
-        """No request."""
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
         *_, youngest = running

@@ -60,14 +60,12 @@ class Preemption:
             self._lower_class(account),
             self._most_blocks(applicant) if has_seat else self._most_seats(account),
             self._furthest_ahead(account),
+            *self._leads.paused,
         ):
-            victim = None if holder is None or holder is account else _youngest(holder)
-            if victim is not None:
-                return victim
-        for paused in self._leads.paused:
-            victim = None if paused is account else _youngest(paused)
-            if victim is not None:
-                return victim
+            if holder is not None and holder is not account:
+                victim = _youngest(holder)
+                if victim is not None:
+                    return victim
         if self._is_due_back(applicant) and not has_seat:
             for request in reversed(account.running):
                 if request is not account.recovering and self._accounts.step - request.moved_step > TURN_STEPS:

@@ -35,7 +35,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int, *, key: bytes | None = None, is_shared: bool = True) -> None:
         self.is_shared = is_shared
         self._pool = pool
-        self._block_size = block_size
+        self.block_size = block_size
         self._key = secrets.token_bytes(32) if key is None else key
         self._global_hashes: set[bytes] = set()
         self._sequence = count()
@@ -43,13 +43,13 @@ class PrefixCache:
     def share_globally(self, token_ids: Sequence[int]) -> None:
         """Share the full blocks of this prefix between all tenants, from now on."""
         chain = self._hasher(b"", b"global")
-        for start in range(0, len(token_ids) - self._block_size + 1, self._block_size):
-            chain.update(array("I", token_ids[start : start + self._block_size]))
+        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
+            chain.update(array("I", token_ids[start : start + self.block_size]))
             self._global_hashes.add(chain.digest())
 
     def match(self, request: Request) -> list[int]:
         """Blocks that hold the longest cached prefix of `request`, in order. The last token is always left to be computed."""
-        limit = (request.num_tokens - 1) // self._block_size
+        limit = (request.num_tokens - 1) // self.block_size
         matched: list[int] = []
         known = 0
         while known < limit:
@@ -61,7 +61,7 @@ class PrefixCache:
 
     def match_len(self, request: Request) -> int:
         """About how many blocks `match` would find, by bisection: chains are evicted from their end."""
-        limit = (request.num_tokens - 1) // self._block_size
+        limit = (request.num_tokens - 1) // self.block_size
         hashes = request.block_hashes
         if len(hashes) < limit and (not hashes or self._pool.lookup(hashes[-1]) is not None):
             return len(self.match(request))
@@ -82,8 +82,8 @@ class PrefixCache:
 
     def register(self, request: Request, num_computed_before: int, num_computed: int) -> None:
         """Make findable the blocks that became full since `num_computed_before`; all their tokens must be the request's."""
-        first = num_computed_before // self._block_size
-        num_full_blocks = min(num_computed, request.num_tokens) // self._block_size
+        first = num_computed_before // self.block_size
+        num_full_blocks = min(num_computed, request.num_tokens) // self.block_size
         if num_full_blocks <= first:
             return
         hashes = self.hashes(request, num_full_blocks)
@@ -93,7 +93,7 @@ class PrefixCache:
     def _extend(self, request: Request, num_blocks: int) -> None:
         if request.prefix_hash is None and request.forked_from is not None and self.is_shared:
             self._copy_parent_hashes(request, request.forked_from)
-        hashes, size = request.block_hashes, self._block_size
+        hashes, size = request.block_hashes, self.block_size
         start = len(hashes) * size
         tokens = array("I", request.token_ids[start : num_blocks * size]).tobytes()
         if request.prefix_hash is None:
@@ -126,7 +126,7 @@ class PrefixCache:
 
     def _copy_parent_hashes(self, request: Request, parent: Request) -> None:
         """All answers to a prompt share the hashes of its blocks. A parent that has hashed its answer too is past them."""
-        if parent.prefix_hash is not None and len(parent.block_hashes) * self._block_size <= request.num_prompt_tokens:
+        if parent.prefix_hash is not None and len(parent.block_hashes) * self.block_size <= request.num_prompt_tokens:
             request.block_hashes = parent.block_hashes.copy()
             request.prefix_hash, request.prefix_is_global = parent.prefix_hash.copy(), parent.prefix_is_global
 
@@ -150,9 +150,9 @@ class PrefixCache:
 class NextPrefillBlocks:
     """The block that each running prefill computes next, by hash, so that no other prefill computes it at the same time."""
 
-    def __init__(self, prefix_cache: PrefixCache, block_size: int) -> None:
+    def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
-        self._block_size = block_size
+        self._block_size = prefix_cache.block_size
         self._owners: dict[bytes, Request] = {}
         self._hashes: dict[Request, bytes] = {}
 

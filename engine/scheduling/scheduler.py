@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.protocol import FinishReason, TenantProgress, TokenEvent
+from engine.protocol import FinishReason, SamplingParams, TenantProgress, TokenEvent
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_pool import BlockPool
@@ -35,8 +35,7 @@ from engine.scheduling.limits import SchedulerLimits, SchedulerTotals
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.policy import Policy, PolicyContext, Start
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.probe import probe_item
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import Request, RequestStatus, table_of
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.tenant_rotation import TenantRotation
@@ -66,30 +65,25 @@ class Scheduler:
     ) -> None:
         """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
         limits.check_blocks(pool.num_blocks)
-        block_size = limits.block_size
         self.limits = limits
         self.pool = pool
         self.costs = TokenCosts() if costs is None else costs
         self.totals = SchedulerTotals()
         self.accounts = Accounts(self.costs)
-        prefix_cache = prefix_cache or PrefixCache(pool, block_size, is_shared=False)
-        self.kv = KvBlocks(pool, block_size, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
-        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache, block_size)
+        prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, is_shared=False)
+        self.kv = KvBlocks(pool, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
+        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache)
         self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
         self._step_budget = step_budget
-        self.admission = Admission(
-            self.accounts, self.kv, block_size, max_num_seqs=limits.max_num_seqs, step_budget=step_budget
-        )
-        self._rotation = TenantRotation(self.accounts, self.kv, clock, block_size)
-        self._decodes = DecodeSet(self.accounts, block_size)
+        self.admission = Admission(self.accounts, self.kv, max_num_seqs=limits.max_num_seqs, step_budget=step_budget)
+        self._rotation = TenantRotation(self.accounts, self.kv, clock)
+        self._decodes = DecodeSet(self.accounts, limits.block_size)
         self._lifecycle = Lifecycle(
             self.accounts, self.admission, self.policy, self._decodes, self._rotation, self.totals, clock
         )
         self._drafting: Drafting | None = None
         if drafter is not None:
-            self._drafting = Drafting(
-                drafter, self.accounts, self.kv, self._decodes, self.totals, block_size, self._lifecycle.charge
-            )
+            self._drafting = Drafting(drafter, self.accounts, self.kv, self._decodes, self.totals, self._lifecycle.charge)
         self._outcomes = Outcomes(self._lifecycle, self.kv, self.admission, self._drafting, self.totals)
         self._planned: ScheduledBatch | None = None  # neither applied nor advanced yet
 
@@ -267,7 +261,7 @@ class Scheduler:
             yield None
             return
         try:
-            yield probe_item(block_id)
+            yield _probe_item(block_id)
         finally:
             self.pool.release([block_id])
 
@@ -277,3 +271,20 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless blocks, requests, accounts and limits agree. For tests and for the idle engine."""
         check_scheduler(self)
+
+
+def _probe_item(block_id: int) -> ScheduledRequest:
+    """The greedy token after token 0, computed in the given block: a harmless one, which tells a broken device from bad
+    requests."""
+    request = Request(
+        request_id="probe",
+        tenant_id="",
+        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=1),
+        token_ids=[0],
+        num_prompt_tokens=1,
+        max_total_tokens=2,
+        stop_ids=frozenset(),
+        arrived_s=0.0,
+        block_table=table_of([block_id]),
+    )
+    return ScheduledRequest(request, 0, 1, samples=True)

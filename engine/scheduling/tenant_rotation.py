@@ -36,12 +36,11 @@ NS_PER_S = 1_000_000_000
 class TenantRotation:
     """The preempted requests of all tenants, in the order of preemption. At most one exchange per step."""
 
-    def __init__(self, accounts: Accounts, kv: KvBlocks, clock: Callable[[], float], block_size: int) -> None:
+    def __init__(self, accounts: Accounts, kv: KvBlocks, clock: Callable[[], float]) -> None:
         self._recompute_allowed_s = 0.0  # when the next exchange that costs something is allowed
         self._accounts = accounts
         self._kv = kv
         self._clock = clock
-        self._block_size = block_size
         self._preempted_at_s: OrderedDict[Request, float] = OrderedDict()
         self._restarted: dict[Request, None] = {}  # preempted requests that have restarted and recompute what they lost
         self._returning: Request | None = None
@@ -96,13 +95,15 @@ class TenantRotation:
         return min(CYCLE_STEPS, max(TURN_STEPS_MIN, turns))
 
     def _fits(self, request: Request, other: Request) -> bool:
-        """Whether it can come back in the space that `other` leaves, within the ration for recomputing."""
+        """Whether it can come back in the space that `other` leaves, within the ration for recomputing, which it then uses."""
         found = self._kv.find(request)
-        start, now_s = len(found.blocks) * self._block_size, self._clock()
-        num_lost = request.num_tokens - start
-        room = self._kv.num_spare + len(other.block_table)
-        if self._kv.num_needed_blocks(request, found) > room or (num_lost > FREE_TOKENS and now_s < self._recompute_allowed_s):
+        if self._kv.num_needed_blocks(request, found) > self._kv.num_spare + len(other.block_table):
             return False
+        start = len(found.blocks) * self._kv.block_size
+        num_lost = request.num_tokens - start
         if num_lost > FREE_TOKENS:
+            now_s = self._clock()
+            if now_s < self._recompute_allowed_s:
+                return False
             self._recompute_allowed_s = now_s + RATION * self._accounts.costs.prefill_ns(start, num_lost) / NS_PER_S
         return True

@@ -32,18 +32,12 @@ class Urgency:
     """`target_s` counts from arrival to first token; with None no request is ever late. O(log blocks) per look."""
 
     def __init__(
-        self,
-        target_s: float | None,
-        clock: Callable[[], float],
-        costs: TokenCosts,
-        prefix_cache: PrefixCache,
-        block_size: int,
+        self, target_s: float | None, clock: Callable[[], float], costs: TokenCosts, prefix_cache: PrefixCache
     ) -> None:
         self._target_s = target_s
         self._clock = clock
         self._costs = costs
         self._prefix_cache = prefix_cache
-        self._block_size = block_size
 
     def is_late(self, request: Request) -> bool:
         """Whether it will miss its first-token target. A late request stays late; one that has had a token is not late."""
@@ -55,7 +49,7 @@ class Urgency:
         start = request.num_computed_tokens
         if self._prefill_s(request, start) > left_s:
             if not start:
-                start = self._prefix_cache.match_len(request) * self._block_size
+                start = self._prefix_cache.match_len(request) * self._prefix_cache.block_size
             request.is_late = self._prefill_s(request, start) > left_s
         return request.is_late
 

@@ -61,7 +61,12 @@ class WaitingQueue:
                 self._regular.move_to_end(request, last=False)
 
     def remove(self, request: Request) -> None:
-        del (self._preempted if request.num_preemptions else self._late if request in self._late else self._regular)[request]
+        if request.num_preemptions:
+            del self._preempted[request]
+        elif request in self._late:
+            del self._late[request]
+        else:
+            del self._regular[request]
 
     @property
     def head(self) -> Request | None:

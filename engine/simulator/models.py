@@ -27,7 +27,7 @@ FLOPS_REACHED = 790 / 989
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A model by name. `weight_bytes`: of each parameter that a step reads, on average; `element_bytes`: of a number that is
+    """A model by name. `weight_bytes`: mean size of a parameter that a step reads; `element_bytes`: size of a number that is
     computed, and of one in the cache unless another size is requested."""
 
     name: str
@@ -67,9 +67,10 @@ class SimulatedGpu:
     capability: tuple[int, int] = (9, 0)
 
 
-def _gpu(name: str, memory_gib: float, bandwidth: float, flops: float, link_bandwidth: float) -> SimulatedGpu:
+def _gpu(
+    name: str, memory_gib: float, bandwidth: float, flops: float, link_bandwidth: float, capability: tuple[int, int] = (9, 0)
+) -> SimulatedGpu:
     speed = DeviceSpeed(bandwidth=bandwidth, flops=flops, link_bandwidth=link_bandwidth)
-    capability = (8, 0) if name == "a100" else (9, 0)
     return SimulatedGpu(name=name, speed=speed, memory_bytes=int(memory_gib * GIB), capability=capability)
 
 
@@ -78,28 +79,22 @@ GPUS: dict[str, SimulatedGpu] = {
     for gpu in (
         _gpu("h200", 139.0, 4.30e12, 790e12, 50e9),
         _gpu("h100", 79.1, 3.0e12, 798e12, 50e9),
-        _gpu("a100", 79.1, 2.04e12 * BANDWIDTH_REACHED, 312e12 * FLOPS_REACHED, 22e9),
+        _gpu("a100", 79.1, 2.04e12 * BANDWIDTH_REACHED, 312e12 * FLOPS_REACHED, 22e9, capability=(8, 0)),
         _gpu("h20", 95.0, 4.00e12 * BANDWIDTH_REACHED, 148e12 * FLOPS_REACHED, 50e9),
     )
 }
 
 
-def _config(family: str, max_model_len: int, *sizes: int, tied: bool = False) -> dict[str, Any]:
-    """The size fields of a known model's `config.json`."""
-    layers, hidden, heads, kv_heads, head_dim, intermediate, vocab = sizes
-    return {
-        "architectures": [family],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": max_model_len,
-        "torch_dtype": "bfloat16",
-    }
+SIZES = (
+    "max_position_embeddings", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+
+def _config(architecture: str, *sizes: int, tied: bool = False) -> dict[str, Any]:
+    """A known model's `config.json`, as far as its shape goes. `sizes`: the values of `SIZES`."""
+    named_sizes = dict(zip(SIZES, sizes, strict=True))
+    return {"architectures": [architecture], "tie_word_embeddings": tied, "torch_dtype": "bfloat16", **named_sizes}
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

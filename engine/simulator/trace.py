@@ -154,7 +154,9 @@ def _milliseconds(row: _Row) -> TracedRequest:
     )
 
 
-CSV_FORMATS: tuple[tuple[frozenset[str], Callable[[_Row], TracedRequest]], ...] = (
+_Read = Callable[[_Row], TracedRequest]
+
+CSV_FORMATS: tuple[tuple[frozenset[str], _Read], ...] = (
     (frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}), _azure),
     (frozenset({"arrival_s", "input_tokens", "output_tokens"}), _seconds),
     (frozenset({"input_tokens", "output_tokens"}), _lengths),
@@ -188,7 +190,7 @@ def _lines(path: Path, file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _csv_rows(path: Path, lines: Iterator[str], trace: Trace) -> Iterator[tuple[_Row, Callable[[_Row], TracedRequest]]]:
+def _csv_rows(path: Path, lines: Iterator[str], trace: Trace) -> Iterator[tuple[_Row, _Read]]:
     reader = csv.reader(lines, strict=True)
     header = next(reader, None)
     if header is None:
@@ -213,7 +215,7 @@ def _csv_rows(path: Path, lines: Iterator[str], trace: Trace) -> Iterator[tuple[
             yield _Row(path, reader.line_num, dict(zip(columns, values, strict=False))), read
 
 
-def _jsonl_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[_Row, Callable[[_Row], TracedRequest]]]:
+def _jsonl_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[_Row, _Read]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -226,7 +228,7 @@ def _jsonl_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[_Row, Callab
         yield _Row(path, number, values), _milliseconds
 
 
-def _add_row(trace: Trace, row: _Row, read: Callable[[_Row], TracedRequest]) -> None:
+def _add_row(trace: Trace, row: _Row, read: _Read) -> None:
     request = read(row)
     if not request.input_tokens or not request.output_tokens:
         trace.num_empty += 1

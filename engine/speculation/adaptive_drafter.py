@@ -85,7 +85,10 @@ class SpeculationCosts:
         low, high = 0, NUM_RUNNING_MAX
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.best_depth(acceptance, middle, 1) else (low, middle - 1)
+            if self.best_depth(acceptance, middle, 1):
+                low = middle
+            else:
+                high = middle - 1
         return low
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from engine.runner.decode_step import DecodeStep
+from engine.runner.decode_input_buffers import DecodeInputBuffers
 from engine.speculation.options import SpeculativeOptions
 from kernels.attention_rows import AttentionShape
 from kernels.paged_plan import PagedPlan
@@ -36,12 +36,12 @@ REQUEST = generation_request("a", [5, 6, 7], max_tokens=NUM_TOKENS)
 def served(folder: Path, *, guesses: list[int] | None = None, **options: Any) -> tuple[list[int], set[bool]]:
     """Tokens of a request on a rehearsed card, and whether decode steps with guesses (True) and without (False) had layers that
     rotate inside their attention."""
-    steps, of_steps = DecodeStep.inputs, [False]
+    of_steps, forward_inputs = [False], DecodeInputBuffers.forward_inputs
     rotated: set[bool] = set()
 
-    def inputs(self: DecodeStep, size: int, *, has_guesses: bool) -> Any:
+    def inputs(self: DecodeInputBuffers, decoder: Any, size: int, *, has_guesses: bool) -> Any:
         of_steps[0] = has_guesses
-        return steps(self, size, has_guesses=has_guesses)
+        return forward_inputs(self, decoder, size, has_guesses=has_guesses)
 
     def noted(name: str) -> Any:
         launch = getattr(rotated_decode, name)
@@ -56,7 +56,7 @@ def served(folder: Path, *, guesses: list[int] | None = None, **options: Any) ->
         rehearsal(Schedule.RANDOM),
         noted("lone_decode"),
         noted("launch_decode"),
-        mock.patch.object(DecodeStep, "inputs", inputs),
+        mock.patch.object(DecodeInputBuffers, "forward_inputs", inputs),
     ):
         engine = small_engine(folder, device="cuda", dtype="float32", **SMALL, **options)
         if guesses is not None:

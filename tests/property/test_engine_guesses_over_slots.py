@@ -134,14 +134,13 @@ def test_a_model_that_guesses_for_itself_is_always_right(loop: str, sampling: di
 def test_what_two_models_read_in_all_layers_is_made_before_the_layers_of_either(folder: Path) -> None:
     """A record keeps what was made before the first layer, and has others take the places of the rest."""
     engine = recorded_engine(folder / "llama", speculative_config=drafting(folder / "gemma2 draft"))
-    step: Any = engine.runner.steps.decodes.step  # type: ignore[attr-defined]
+    steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     calls = mock.Mock()
-    for number, each in enumerate((step, step._draft)):
-        calls.attach_mock(mock.Mock(wraps=each.forward), f"forward_{number}")
-        calls.attach_mock(mock.Mock(wraps=each.inputs), f"inputs_{number}")
-        each.forward, each.inputs = getattr(calls, f"forward_{number}"), getattr(calls, f"inputs_{number}")
-    step.make_ready(Kind(weighs=True))
-    assert [call[0][:-2] for call in calls.mock_calls] == ["inputs", "inputs", "forward", "forward"]
+    for owner, method in ((steps.inputs, "forward_inputs"), *((decoder, "forward") for decoder in steps.decoders)):
+        calls.attach_mock(mock.Mock(wraps=getattr(owner, method)), method)
+        setattr(owner, method, getattr(calls, method))
+    steps.decodes.step.make_ready(Kind(weighs=True))
+    assert [call[0] for call in calls.mock_calls] == ["forward_inputs", "forward_inputs", "forward", "forward"]
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))

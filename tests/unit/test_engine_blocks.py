@@ -153,7 +153,7 @@ def test_a_tenant_is_told_what_it_holds() -> None:
 def test_a_block_that_nobody_holds_is_counted_behind_one_in_main_memory_too() -> None:
     pool, tier = BlockPool(4), HostTier(1)
     cache = PrefixCache(pool, BLOCK_SIZE)
-    kv = KvBlocks(pool, BLOCK_SIZE, costs=TokenCosts(), prefix_cache=cache, host_tier=tier)
+    kv = KvBlocks(pool, costs=TokenCosts(), prefix_cache=cache, host_tier=tier)
     request = make_request("a", 4 * BLOCK_SIZE)
     first, second, third, _ = cache.hashes(request, 4)
     tier.store(first)

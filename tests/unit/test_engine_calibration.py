@@ -136,6 +136,6 @@ def test_guesses_cost_what_the_steps_take_that_verify_them(
         now_s += 0.5 + (num_rows > 1) + num_rows / 2
 
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    costs = calibration._measured_guesses(run, 80, device, None)
+    costs = calibration._measured_guesses(cast("Any", SimpleNamespace(decode=run)), 80, device, has_draft=False)
     assert costs.rows == rows
     assert costs.times == tuple(1.0 if number == 1 else 1.5 + number / 2 for number in rows)

@@ -120,6 +120,7 @@ def test_an_integer_that_must_be_there_cannot_be_none(param: str) -> None:
         ({"guided_regex": ["a"]}, "guided_regex", "must be text"),
         ({"guided_choice": "a"}, "guided_choice", "list of strings"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
+        ({"guided_choice": ["a", ""]}, "guided_choice", "empty string"),
         ({"guided_choice": ["a"] * (GUIDED_CHOICES_MAX + 1)}, "guided_choice", f"at most {GUIDED_CHOICES_MAX}"),
         ({"guided_grammar": b"root"}, "guided_grammar", "must be text"),
         ({"guided_json": "{}", "guided_regex": "a"}, "guided_regex", "cannot be combined with guided_json"),
