@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from engine.runner.cuda_graphs import CaptureFailed
+from engine.runner.decode_step import DecodeShape, DecodeSteps
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING, SlotWrites
 from engine.runner.token_spans import TokenSpan
@@ -27,7 +30,7 @@ class SlotTiming:
         which a mixture would read no experts."""
         steps, has_guesses = self._steps, num_rows > 1
         shape = steps.decodes.shape(num_rows, Kind(), has_guesses=has_guesses)
-        steps.decodes.make_ready(shape)
+        run = self._make_ready(steps.decodes, shape)
         if has_guesses:
             no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
             tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
@@ -36,7 +39,7 @@ class SlotTiming:
         else:
             steps.state.write(ONE_SLOT_WRITES)
             steps.inputs.write_slots(ONE_SLOT, shape.size)
-        steps.decodes.run(shape)
+        run()
         self._synchronise()
 
     @torch.inference_mode()
@@ -54,11 +57,19 @@ class SlotTiming:
         assert steps.drafts is not None, "there is no draft model"
         drafts = steps.drafts.decodes
         shape = drafts.shape(1, Kind())
-        drafts.make_ready(shape)
+        run = self._make_ready(drafts, shape)
         steps.state.write(ONE_SLOT_WRITES)
         steps.inputs.write_slots(ONE_SLOT, shape.size)
-        drafts.run(shape)
+        run()
         self._synchronise()
+
+    def _make_ready(self, decodes: DecodeSteps, shape: DecodeShape) -> Callable[[], None]:
+        """What runs a step of this shape: its graph, or where it could not be captured its kernels one by one."""
+        try:
+            decodes.make_ready(shape)
+        except CaptureFailed:
+            return partial(decodes.step, shape.size, shape.kind, has_guesses=shape.has_guesses)
+        return partial(decodes.run, shape)
 
     def _synchronise(self) -> None:
         """Wait for what was launched. Nobody asks for its tokens."""
