@@ -1,8 +1,8 @@
-"""Engines that follow one another in a process on an emulated card: each has the memory that the one before it had."""
+"""Memory on an emulated card: engines that follow one another in a process have the same, and where torch refuses to write."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from engine import LLM
 from engine.build import build_engine
 from engine.options import EngineOptions
 from tests.support.engines import PASS_S
-from tests.support.rehearsal import rehearsal
+from tests.support.rehearsal import DEVICE, rehearsal
 from tests.support.rehearsal.card import Card
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import make_model
@@ -62,3 +62,23 @@ def test_a_closed_llm_leaves_its_memory_to_the_next_one(card: Card, llama: Path)
 def test_an_engine_that_was_dropped_leaves_its_memory_to_the_next_one(card: Card, llama: Path) -> None:
     num_blocks = [build_engine(EngineOptions(model=llama, **SMALL)).info.num_kv_blocks for _ in range(2)]
     assert num_blocks[0] == num_blocks[1]
+
+
+def test_what_was_made_in_inference_mode_is_refused_outside_of_it_as_by_torch() -> None:
+    with rehearsal():
+        usual = torch.zeros(3, device=DEVICE)
+        with torch.inference_mode():
+            made = torch.zeros(3, device=DEVICE)
+            view = usual[:2]
+            for each in (made, view, made[1:]):
+                each.add_(1.0)
+        view.fill_(2.0)
+        index, one = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
+        writes: list[Callable[[], object]] = [
+            lambda: made.add_(1.0), made[:2].zero_, lambda: made.copy_(usual), lambda: made.index_copy_(0, index, one),
+        ]  # fmt: skip
+        for write in writes:
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+                write()
+        assert usual.tolist() == [2.0, 2.0, 0.0]
+        assert made.tolist() == [1.0, 2.0, 2.0]
