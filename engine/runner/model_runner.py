@@ -72,7 +72,7 @@ class ModelRunner:
         except Exception as error:
             if is_lost(self.target.device):
                 reason = str(error).partition("\n")[0]
-                raise EngineBroken(f"the device is lost: {type(error).__name__}: {reason}") from error
+                raise EngineBroken(f"the device is lost to this process: {type(error).__name__}: {reason}") from error
             raise
 
     def _run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:

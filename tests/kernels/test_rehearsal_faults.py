@@ -136,7 +136,7 @@ def test_a_device_that_is_lost_ends_the_engine_at_once_and_no_request_by_itself(
         events = [event for _ in range(4) for event in engine.step()]
         card.stream.add(access_nothing)
         events += engine.step()  # launches one more behind it, and waits for the step before
-        with pytest.raises(EngineBroken, match="the device is lost: RuntimeError: CUDA error"):
+        with pytest.raises(EngineBroken, match="the device is lost to this process: RuntimeError: CUDA error"):
             engine.step()
     assert events
     assert all(event.finish_reason is None for event in events)
