@@ -37,6 +37,18 @@ def _no_gpu() -> str:
     return f"torch {torch.__version__} sees {torch.cuda.device_count()} of them; CUDA_VISIBLE_DEVICES may hide others"
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether a GPU computes nothing for this process any more. After an illegal access or the like CUDA refuses every call, a
+    wait for the device too, until the process ends. After any other failure, as of an allocation, the wait succeeds."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.current_stream(device).synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
     """The format that is computed in, for the option `dtype` of this name."""
     return DTYPES[computed_dtype(name, checkpoint_dtype, device.type)]

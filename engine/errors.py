@@ -9,7 +9,7 @@ EngineError
 ├── PromptError                a prompt cannot be run: empty, too long, or with ids outside the vocabulary
 ├── TraceError                 a trace of requests cannot be replayed; names file, line and field
 ├── EngineOverloaded           a request cannot be taken on now, whoever sends it and whatever it holds; later it may
-└── EngineBroken               steps fail for every request and for a probe: the process must be replaced
+└── EngineBroken               the device is lost, or steps fail for all and for a probe: the process must be replaced
 """
 
 from __future__ import annotations
@@ -63,4 +63,4 @@ class EngineOverloaded(EngineError):
 
 
 class EngineBroken(EngineError):
-    """Several steps in a row failed for every request and for a probe; only a new process can help."""
+    """The device is lost, or several steps in a row failed for every request and for a probe; only a new process can help."""

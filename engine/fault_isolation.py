@@ -16,6 +16,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.errors import EngineBroken
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
 ERROR_CHARS_MAX = 500
@@ -45,7 +46,7 @@ class Runner(Protocol):
 
 def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
     """Outputs in the order of `items`. An item that raises on its own gets the error, which names the stage. One with guesses
-    is tried again without them first: a bad guess must not end a request."""
+    is tried again without them first: a bad guess must not end a request. `EngineBroken` is passed on."""
     outputs = _run_halving(runner, items)
     failed = [row for row, output in enumerate(outputs) if output.error is not None and items[row].num_draft_tokens]
     if failed:
@@ -62,6 +63,8 @@ def _without_guesses(item: ScheduledRequest) -> ScheduledRequest:
 def _run_halving(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
     try:
         return runner.run(items)
+    except EngineBroken:
+        raise  # no request is to blame
     except Exception as error:
         log.exception("step failed stage=%s request_ids=%s", runner.stage, _names(items))
         if len(items) == 1:

@@ -5,7 +5,8 @@
 One bad request must not hurt another. A step that raises is repeated in halves until the culprit is alone
 (`engine.fault_isolation`); it ends with an error, the others go on. After a step that failed for every request, one harmless
 token is computed. If that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a
-new process. So a bad request cannot have the engine replaced, however often it is sent.
+new process. So a bad request cannot have the engine replaced, however often it is sent. A GPU that refuses every call, as CUDA
+does after an illegal access, is not probed: the engine ends at once (`runner.model_runner`).
 
 Where the runner can, the next step is launched before this one's tokens are known (`engine.overlap`):
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import NamedTuple
 
@@ -16,6 +17,14 @@ SWAP_SPACE_SHARE_MAX = 0.8
 
 WORKSPACE_BYTES = 128 << 20
 """For libraries and the code of kernels on a GPU, which take their memory in the first step."""
+
+
+def release_dropped_engines() -> None:
+    """Give back the memory of engines that this process has dropped. They are in reference cycles, which Python may collect
+    much later, and torch keeps memory of a GPU that nothing uses any more: to the driver, and so to the memory plan of another
+    engine, it is taken."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def free_kv_bytes(needs: MemoryNeeds, utilization: float, device: torch.device) -> int:

@@ -12,7 +12,13 @@ from engine.config.model import ModelConfig
 from engine.device import format_name
 from engine.errors import EngineConfigError
 from engine.formats import formats_of, has_fp8
-from engine.memory.device import WORKSPACE_BYTES, CapturedGraphs, driver_bytes, main_memory_bytes
+from engine.memory.device import (
+    WORKSPACE_BYTES,
+    CapturedGraphs,
+    driver_bytes,
+    main_memory_bytes,
+    release_dropped_engines,
+)
 from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import FEW_TOKENS, MemoryFit, format_distinct, gib
 from engine.memory.shape import Load, MemoryShape
@@ -165,6 +171,8 @@ def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
     if device.type == "cpu":
         used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=used_bytes)
+    if torch.cuda.memory_reserved(device):  # this process has had another engine
+        release_dropped_engines()
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(
         device_type="cuda",

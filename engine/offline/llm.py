@@ -35,6 +35,7 @@ prepare_environment()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402
+from engine.memory.device import release_dropped_engines  # noqa: E402
 from engine.runner.embedder import Embedder, Embedding  # noqa: E402
 from engine.runner.model_runner import ModelRunner  # noqa: E402
 from engine.runner.paged_decoder import PagedDecoder  # noqa: E402
@@ -172,13 +173,16 @@ class LLM:
         return vectors
 
     def close(self) -> None:
-        """Drop weights and cache, end helper processes, refuse further work. Closing again does nothing."""
+        """Give back the memory of weights and cache, end helper processes, refuse further work. Closing again does nothing."""
         if self._closed:
             return
         engine, self._closed = self._engine, True
         self._engine = self._text_model = None
         if engine is not None:
             engine.close()
+            del engine
+        if self._broken is None:  # on a lost device freeing fails as well, which torch's destructors do not survive
+            release_dropped_engines()
 
     def status(self) -> EngineStatus:
         """Gauges and running totals of the engine since it was loaded."""

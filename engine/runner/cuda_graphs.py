@@ -14,6 +14,7 @@ import contextlib
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
@@ -89,8 +90,13 @@ class CudaGraphs:
         self._failed: dict[Hashable, str] = {}  # why there is no graph
         self._num_captured = 0
         self._driver_bytes = 0
-        self._pool = torch.cuda.graph_pool_handle()
+        self._renew_pool()
         self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def _renew_pool(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._is_new_pool = True
+        self._pool_graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # that still exist
 
     def is_ready(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -119,8 +125,7 @@ class CudaGraphs:
     @contextlib.contextmanager
     def fresh_graphs(self) -> Iterator[None]:
         """Capture every graph anew inside the block, for callers that change what steps launch, and restore the earlier ones
-        afterwards. These are kept meanwhile: a pool of memory must not lose its last graph before another one is captured into
-        it."""
+        afterwards."""
         before = self._graphs, self._eviction, self._failed
         self._graphs, self._eviction, self._failed = {}, GraphEviction(self._max_graphs), {}
         try:
@@ -145,6 +150,9 @@ class CudaGraphs:
         return graph
 
     def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
+        if not self._is_new_pool and not self._pool_graphs:  # lost its last graph: torch's allocator would take no other
+            self._renew_pool()
+        self._is_new_pool = False
         # Not `torch.cuda.graph`: it waits for the device and empties the allocator's cache, and steps may be under way.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
@@ -159,8 +167,9 @@ class CudaGraphs:
         try:
             graph.capture_end()
         except RuntimeError:  # torch's allocator goes on recording into the pool, and lets no other capture do so
-            self._pool = torch.cuda.graph_pool_handle()
+            self._renew_pool()
             raise
+        self._pool_graphs.add(graph)
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
         if key in self._eviction:

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 
 import torch
 
+from engine.device import is_lost
+from engine.errors import EngineBroken
 from engine.grammar.masks import GrammarMasks, StepMasks
 from engine.memory.shape import LOGITS_ELEMENTS_MAX
 from engine.protocol import TokenLogprob
@@ -63,7 +65,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-        """Compute `items`; one output per item, in their order."""
+        """Compute `items`; one output per item, in their order. Raises `EngineBroken` where the device is lost, so that nothing
+        can be computed."""
+        try:
+            return self._run(items)
+        except Exception as error:
+            if is_lost(self.target.device):
+                reason = str(error).partition("\n")[0]
+                raise EngineBroken(f"the device is lost to this process: {type(error).__name__}: {reason}") from error
+            raise
+
+    def _run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
         draft_distributions: list[torch.Tensor | None] = [None] * len(items)
         if self._draft_model is not None:
             self.stage = "draft"

@@ -198,6 +198,7 @@ class SlotRunner:
     ) -> LaunchedStep:
         """Launch the sampling of a step with chunks, if any request in it samples."""
         if not launched.num_sampled:
+            launched.fetch = self.steps.token_return.fetch_end()
             return launched
         logits = self.target.logits(rows.hidden, wide=False)
         sample = partial(self._sample_rows, logits, rows, inputs, kind)

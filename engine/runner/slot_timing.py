@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from engine.runner.decode_step import DecodeSteps
+from engine.runner.cuda_graphs import CaptureFailed
+from engine.runner.decode_step import DecodeShape, DecodeSteps
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING, SlotWrites
 from engine.runner.token_spans import TokenSpan
@@ -31,12 +33,12 @@ class SlotTiming:
             return
         steps = self._steps
         shape = steps.decodes.shape(num_rows, Kind(), has_guesses=True)
-        steps.decodes.make_ready(shape)
+        run = self._make_ready(steps.decodes, shape)
         no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
         tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
         slot_mapping = [row % steps.limits.block_size for row in range(num_rows)]
         steps.inputs.write_columns([no_slots, tokens, zeros, slot_mapping, zeros], shape.size)
-        steps.decodes.run(shape)
+        run()
         self._synchronise()
 
     @torch.inference_mode()
@@ -55,11 +57,19 @@ class SlotTiming:
 
     def _decode_one_row(self, decodes: DecodeSteps) -> None:
         shape = decodes.shape(1, Kind())
-        decodes.make_ready(shape)
+        run = self._make_ready(decodes, shape)
         self._steps.state.write(ONE_SLOT_WRITES)
         self._steps.inputs.write_slots(ONE_SLOT, shape.size)
-        decodes.run(shape)
+        run()
         self._synchronise()
+
+    def _make_ready(self, decodes: DecodeSteps, shape: DecodeShape) -> Callable[[], None]:
+        """What runs a step of this shape: its graph, or where it could not be captured its kernels one by one."""
+        try:
+            decodes.make_ready(shape)
+        except CaptureFailed:
+            return partial(decodes.step, shape.size, shape.kind, has_guesses=shape.has_guesses)
+        return partial(decodes.run, shape)
 
     def _synchronise(self) -> None:
         """Wait for what was launched. Nobody asks for its tokens."""

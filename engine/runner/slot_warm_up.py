@@ -3,18 +3,22 @@ requests need. The kernels of plain forward passes are asked for in `runner.warm
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from engine.grammar.masks import allow_all
-from engine.runner.decode_step import NO_INPUTS, NO_ROWS, DecodeSteps
+from engine.runner.cuda_graphs import CaptureFailed
+from engine.runner.decode_step import NO_INPUTS, NO_ROWS, DecodeShape, DecodeSteps
 from engine.runner.scheduled_rows import DEVICE_TOKEN, FIRST_OUTPUT
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING
 from engine.runner.token_spans import TokenSpan
 from engine.runner.warm_up import STEP_SIZES, compiles_at_first_use, compiling
 from engine.sampling.columns import Kind
+
+log = logging.getLogger("gatehouse.engine")
 
 KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
 """Kinds of steps that each call kernels which the others do not. Any other kind calls those of several of these."""
@@ -37,7 +41,7 @@ def warm_up(steps: SlotSteps) -> None:
     if compiles_at_first_use(steps.device):
         with compiling("choices"):
             _compile_sampling(steps)
-    steps.decodes.make_ready(steps.decodes.shape(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses))
+    _capture(steps.decodes, steps.decodes.shape(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses))
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
     _make_ready(steps.decodes, sizes)
     if steps.drafts is not None:
@@ -53,7 +57,15 @@ def _make_ready(steps: DecodeSteps, sizes: Sequence[int], *, has_guesses: bool =
         steps.step.make_ready(kind, has_guesses=has_guesses)
     for num_rows in sizes:
         for kind in COMMON_KINDS:
-            steps.make_ready(steps.shape(num_rows, kind, has_guesses=has_guesses))
+            _capture(steps, steps.shape(num_rows, kind, has_guesses=has_guesses))
+
+
+def _capture(steps: DecodeSteps, shape: DecodeShape) -> None:
+    """Capture the steps of this shape. Where that fails they will be computed in the plain way, as where it fails later."""
+    try:
+        steps.make_ready(shape)
+    except CaptureFailed as error:
+        log.error("%s: such steps are computed in the plain way", error)
 
 
 def _compile_sampling(steps: SlotSteps) -> None:

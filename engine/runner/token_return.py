@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,8 +82,8 @@ class CudaFetch:
         *,
         has_inputs: bool = False,
     ) -> None:
-        """buffer: [1 + B] int64, of `ops.HostTokens`, the step number before the tokens; columns: [R, W] or [R, 1 + W] int64,
-        page-locked: scores, preceded by inputs where `has_inputs`."""
+        """buffer: [1 + B] int64, of `ops.HostTokens`, the step number before the tokens; not read without rows. columns: [R, W]
+        or [R, 1 + W] int64, page-locked: scores, preceded by inputs where `has_inputs`."""
         self._event = event
         self._buffer = buffer
         self._step_number = step_number
@@ -101,6 +102,8 @@ class CudaFetch:
     def tokens(self) -> list[int]:
         """Raises RuntimeError where another step has written there: host and device have lost count of each other."""
         self.wait()
+        if not self._num_rows:
+            return []
         values: list[int] = self._buffer[: 1 + self._num_rows].tolist()
         written_step = values.pop(0)
         if written_step != self._step_number:
@@ -140,12 +143,14 @@ class TokenReturn:
         self._has_unfetched = False  # whether the device may have counted one more
         self.host: ops.HostTokens | None = None
         """Where each step leaves its tokens, which are fetched once; None where the device is the host."""
+        self._ends: Iterator[torch.cuda.Event] | None = None  # used in turn, of steps without tokens
         if device.type == "cuda":
             sleeps = not uses_busy_wait()
             buffers = torch.zeros(DEPTH, 1 + max_rows, dtype=torch.int64, pin_memory=True)
             self.host = ops.HostTokens(buffers, torch.zeros(1, dtype=torch.int64, device=device))
             self._buffers = [*buffers.numpy()]  # the same memory
             self._events = [torch.cuda.Event(blocking=sleeps) for _ in self._buffers]  # type: ignore[no-untyped-call]
+            self._ends = cycle([torch.cuda.Event(blocking=sleeps) for _ in self._buffers])  # type: ignore[no-untyped-call]
             weakref.finalize(self, _release_after, self._events, buffers).atexit = False
             self._columns = torch.empty(DEPTH, max_rows * (1 + max_scores), dtype=torch.int64, pin_memory=True)
 
@@ -173,6 +178,15 @@ class TokenReturn:
         event = self._events[index]
         event.record()
         return CudaFetch(event, self._buffers[index], self._num_steps, len(tokens), columns, has_inputs=inputs is not None)
+
+    def fetch_end(self) -> Fetch:
+        """Bring back that the step just launched, which samples nothing, is over. Without that the host would launch step after
+        step of a long prompt, until it waits for a buffer, and whatever arrives would wait for all of them."""
+        if self._ends is None:
+            return ImmediateFetch([])
+        event = next(self._ends)
+        event.record()
+        return CudaFetch(event, self._buffers[0], self._num_steps, 0)
 
     def mark_unfetched(self) -> None:
         """A step may have been launched that was not fetched: the device has perhaps counted one more."""

@@ -13,6 +13,7 @@ from engine.runner.chunk_step import ChunkShape
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
 from engine.step_sizes import CHUNKS_MANY, chunk_shapes
+from engine.switches import GRAPHS
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.card import Card
@@ -113,6 +114,23 @@ def test_captured_steps_with_chunks_give_the_tokens_of_the_plain_runner(
     assert {name: tokens(each) for name, each in found.items()} == {name: tokens(each) for name, each in expected.items()}
     assert {sync.kind for sync in card.syncs} <= {"event"}, "nobody waits for a value"
     assert engine.fallbacks.count == 0
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_prompt_that_is_read_alone_is_never_launched_further_ahead_than_by_a_step(
+    switch: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step of it has tokens to wait for. What arrives meanwhile would wait for all that was launched."""
+    monkeypatch.setenv(GRAPHS, switch)
+    with rehearsal() as card, replace_triton_operations():
+        engine = small_engine(model, device="cuda", dtype="float32", **{**ROOM, "max_num_batched_tokens": 16})
+        engine.submit(generation_request("long", [3 + place % 100 for place in range(120)], max_tokens=1))
+        ends: list[int] = []
+        for _ in range(7):
+            engine.step()
+            ends.append(card.stream.launched)
+            if len(ends) > 1:
+                assert card.stream.done >= ends[-2], "the step before the last one is over"
 
 
 def test_all_shapes_are_captured_before_the_first_request(model: Path, replayed: list[int]) -> None:

@@ -15,13 +15,15 @@ from unittest import mock
 import pytest
 import torch
 
+from engine.errors import EngineBroken
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.launched_step import LaunchedStep
+from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.speculation.options import SpeculativeOptions
 from engine.switches import GRAPHS
 from tests.support.engine_histories import MAX_LEN, PlannedRequest, assert_as_alone, run_history, with_grammars
-from tests.support.engines import small_engine
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import VOCAB_SIZE, make_first_layers, make_model
@@ -119,3 +121,38 @@ def test_tokens_are_those_of_the_plain_runner_wherever_a_launch_fails(
     assert 0 < engine.fallbacks.count <= len(failed), "no step but those that failed was computed in the plain way"
     assert card.broken is None
     assert_as_alone(folder, "llama", requests, found)
+
+
+def test_a_device_that_is_lost_ends_the_engine_at_once_and_no_request_by_itself(folder: Path) -> None:
+    """CUDA refuses every call after an illegal access: whatever is tried again fails as well, and so would whatever arrives."""
+
+    def access_nothing() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with rehearsal() as card, replace_triton_operations():
+        engine = small_engine(folder / "llama", device="cuda", dtype="float32", max_num_seqs=4, max_model_len=MAX_LEN)
+        for name in ("a", "b", "c"):
+            engine.submit(generation_request(name, [5, 6, 7], max_tokens=20))
+        events = [event for _ in range(4) for event in engine.step()]
+        card.stream.add(access_nothing)
+        events += engine.step()  # launches one more behind it, and waits for the step before
+        with pytest.raises(EngineBroken, match="the device is lost to this process: RuntimeError: CUDA error"):
+            engine.step()
+    assert events
+    assert all(event.finish_reason is None for event in events)
+
+
+def test_a_step_that_fails_on_a_device_that_works_ends_no_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("no room for this step")
+
+    with rehearsal(), replace_triton_operations():
+        engine = small_engine(folder / "llama", device="cuda", dtype="float32", max_num_seqs=4, max_model_len=MAX_LEN)
+        engine.submit(generation_request("a", [5, 6, 7], max_tokens=3))
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotRunner, "launch", full)
+            patched.setattr(PagedDecoder, "prepare", full)
+            (event,) = [event for _ in range(2) for event in engine.step()]
+        assert event.error is not None
+        assert "OutOfMemoryError: no room for this step" in event.error
+        assert len(tokens(run_to_end(engine, [generation_request("b", [5, 6, 7], max_tokens=3)])["b"])) == 3

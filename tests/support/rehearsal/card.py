@@ -81,6 +81,7 @@ class Stream:
 
     def add(self, work: Work) -> None:
         """Append work to this stream, or to the graph being captured on it."""
+        self.card.check_alive()
         graph = self.card.capture
         if graph is not None and graph.captures(self):
             graph.works.append(work)
@@ -98,8 +99,7 @@ class Stream:
         """Run the queue up to this number of works since its creation."""
         if self.done >= position:
             return
-        if self.card.broken is not None:
-            raise RuntimeError(f"CUDA error: the device is lost since: {self.card.broken!r}")
+        self.card.check_alive()
         with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(True):
             while self.done < position:
                 work = self.queue.popleft()
@@ -145,6 +145,7 @@ class Event:
         self.position = 0
 
     def record(self, stream: Stream | None = None) -> None:
+        self.card.check_alive()
         stream = stream or self.card.stream
         capture = self.card.capture
         if capture is not None and capture.captures(stream):
@@ -158,6 +159,7 @@ class Event:
     def query(self) -> bool:
         """Whether it has passed; each query lets the device run one work."""
         self.card.refuse_in_capture("a query of an event")
+        self.card.check_alive()
         if self.stream is None or self.stream.done >= self.position:
             return True
         self.stream.run_to(self.stream.done + 1)
@@ -200,6 +202,8 @@ class Card:
     num_pools: int = 0
     recording: set[object] = field(default_factory=set)
     """Memory pools of captures that are under way or were invalidated."""
+    pool_uses: dict[object, int] = field(default_factory=dict)
+    """How many graphs use a memory pool, counted as torch 2.11 does: those whose capture was invalidated for good."""
     num_captures: int = 0
     num_replays: int = 0
     num_launches: int = 0
@@ -217,9 +221,15 @@ class Card:
             chosen = self._random.choice(self.streams)
             chosen.run_to(min(chosen.launched, chosen.done + self._random.randint(1, 40)))
 
+    def check_alive(self) -> None:
+        """Raise if a work has failed on the device: from then on CUDA refuses every call."""
+        if self.broken is not None:
+            raise RuntimeError(f"CUDA error: the device is lost since: {self.broken!r}")
+
     def wait(self, kind: str, stream: Stream, position: int) -> None:
         """Wait for a position in a stream; not recorded as a wait if the device has passed it."""
         self.refuse_in_capture(f"a wait for the device ({kind})")
+        self.check_alive()
         if stream.done < position:
             self.note(kind)
             stream.run_to(position)
@@ -227,12 +237,14 @@ class Card:
     def wait_for_value(self, kind: str) -> None:
         """Wait for the current stream; always recorded as a wait."""
         self.refuse_in_capture(f"a wait for the device ({kind})")
+        self.check_alive()
         self.note(kind)
         self.drain()
 
     def wait_for_all(self, kind: str) -> None:
         """Wait for all launched work."""
         self.refuse_in_capture(f"a wait for the device ({kind})")
+        self.check_alive()
         self.note(kind)
         for stream in self.streams:
             stream.run_to(stream.launched)

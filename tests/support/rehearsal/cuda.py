@@ -41,6 +41,7 @@ def cuda_replacements(card: Card) -> dict[str, Any]:
     def empty_cache() -> None:
         card.refuse_in_capture("to give memory back")
         card.reserved_bytes = -(-card.allocated_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+        card.pool_uses = {pool: uses for pool, uses in card.pool_uses.items() if uses}
 
     return {
         "_lazy_init": lambda: None,

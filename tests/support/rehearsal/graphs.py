@@ -3,7 +3,8 @@
 A capture stores operations with the memory and scalars that they were launched with, and a replay launches these again: scalars
 computed in Python and tensors reallocated or freed since then lead to wrong results. Operations that no capture permits raise:
 waiting for the device, copying from pageable memory, pinning memory. A capture fails at its end after such an operation, or if
-another graph was destroyed meanwhile, and torch 2.11 then keeps recording into its memory pool.
+another graph was destroyed meanwhile, and torch 2.11 then keeps recording into its memory pool. A pool that has lost its last
+graph takes no other one, until the allocator's cache is emptied (`create_or_incref_pool` in c10/cuda/CUDACachingAllocator.cpp).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Graph:
 
     def _release_memory(self) -> None:
         self.card.graph_bytes -= len(self.works) * LAUNCH_BYTES
+        self.card.pool_uses[self._pool] -= 1
 
     def _invalidate_other_capture(self) -> None:
         capture = self.card.capture
@@ -58,6 +60,9 @@ class Graph:
         self._pool = card.make_pool() if pool is None else pool
         if self._pool in card.recording:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if card.pool_uses.get(self._pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED: the pool has lost its last graph")
+        card.pool_uses[self._pool] = card.pool_uses.get(self._pool, 0) + 1
         card.recording.add(self._pool)
         self.streams = [card.stream]
         card.capture = self

@@ -20,11 +20,12 @@ GARBAGE_INTEGER = 61
 
 
 class Memory:
-    """A device allocation, alive as long as any tensor uses it."""
+    """A device allocation, alive as long as any tensor uses it. `is_inference`: it was made in inference mode."""
 
     def __init__(self, card: Card, data: torch.Tensor) -> None:
         num_bytes = card.allocate(data.nbytes)
         self.streams: list[Stream] = []  # of `record_stream`
+        self.is_inference = torch.is_inference_mode_enabled()
         graph = card.capture if card.capture is not None and card.capture.captures(card.stream) else None
         weakref.finalize(self, _free, card, card.stream, graph, self.streams, data, num_bytes).atexit = False
 

@@ -286,10 +286,18 @@ def compute_now(func: Any, args: Any, kwargs: Any) -> Any:
     return map_leaves(wrapped, found)
 
 
+def refuse_written_inference(tensor: Any) -> None:
+    """Raise torch's error for a tensor that was made in inference mode and is written outside of it. Kernels of Triton may."""
+    if isinstance(tensor, CardTensor) and tensor.memory.is_inference and not torch.is_inference_mode_enabled():
+        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
+
+
 def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     schema = func._schema
     host_args, host_kwargs = _host_arguments(args, kwargs)
     written = _written_arguments(func, args, kwargs)
+    for each in written:
+        refuse_written_inference(each)
     if written or not schema.returns:
         current_card().stream.add(lambda: run_operation(func, host_args, host_kwargs))
         return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
@@ -376,6 +384,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target, source, *rest = args
     non_blocking = bool(rest[0] if rest else kwargs.get("non_blocking", False))
     torch.empty(source.shape, device="meta").expand(target.shape)  # raises if the shapes do not match
+    refuse_written_inference(target)
     if isinstance(target, CardTensor) and isinstance(source, CardTensor):
         to, of = target.data_on_host, source.data_on_host
         current_card().stream.add(lambda: to.copy_(of))

@@ -1,0 +1,84 @@
+"""Memory on an emulated card: engines that follow one another in a process have the same, and where torch refuses to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from engine import LLM
+from engine.build import build_engine
+from engine.options import EngineOptions
+from tests.support.engines import PASS_S
+from tests.support.rehearsal import DEVICE, rehearsal
+from tests.support.rehearsal.card import Card
+from tests.support.rehearsal.table import replace_triton_operations
+from tests.support.tiny_models import make_model
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
+
+SMALL: dict[str, Any] = {
+    "device": "cuda", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 64,
+}  # fmt: skip
+CARD_BYTES = 400 << 20
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
+    return folder
+
+
+def _fastest_s(*_: object) -> float:
+    """Not a mock, which would keep the decoders that it was called with."""
+    return PASS_S
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    timed = mock.patch("engine.runner.calibration._fastest_s", _fastest_s)
+    with rehearsal(total_bytes=CARD_BYTES) as card, replace_triton_operations(), timed:
+        yield card
+
+
+def test_a_closed_llm_leaves_its_memory_to_the_next_one(card: Card, llama: Path) -> None:
+    """As where perplexities are compared: of a model in a format, then of the same one as it is."""
+    num_blocks, taken = [], []
+    for _ in range(3):
+        with LLM(llama, **SMALL) as llm:
+            num_blocks.append(llm.status().kv_blocks_total)
+            taken.append(card.used_bytes)
+    assert num_blocks[0] == num_blocks[1] == num_blocks[2]
+    assert min(taken) > CARD_BYTES // 2
+    assert card.used_bytes < CARD_BYTES // 4, "nobody has an engine, and the memory is the driver's again"
+
+
+def test_an_engine_that_was_dropped_leaves_its_memory_to_the_next_one(card: Card, llama: Path) -> None:
+    num_blocks = [build_engine(EngineOptions(model=llama, **SMALL)).info.num_kv_blocks for _ in range(2)]
+    assert num_blocks[0] == num_blocks[1]
+
+
+def test_what_was_made_in_inference_mode_is_refused_outside_of_it_as_by_torch() -> None:
+    with rehearsal():
+        usual = torch.zeros(3, device=DEVICE)
+        with torch.inference_mode():
+            made = torch.zeros(3, device=DEVICE)
+            view = usual[:2]
+            for each in (made, view, made[1:]):
+                each.add_(1.0)
+        view.fill_(2.0)
+        index, one = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
+        writes: list[Callable[[], object]] = [
+            lambda: made.add_(1.0), made[:2].zero_, lambda: made.copy_(usual), lambda: made.index_copy_(0, index, one),
+        ]  # fmt: skip
+        for write in writes:
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+                write()
+        assert usual.tolist() == [2.0, 2.0, 0.0]
+        assert made.tolist() == [1.0, 2.0, 2.0]
