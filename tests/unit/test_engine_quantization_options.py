@@ -183,8 +183,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
         (
             "fp8",
             {"weight_scale": torch.tensor(float("nan"))},
-            "q_proj.weight_scale holds scales that are negative or not finite",
+            "q_proj.weight_scale holds scales that are not finite",
         ),
+        ("fp8", {"weight_scale": torch.tensor(-1.0)}, "q_proj.weight_scale holds negative scales"),
+        ("awq", {"scales": torch.full((2, 64), float("inf"))}, "q_proj.scales holds scales that are not finite"),
         ("fp8", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.float8_e4m3fn"),
         ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected a floating-point"),
         ("awq", {"qweight": torch.ones(64, 8)}, "q_proj.qweight is torch.float32, expected torch.int32 with eight codes"),
