@@ -16,12 +16,12 @@ CHECK_CHUNK_BYTES = 1 << 20
 
 
 class ScalePlace:
-    """Fills `target`, [rows, 1] or [1] float32, from one number, or from one for each row."""
+    """Fills `target`, [rows, 1] or [1] float32, from one number, or from one for each row. `is_divisor`: none may be zero."""
 
     num_parameters = 0
 
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
+    def __init__(self, target: torch.Tensor, *, is_divisor: bool = False) -> None:
+        self._target, self._is_divisor = target, is_divisor
         self.num_bytes = target.nbytes
 
     def load(self, tensor: torch.Tensor) -> None:
@@ -30,6 +30,8 @@ class ScalePlace:
             one_each = "" if rows == 1 else f" or [{rows}, 1]"
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected one number{one_each}; blocks are not supported")
         numbers = checked_scales(tensor)
+        if self._is_divisor and not bool(numbers.all()):
+            raise WeightsError("is zero")
         self._target.copy_(numbers.reshape(-1, *[1] * (self._target.dim() - 1)))
 
 

@@ -174,6 +174,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
             {"weight_scale": None},
             "q_proj.weight is torch.float8_e4m3fn, expected torch.float32; .* scales must describe",
         ),
+        ("fp8", {"input_scale": torch.tensor(0.0)}, "q_proj.input_scale is zero"),
         ("fp8", {"input_scale": None}, "1 tensor is missing: .*q_proj.input_scale"),
         (
             "fp8",
