@@ -70,6 +70,9 @@ NO_GRAPHS = "no graphs: experts chosen by the host"
 NOT_RECORDED = "not recorded: the model or its draft model has an operation that cannot be"
 """For decode steps on a CPU that are computed operation by operation."""
 
+NOT_OVER_PAGES = "not recorded: no attention for these heads or this format of keys and values reads the cache's pages"
+"""For a CPU whose steps are made on the host although `enforce_eager` was not asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class CachedModels:
@@ -133,7 +136,7 @@ def build_engine(
     scheduler = _make_scheduler(resolved, cached.plan, limits, speed, budget)
     info = _make_info(resolved, model, cached, measured, load_s=times.total_s)
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
-    _log_start(info, _describe_mode(cached, slot_runner), times)
+    _log_start(info, _describe_mode(cached, slot_runner, is_asked_for=options.enforce_eager), times)
     grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
     return Engine(scheduler, slot_runner or cached.runner, info, grammars, step_budget=budget)
 
@@ -172,7 +175,7 @@ def _allocate_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: Loa
         BlockMover([cache for decoder in decoders for cache in decoder.kv_caches], plan.num_host_blocks),
         GrammarMasks(target.vocab_size),
         draft=draft_decoder,
-        accepts_by_equality=mode.has_slots,
+        accepts_by_equality=not options.enforce_eager,
     )
     return CachedModels(plan, runner, mode)
 
@@ -288,8 +291,10 @@ def _log_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
         log.warning("memory: %s took %s, %s were predicted", part.name, measured, predicted)
 
 
-def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None) -> str:
-    """How steps are run, in words, and what keeps them from a faster way."""
+def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None, *, is_asked_for: bool) -> str:
+    """How steps are run, in words, and what keeps them from a faster way. `is_asked_for`: plain steps are."""
+    if cached.mode is StepMode.PLAIN and not is_asked_for and cached.runner.target.device.type == "cpu":
+        return f"{cached.mode} ({NOT_OVER_PAGES})"
     if cached.mode is StepMode.RECORDED and slot_runner is not None and not slot_runner.is_recorded:
         return f"over slots ({NOT_RECORDED})"
     if cached.has_no_graphs:

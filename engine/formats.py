@@ -47,7 +47,7 @@ def unquantised(element_bytes: int) -> WeightFormat:
 EIGHT_BITS = WeightFormat("8 bits", 8, head_bits=8)  # and one scale for each row: less than a thousandth
 EIGHT_BITS_STORED = EIGHT_BITS._replace(head_bits=0)  # checkpoints leave the head as it was
 HEAD_BITS = {"none": 0, "int8": 8}  # by what the option `head_quantization` asks for
-FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16 bits and a zero of 4
+FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=32)  # a scale of 16 bits and the zero in 16 more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,6 +110,9 @@ def weight_files(directory: Path) -> list[Path]:
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{index_path} has no weight_map")
+        strangers = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+        if strangers:
+            raise WeightsError(f"{index_path}: weight_map must name files of its own folder, not {strangers[0]!r}")
         files = [directory / name for name in sorted(set(weight_map.values()))]
         for path in files:
             if not path.is_file():

@@ -97,7 +97,8 @@ def read_json_value(path: Path) -> Any:
     """What a JSON file of the model directory holds. Raises `NotAModelDirectory`, naming the file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    # ValueError: no JSON, no UTF-8, or an integer of more digits than Python reads; RecursionError: nested too deeply.
+    except (OSError, ValueError, RecursionError) as error:
         raise NotAModelDirectory(f"{path} cannot be read as JSON: {error}") from error
 
 
@@ -191,7 +192,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         residual_multiplier=_multiplier(config, family, "residual_multiplier"),
         logits_divisor=_multiplier(config, family, "logits_scaling"),
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        eos_token_ids=_eos_token_ids(config, generation),
+        eos_token_ids=_eos_token_ids(config, generation, positive(config, "vocab_size")),
         quantization=parse_quantization(config),
     )
 
@@ -305,6 +306,8 @@ def _ropes(config: JsonObject, family: Family, head_dim: int) -> tuple[RopeConfi
     return global_rope, local_rope
 
 
-def _eos_token_ids(config: JsonObject, generation: JsonObject) -> tuple[int, ...]:
-    """generation_config.json decides when it names one; else config.json."""
-    return integers(generation, "eos_token_id") or integers(config, "eos_token_id")
+def _eos_token_ids(config: JsonObject, generation: JsonObject, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json decides when it names one; else config.json. Ids outside the vocabulary, as in configurations that
+    were cut down or name -1, are left out: no step chooses them, and samplers take ids for places in a row of logits."""
+    ids = integers(generation, "eos_token_id") or integers(config, "eos_token_id")
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)

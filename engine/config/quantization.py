@@ -166,11 +166,13 @@ def _awq(settings: JsonObject) -> Int4Weights:
 
 
 def _gptq(settings: JsonObject) -> Int4Weights:
-    """`desc_act` needs nothing here: `g_idx` in the files says which group an input belongs to."""
+    """`desc_act` needs nothing here: `g_idx` in the files says which group an input belongs to. Neither do entries of `dynamic`
+    that begin with `-:`, which name modules that are not quantised."""
     _require_one_of(settings, "bits", 4)
     _require_one_of(settings, "pack_dtype", None, "int32")
-    if settings.get("dynamic"):
-        raise _refusal("dynamic", settings["dynamic"], "the same bits and group_size for all modules")
+    others = [pattern for pattern in mapping(settings, "dynamic") if not pattern.startswith("-:")]
+    if others:
+        raise _refusal("dynamic", others, "the same bits and group_size for all modules; exceptions begin with -:")
     if flag(settings, "is_marlin_format"):
         raise _refusal("is_marlin_format", True, "false")
     format_name = settings.get("checkpoint_format") or settings.get("format") or "gptq"

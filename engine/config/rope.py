@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.config.values import JsonObject, flag, number, positive
+from engine.config.values import INTEGER_MAX, JsonObject, flag, number, positive
 from engine.errors import UnsupportedModel
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -103,6 +103,10 @@ def _original_max_len(parameters: JsonObject, defaults: RopeDefaults) -> int:
 
 def _yarn(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_dim: int, original: int) -> RopeConfig:
     factor = number(parameters, "factor", defaults.max_position_len / original)
+    if factor * original > INTEGER_MAX:
+        raise UnsupportedModel(
+            f"config.json: yarn's factor {factor:g} times {original} positions must be at most {INTEGER_MAX}"
+        )
     inferred = _attention_mscale(factor, 1.0)
     mscale, mscale_all = (number(parameters, key) if parameters.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
     if mscale and mscale_all:

@@ -12,6 +12,8 @@ from engine.number_checks import is_integer, is_number
 JsonObject = Mapping[str, Any]
 
 INTEGER_MAX = 2**31 - 1
+NUMBER_MAX = 1e30
+"""Larger than any number of a model, and small enough that products of several numbers are finite."""
 
 
 def positive(config: JsonObject, key: str, *, default: int | None = None, at_most: int = INTEGER_MAX) -> int:
@@ -27,12 +29,14 @@ def positive(config: JsonObject, key: str, *, default: int | None = None, at_mos
 
 
 def number(config: JsonObject, key: str, default: float | None = None) -> float:
-    """A positive, finite number; `default` where the key is missing or null. Raises `UnsupportedModel`."""
+    """A positive number, at most NUMBER_MAX; `default` where the key is missing or null. Raises `UnsupportedModel`."""
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if not is_number(value) or not math.isfinite(value) or value <= 0:
+    if not is_number(value) or not 0 < value < math.inf:
         raise UnsupportedModel(f"config.json: {key} must be a positive number, not {value!r}")
+    if value > NUMBER_MAX:
+        raise UnsupportedModel(f"config.json: {key} must be at most {NUMBER_MAX:g}")
     return float(value)
 
 

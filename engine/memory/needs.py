@@ -3,8 +3,8 @@
 Integers only; knows no torch and no device. With L layers of P_layer weights in matrices, V words of d numbers, b_w, b and
 b_kv bytes per weight, per number computed with and per stored key or value, T tokens and R sampled rows in a step:
 
-    weights      W = b_w·L·P_layer + b·V·d·(1 if tied, else 2) + norms and biases; groups of g add 2/g for their scales; a head
-                     in other bits than b stands beside the embedding, tied or not
+    weights      W = b_w·L·P_layer + b·V·d·(1 if tied, else 2) + norms and biases; groups of g add 4/g for scale and zero; a
+                     head in other bits than b stands beside the embedding, tied or not
     activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
                      On a GPU at least t·w·b + 2^16·(D + 1)·4 with t = min(T, 2^15 / H): of so few tokens behind a long

@@ -16,12 +16,12 @@ CHECK_CHUNK_BYTES = 1 << 20
 
 
 class ScalePlace:
-    """Fills `target`, [rows, 1] or [1] float32, from one number, or from one for each row."""
+    """Fills `target`, [rows, 1] or [1] float32, from one number, or from one for each row. `is_divisor`: none may be zero."""
 
     num_parameters = 0
 
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
+    def __init__(self, target: torch.Tensor, *, is_divisor: bool = False) -> None:
+        self._target, self._is_divisor = target, is_divisor
         self.num_bytes = target.nbytes
 
     def load(self, tensor: torch.Tensor) -> None:
@@ -30,16 +30,25 @@ class ScalePlace:
             one_each = "" if rows == 1 else f" or [{rows}, 1]"
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected one number{one_each}; blocks are not supported")
         numbers = checked_scales(tensor)
+        if self._is_divisor and not bool(numbers.all()):
+            raise WeightsError("is zero")
         self._target.copy_(numbers.reshape(-1, *[1] * (self._target.dim() - 1)))
 
 
 def checked_scales(tensor: torch.Tensor) -> torch.Tensor:
     """In float32. Raises `WeightsError`, without the name of the tensor, unless all are finite and none is negative."""
+    numbers = _finite_scales(tensor)
+    if bool((numbers < 0).any()):
+        raise WeightsError("holds negative scales")
+    return numbers
+
+
+def _finite_scales(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         raise WeightsError(f"is {tensor.dtype}, expected a floating-point type")
     numbers = tensor.float()
-    if not bool(numbers.isfinite().all()) or bool((numbers < 0).any()):
-        raise WeightsError("holds scales that are negative or not finite")
+    if not bool(numbers.isfinite().all()):
+        raise WeightsError("holds scales that are not finite")
     return numbers
 
 
@@ -61,12 +70,13 @@ class Fp8CodesPlace:
 
 
 class CodesPlace:
-    """Keeps words of codes as they are; the codes are parameters where `are_parameters` says so."""
+    """Keeps words of codes as they are. `are_parameters`: else they are zero points, whose bytes count with those of their
+    scales."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, *, are_parameters: bool) -> None:
         self.tensor = torch.empty(shape, dtype=torch.int32, device=device)
         self.num_parameters = self.tensor.numel() * 8 if are_parameters else 0
-        self.num_bytes = self.tensor.nbytes
+        self.num_bytes = self.tensor.nbytes if are_parameters else 0
 
     def load(self, tensor: torch.Tensor) -> None:
         if tensor.dtype is not torch.int32:
@@ -75,19 +85,20 @@ class CodesPlace:
 
 
 class GroupScalesPlace:
-    """Keeps the scales of groups, [groups, rows], in the format of the checkpoint, which 16 bits must hold exactly."""
+    """Keeps the scales of groups, [groups, rows], in the format of the checkpoint, which 16 bits must hold exactly. They may be
+    negative: AutoRound's symmetric weights give the code 0 to the number of largest magnitude, whatever its sign."""
 
     num_parameters = 0
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self._shape, self._device = shape, device
         self.tensor = torch.empty(0, dtype=torch.float16, device=device)
-        self.num_bytes = 2 * shape[0] * shape[1]
+        self.num_bytes = torch.int32.itemsize * shape[0] * shape[1]  # packed with zero points: `Int4Weight.scales_zeros`
 
     def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shape:
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {self._shape}: group_size says so")
-        checked_scales(tensor)
+        _finite_scales(tensor)
         try:
             ops.int4_scale_dtype(tensor)
         except ValueError as error:

@@ -30,7 +30,7 @@ class Fp8Matrix:
         plan.add(f"{module}.weight", Fp8CodesPlace(self._values))
         plan.add(f"{module}.weight_scale", ScalePlace(self._scales))
         if self._input_scale is not None:
-            plan.add(f"{module}.input_scale", ScalePlace(self._input_scale))
+            plan.add(f"{module}.input_scale", ScalePlace(self._input_scale, is_divisor=True))
 
     def join_key(self) -> object:
         """All can be joined: weights have a scale for each row, and static input scales are kept with their numbers of rows."""

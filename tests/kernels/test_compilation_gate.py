@@ -59,6 +59,7 @@ def test_what_fits_may_be_served() -> None:
         ({"touches_early": True}, "before it waits"),
         ({"overwritten": 1}, "products under way still read"),
         ({"tensor_instructions": ("mma.sync",)}, "lacks wgmma"),
+        ({"scalar_products": 1}, "computes 1 products without matrix instructions"),
         ({"capability": 80}, "lacks mma.sync"),
         ({"capability": 100}, "lacks tcgen05"),
     ],

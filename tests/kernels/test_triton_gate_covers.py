@@ -43,3 +43,4 @@ def test_every_variant_that_a_model_asks_for_is_compiled_in_the_gate(
     assert answer["asked"] > 30
     missing = {kernel: variants for kernel, variants in answer["missing"].items() if kernel in COVERED}
     assert missing == {}
+    assert answer["options"] == {}, "launched with warps, stages or registers that the gate does not compile with"

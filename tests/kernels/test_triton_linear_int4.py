@@ -63,6 +63,15 @@ def test_scales_of_either_type_match_the_reference(scale_dtype: torch.dtype, dev
     compare(rows(2, 256, device), weight)
 
 
+def test_scales_may_be_negative(device: torch.device) -> None:
+    """Their bits lie below a zero point in one word, so that a sign must not reach it."""
+    weight = int4_weight(9, 256, device, 64)
+    signs = torch.arange(weight.scales_zeros.numel(), device=device).view_as(weight.scales_zeros).remainder(2) << 15
+    signed = replace(weight, scales_zeros=weight.scales_zeros ^ signs.to(torch.int32))
+    assert not torch.equal(reference.dequantise(signed), reference.dequantise(weight))
+    compare(rows(2, 256, device), signed)
+
+
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_bfloat16_rows_match_the_reference(group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":

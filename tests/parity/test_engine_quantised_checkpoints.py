@@ -36,6 +36,7 @@ LAYOUTS: dict[str, layouts.Layout] = {
     "awq-one-group": layouts.awq(group_size=-1),
     "gptq": layouts.gptq(),
     "gptq-symmetric-one-group": layouts.gptq(symmetric=True, group_size=-1),
+    "gptq-signed-scales": layouts.gptq(symmetric=True, signed_scales=True),
     "gptq-v2": layouts.gptq(version="gptq_v2"),
     "gptq-ordered": layouts.gptq(desc_act=True),
     "gptq-ordered-apart": layouts.gptq(desc_act=True, same_order=False),

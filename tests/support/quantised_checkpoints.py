@@ -160,8 +160,11 @@ class Int4Codes:
         return (steps * self.scales[:, self.groups].double()).float()
 
 
-def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_seed: int | None = None) -> Int4Codes:
-    """Round to nearest. Zero points are 1 to 15; with `order_seed`, columns are assigned to groups in shuffled order."""
+def four_bits(
+    weight: torch.Tensor, *, group_size: int, symmetric: bool, order_seed: int | None = None, signed_scales: bool = False
+) -> Int4Codes:
+    """Round to nearest. Zero points are 1 to 15; with `order_seed`, columns are assigned to groups in shuffled order; with
+    `signed_scales`, the number of largest magnitude in a group has the code 0, so that the scale has the opposite sign."""
     rows, columns = weight.shape
     size = columns if group_size == -1 else group_size
     groups = [column // size for column in range(columns)]
@@ -172,7 +175,11 @@ def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_s
     scales = torch.empty(rows, num_groups, dtype=torch.float16)
     for group in range(num_groups):
         members = [column for column in range(columns) if groups[column] == group]
-        scales[:, group] = weight[:, members].abs().amax(1) / 7
+        inside = weight[:, members]
+        if signed_scales:
+            scales[:, group] = inside.gather(1, inside.abs().argmax(1, keepdim=True))[:, 0] / -8
+        else:
+            scales[:, group] = inside.abs().amax(1) / 7
     steps = (weight / scales[:, groups]).round().long()
     codes = (steps + torch.tensor(zeros)[:, groups]).clamp(0, 15)
     return Int4Codes(codes.tolist(), zeros, scales, groups)
@@ -206,13 +213,20 @@ def awq(*, group_size: int = GROUP) -> Layout:
 
 
 def gptq(
-    *, group_size: int = GROUP, symmetric: bool = False, version: str = "gptq", desc_act: bool = False, same_order: bool = True
+    *,
+    group_size: int = GROUP,
+    symmetric: bool = False,
+    version: str = "gptq",
+    desc_act: bool = False,
+    same_order: bool = True,
+    signed_scales: bool = False,
 ) -> Layout:
-    """AutoGPTQ's layout: words along the inputs, in order; columns are outputs; version `gptq` stores zero points minus one."""
+    """AutoGPTQ's layout: words along the inputs, in order; columns are outputs; version `gptq` stores zero points minus one.
+    AutoRound writes it with `signed_scales`."""
 
     def store(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         seed = (3 if same_order else len(module)) if desc_act else None
-        four = four_bits(weight, group_size=group_size, symmetric=symmetric, order_seed=seed)
+        four = four_bits(weight, group_size=group_size, symmetric=symmetric, order_seed=seed, signed_scales=signed_scales)
         lacking = 1 if version == "gptq" else 0
         tensors = {
             "qweight": words(four.codes).T,

@@ -2,8 +2,9 @@
 
 Run as a script: `python -m tests.support.triton_models CAPABILITY=MODEL,… …`, each card in a process of its own. It uses
 `triton_variants`, but only for an engine's start, when all variants are requested. No weight is read or written, so untouched
-memory takes no space. Prints one JSON object per line, for each card and model: the number of variants `asked` for, and the
-`missing` ones by kernel.
+memory takes no space. Prints one JSON object per line, for each card and model: the number of variants `asked` for, the
+`missing` ones by kernel, and of these, by kernel, the launch `options` (warps, stages, fusion, registers) with which the gate
+compiles that kernel for no size: a limit of registers at the launch alone would spill unseen.
 
 A variant is covered if the gate has one of the same kernel with the same types, constants, warps, stages and registers.
 Differences that do not matter to the assembler are ignored: the number of heads beyond those of a tile, float16 or bfloat16,
@@ -150,10 +151,16 @@ def report_card(capability: int, names: Sequence[str]) -> None:
             triton_variants.engine_of(Path(folder), case_for(name, capability)),
         ):
             pass
-        num_requested, missing = len(recorder.keys), by_kernel(recorder.keys - compiled)
-        sys.stdout.write(
-            json.dumps({"capability": capability, "model": name, "asked": num_requested, "missing": missing}) + "\n"
-        )
+        missing, known_options = recorder.keys - compiled, {(kernel, options) for kernel, *_, options in compiled}
+        other_options = {(kernel, options) for kernel, *_, options in missing} - known_options
+        answer = {
+            "capability": capability,
+            "model": name,
+            "asked": len(recorder.keys),
+            "missing": by_kernel(missing),
+            "options": by_kernel(other_options),
+        }
+        sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 

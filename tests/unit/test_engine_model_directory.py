@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel, WeightsError
+from engine.weights import INDEX_FILE, weight_files
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model
 
@@ -56,7 +57,11 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "\xff", '{"vocab_size": ' + 5000 * "9" + "}", 100_000 * "["],
+    ids=["cut", "list", "bytes", "digits", "deep"],
+)
 def test_a_config_that_is_no_json_object_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(NotAModelDirectory, match=r"config\.json"):
@@ -91,6 +96,13 @@ def test_a_config_that_is_no_json_object_is_refused_by_name(text: str, tmp_path:
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"head_dim": 15}, "head_dim must be even"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta must be at most 1e"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 1e20}},
+            r"yarn's factor 1e\+20 times \d+ positions must be at most",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], message: str, model: Path) -> None:
@@ -106,7 +118,14 @@ def test_the_older_spelling_of_rope_settings_means_the_same(model: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("generation", "expected"), [({"eos_token_id": [2, 9]}, (2, 9)), ({"eos_token_id": 7}, (7,)), ({}, (2,))]
+    ("generation", "expected"),
+    [
+        ({"eos_token_id": [2, 9]}, (2, 9)),
+        ({"eos_token_id": 7}, (7,)),
+        ({}, (2,)),
+        ({"eos_token_id": [9, -1, 151_645, 2**40]}, (9,)),
+        ({"eos_token_id": 2**40}, ()),
+    ],
 )
 def test_end_tokens_come_from_the_generation_config_first(
     generation: dict[str, Any], expected: tuple[int, ...], model: Path
@@ -150,6 +169,13 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     said = rf"{shard.name} is missing, and model\.safetensors\.index\.json names it: .* fetch it again"
     with pytest.raises(WeightsError, match=said):
         small_engine(tmp_path)
+
+
+@pytest.mark.parametrize("name", [7, None, "../other/model.safetensors", "/etc/hostname"])
+def test_shards_are_files_of_their_folder(name: object, model: Path) -> None:
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(WeightsError, match="weight_map must name files of its own folder"):
+        weight_files(model)
 
 
 def test_a_damaged_file_is_named(model: Path) -> None:

@@ -49,6 +49,7 @@ def group(**changes: Any) -> dict[str, Any]:
         ),
         (GPTQ, Int4Weights(layout=Int4Layout.GPTQ, group_size=128, zero_offset=1)),
         ({**GPTQ, "group_size": -1, "lm_head": True}, Int4Weights(layout=Int4Layout.GPTQ, group_size=None, zero_offset=1)),
+        ({**GPTQ, "dynamic": {"-:.*gate": {}}}, Int4Weights(layout=Int4Layout.GPTQ, group_size=128, zero_offset=1)),
         ({**GPTQ, "checkpoint_format": "gptq_v2"}, Int4Weights(layout=Int4Layout.GPTQ, group_size=128, zero_offset=0)),
     ],
 )
@@ -72,7 +73,11 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' .* supported: gptq, gptq_v2"),
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format True"),
         ({**GPTQ, "pack_dtype": "int64"}, "pack_dtype 'int64'"),
-        ({**GPTQ, "dynamic": {"-:.*gate": {}}}, "dynamic .* the same bits and group_size"),
+        (
+            {**GPTQ, "dynamic": {"-:.*gate": {}, "+:.*up": {"bits": 8}}},
+            r"dynamic \['\+:\.\*up'\] .* the same bits and group_size",
+        ),
+        ({**GPTQ, "dynamic": {".*up": {"bits": 8}}}, "dynamic .* exceptions begin with -:"),
         ({**COMPRESSED, "format": "pack-quantized"}, "format 'pack-quantized' .* supported: float-quantized"),
         ({**COMPRESSED, "config_groups": {}}, r"config_groups \[\] .* one group"),
         ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, r"config_groups \['a', 'b'\]"),

@@ -174,6 +174,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
             {"weight_scale": None},
             "q_proj.weight is torch.float8_e4m3fn, expected torch.float32; .* scales must describe",
         ),
+        ("fp8", {"input_scale": torch.tensor(0.0)}, "q_proj.input_scale is zero"),
         ("fp8", {"input_scale": None}, "1 tensor is missing: .*q_proj.input_scale"),
         (
             "fp8",
@@ -183,8 +184,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
         (
             "fp8",
             {"weight_scale": torch.tensor(float("nan"))},
-            "q_proj.weight_scale holds scales that are negative or not finite",
+            "q_proj.weight_scale holds scales that are not finite",
         ),
+        ("fp8", {"weight_scale": torch.tensor(-1.0)}, "q_proj.weight_scale holds negative scales"),
+        ("awq", {"scales": torch.full((2, 64), float("inf"))}, "q_proj.scales holds scales that are not finite"),
         ("fp8", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.float8_e4m3fn"),
         ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected a floating-point"),
         ("awq", {"qweight": torch.ones(64, 8)}, "q_proj.qweight is torch.float32, expected torch.int32 with eight codes"),

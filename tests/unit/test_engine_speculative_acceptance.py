@@ -163,7 +163,9 @@ def test_prompt_lookup_writes_the_very_tokens_of_plain_writing(
     assert run(models[0], sampling, 6, **speculation("ngram", depth=depth)) == run(models[0], sampling, 6)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_invariant": True}, {"enforce_eager": False}, {"enforce_eager": False, "kv_cache_dtype": "fp8"}]
+)
 def test_a_draft_model_writes_the_very_tokens_where_it_cannot_depend_on_chance(
     options: dict[str, Any], models: tuple[Path, Path]
 ) -> None:

@@ -34,6 +34,7 @@ TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 WAIT = "griddepcontrol.wait"
 PRODUCTS_WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR", "MUFU.EX2"  # in Hopper's machine code
 _MEMORY = re.compile(r"\b(?:ld\.global(?!\.L1::evict_(?:first|last))|st\.global|cp\.async|atom\.|red\.global)")
+_SCALAR_PRODUCT = re.compile(r"= tt\.dot .*-> tensor<[^>]*#blocked")  # in Triton's own form, `ttgir`
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -46,7 +47,8 @@ class Compilation:
     absent tensor, 1 for an integer that is 1 (a launch specialises it). `divisible` names the integers that are multiples of
     16. A kernel's EARLY (`kernels.triton.early_launch`) is set as a launch on that card sets it.
 
-    `tensor_cores`: the card's own kind of matrix instruction must be used: mma.sync on 80 and 89, wgmma on 90, tcgen05 on 100.
+    `tensor_cores`: the card's own kind of matrix instruction must be used: mma.sync on 80 and 89, wgmma on 90, tcgen05 on 100;
+    and no product of the kernel may be computed without matrix instructions.
     `small_tile`: the tile has fewer than 64 rows, for which every card has mma.sync alone, or 64 that Triton may transpose for
     it: either kind is accepted. `fp_fusion`: whether the launch allows fusing products with sums, as all do unless every
     rounding matters. `registers_max`: the limit of registers per thread (`maxnreg`), None for no limit. `programs`: how many of
@@ -83,6 +85,7 @@ class Compiled:
     """Properties of the assembled kernel. `spill_bytes` per thread; `programs` that one multiprocessor holds at a time;
     `touches_early`: before it waits for the previous kernel, it writes, or reads data not marked as unchanged by that kernel
     (`kernels.triton.early_launch`); `exponentials` that overlap with products, counted if a configuration requires some;
+    `scalar_products`: products of tiles without matrix instructions, counted if a configuration requires these;
     `overwritten`: on Hopper, instructions that write registers which products in flight still read."""
 
     name: str
@@ -99,6 +102,7 @@ class Compiled:
     touches_early: bool = False
     exponentials: int = 0
     overwritten: int = 0
+    scalar_products: int = 0
 
 
 def source_key(compilation: Compilation, capability: int) -> str:
@@ -142,6 +146,7 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
         touches_early=_is_early(compilation, capability) and touches_early(kernel.asm["ptx"]),
         exponentials=exponentials_beside_products(sass) if compilation.exponentials_min else 0,
         overwritten=overwritten_operands(sass),
+        scalar_products=len(_SCALAR_PRODUCT.findall(kernel.asm["ttgir"])) if compilation.tensor_cores else 0,
     )
 
 
@@ -177,6 +182,8 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
     if compilation.tensor_cores and not {required, native}.intersection(compiled.tensor_instructions):
         present = ", ".join(compiled.tensor_instructions) or "none"
         found.append(f"lacks {required} (matrix instructions: {present})")
+    if compiled.scalar_products:
+        found.append(f"computes {compiled.scalar_products} products without matrix instructions")
     if compiled.touches_early:
         found.append("reads or writes memory before it waits for the kernel in front of it")
     if compiled.exponentials < compilation.exponentials_min:

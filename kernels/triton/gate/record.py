@@ -28,6 +28,7 @@ SHORT = {
     "touches_early": "early",
     "exponentials": "exponentials",
     "overwritten": "overwritten",
+    "scalar_products": "scalar",
 }
 
 
@@ -42,6 +43,7 @@ USUAL: dict[str, Any] = {
     "touches_early": False,
     "exponentials": 0,
     "overwritten": 0,
+    "scalar_products": 0,
 }
 """Values that are left out of an entry."""
 
