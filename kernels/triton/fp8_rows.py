@@ -13,8 +13,8 @@ FP8 = torch.float8_e4m3fn
 
 @triton.jit
 def clamp_to_e4m3(value):
-    """Clamps to ±448, the range of e4m3; beyond it cards and interpreter convert differently."""
-    return tl.minimum(tl.maximum(value, -448.0), 448.0)
+    """Clamps to ±448, the range of e4m3; beyond it cards and interpreter convert differently. NaN stays NaN."""
+    return tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -142,6 +142,16 @@ def test_rows_are_quantised_to_their_own_largest_element(
     assert_near(scales[:, 0] * 448, x.float().abs().amax(-1), "pointwise")
 
 
+@pytest.mark.parametrize("kernels", [triton_fp8_rows, cpu_fp8_rows, reference_fp8_rows], ids=["triton", "torch", "reference"])
+def test_what_is_no_number_stays_none_in_its_row_alone(kernels: ModuleType, device: torch.device) -> None:
+    x = normal(3, 96, dtype=torch.float32, device=device)
+    x[1, 5] = float("nan")
+    quantised, scales = kernels.quantize_rows_fp8(x)
+    rows = (quantised.float() * scales).isnan()
+    assert bool(rows[1, 5])
+    assert not bool(rows[[0, 2]].any())
+
+
 def test_rounding_to_e4m3_is_that_of_torch() -> None:
     torch.manual_seed(1)
     x = torch.cat([torch.randn(4000) * 10.0**exponent for exponent in range(-4, 3)] + [torch.tensor([0.0, 448.0, -448.0])])

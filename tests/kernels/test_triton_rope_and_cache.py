@@ -147,6 +147,17 @@ def test_values_beyond_the_range_of_e4m3_saturate(kernels: ModuleType, device: t
 
 
 @BOTH
+def test_a_key_or_value_that_is_no_number_is_none_in_an_fp8_cache_either(kernels: ModuleType, device: torch.device) -> None:
+    case = Case(1, (4, 2, 64), cache_dtype=FP8, device=device)
+    case.qkv[0, 4, 5] = case.qkv[0, 6, 7] = float("nan")  # a key's and a value's
+    _, cache = case.run(kernels)
+    held = cache.float()[case.slots[0] // BLOCK_SIZE, case.slots[0] % BLOCK_SIZE]
+    assert bool(held[0, 0, 5].isnan())
+    assert bool(held[1, 0, 7].isnan())
+    assert not bool(held[:, 1].isnan().any())
+
+
+@BOTH
 def test_without_a_cache_queries_and_keys_are_rotated_too(kernels: ModuleType, device: torch.device) -> None:
     case = Case(3, (4, 2, 64), device=device)
     qkv, cache = case.run(kernels, cached=False)

@@ -291,6 +291,8 @@ RESULTS: list[tuple[str, int]] = [
     ("cvt.rn.satfinite.e4m3x2.f32 %rs1, 0f7F800000, 0f3F800000; cvt.u32.u16 %r9, %rs1;", 0x7E38),
     ("mov.b16 %rs1, 0x7E38; cvt.rn.f16x2.e4m3x2 %r9, %rs1;", (0x5F00 << 16) | 0x3C00),
     ("max.f32 %r9, 0f7FC00000, 0f3F800000;", bits(1.0, torch.float32)),
+    ("min.NaN.f32 %r8, 0f7FC00000, 0f3F800000; setp.nan.f32 %p1, %r8, %r8; selp.b32 %r9, 1, 2, %p1;", 1),
+    ("min.xorsign.abs.f32 %r9, 0fC0400000, 0f40000000;", bits(-2.0, torch.float32)),
     ("add.f32 %r9, 0f3F800000, 0f33800000;", bits(1.0, torch.float32)),
     ("fma.rn.f32 %r9, 0f3F800001, 0f3F800001, 0fBF800002;", bits(2.0**-46, torch.float32)),
     ("mul.ftz.f32 %r9, 0f00000001, 0f4B000000;", 0),

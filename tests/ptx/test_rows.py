@@ -84,3 +84,11 @@ def test_rotation_rows_are_those_of_the_tables() -> None:
     places = torch.tensor([199, 0, 7])
     for made, table in zip(embedding.rotation_rows(cos, sin, places), (cos, sin), strict=True):
         assert_same(made, table[places])
+
+
+def test_what_is_no_number_stays_none_in_e4m3() -> None:
+    x = rows(2, 96)
+    x[1, 5] = float("nan")
+    quantised, _ = quantize_rows_fp8(x)
+    assert bool(quantised.float()[1, 5].isnan())
+    assert not bool(quantised.float()[0].isnan().any())

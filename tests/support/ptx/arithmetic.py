@@ -79,12 +79,17 @@ def compute(block: Block, code: Instruction, active: Array) -> None:
     _write(block, code, FUNCTIONS[code.opcode](*_operands(block, code)), active)
 
 
-@instruction("min max", "NaN ftz")
+@instruction("min max", "NaN ftz xorsign abs")
 def least_or_most(block: Block, code: Instruction, active: Array) -> None:
-    """Without `.NaN`, the operand that is a number wins over NaN."""
+    """Without `.NaN`, the operand that is a number wins over NaN. `.xorsign.abs` compares magnitudes; the result is negative if
+    one of the operands is."""
     a, b = _operands(block, code)
     smaller, larger = (np.minimum, np.maximum) if "NaN" in code.modifiers or a.dtype.kind != "f" else (np.fmin, np.fmax)
-    _write(block, code, (smaller if code.opcode == "min" else larger)(a, b), active)
+    choose = smaller if code.opcode == "min" else larger
+    if "xorsign" in code.modifiers:
+        _write(block, code, np.copysign(choose(np.abs(a), np.abs(b)), np.where(np.signbit(a) != np.signbit(b), -1, 1)), active)
+    else:
+        _write(block, code, choose(a, b), active)
 
 
 @instruction("mul mad", "lo hi wide rn ftz")
