@@ -124,6 +124,8 @@ async def test_the_deadline_of_a_request_says_so(database: Database, clock: Fake
 async def test_at_the_stop_of_the_appliance_requests_end_as_its_doing(box: Serving, cast: Cast) -> None:
     generation = await begun(box, cast.bob, 3)
     await box.generations.stop(5.0)
+    assert generation.outcome.done()
+    assert not {"access watch", "checkpoints"} & {task.get_name() for task in asyncio.all_tasks()}
     await check(box, generation, "aborted", "shutdown")
 
 
