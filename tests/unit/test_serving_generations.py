@@ -85,6 +85,15 @@ async def test_while_it_drains_nobody_waits_for_room(box: Serving, database: Dat
     running.end_early("disconnected")
 
 
+async def test_a_drain_waits_for_the_last_of_several(box: Serving, cast: Cast) -> None:
+    first, last = await box.start(cast.charlie, TEXT), await box.start(cast.bob, [STALL, 5])
+    await first.outcome
+    await poll_until(lambda: len(box.generations.live(access=WHOLE_BOX)) == 1)
+    assert not await box.generations.drain(0.02)
+    last.end_early("disconnected")
+    assert await box.generations.drain(5.0)
+
+
 async def test_a_request_waits_for_room_as_long_as_its_tier_says(
     box: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
