@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ import structlog
 
 from appliance.base.db import Database
 from appliance.metering.ledger.records import Usage
+from appliance.metering.past_requests import PastRequests
 from appliance.tenancy.access import WHOLE_BOX
 from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import posted
 from tests.support.fake_engine import make_event
-from tests.support.generations import MODEL, Serving, serving
+from tests.support.generations import MODEL, InProcessEngine, Serving, serving
 from tests.support.ledgers import euro_prices, num_running, poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -32,17 +34,17 @@ async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) 
 
 
 class Scripted:
-    """The events of an engine that counts as the test says: each of `counts` is an event, the last one ends with `end`."""
+    """The events of an engine that counts as the test says, one for each of `counts`; the last of each answer is its end."""
 
     def __init__(self, request: GenerationRequest, counts: Sequence[dict[str, int]], end: FinishReason) -> None:
         self._events: list[TokenEvent] = []
-        made = 0
-        for number, told in enumerate(counts):
-            output = told.get("num_output_tokens", made)
-            event = make_event(request, [5] * (output - made), output)
-            last = number == len(counts) - 1
-            self._events.append(replace(event, **told, finish_reason=end if last else None))
-            made = output
+        made, answers = Counter[int](), [told.get("index", 0) for told in counts]
+        for number, (index, told) in enumerate(zip(answers, counts, strict=True)):
+            output = told.get("num_output_tokens", made[index])
+            event = make_event(request, [5] * (output - made[index]), output)
+            ended = index not in answers[number + 1 :]
+            self._events.append(replace(event, **told, finish_reason=end if ended else None))
+            made[index] = output
 
     async def take(self) -> list[TokenEvent]:
         """Return the next event."""
@@ -104,6 +106,49 @@ async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_t
     assert (event.prompt_tokens, event.completion_tokens) == (billed or (0, 0))
     assert outcome.usage.total_tokens == used.tokens == sum(billed or (0, 0))
     assert num_running(box.admission, cast.bob.tenant.id) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "made", "seen", "blocks"),
+    [
+        (15, [0], 0, 1),
+        (16, [1], 0, 1),  # the last token is in no block
+        (16, [2], 0, 2),
+        (20, [13], 0, 2),
+        (20, [14], 0, 3),
+        (20, [13, 30], 0, 1 + 1 + 3),  # the answers share the block that the prompt fills
+        (20, [14], 7, 7),  # as the engine has told meanwhile
+    ],
+)
+async def test_a_past_request_shows_the_blocks_that_its_tokens_filled(
+    box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch,
+    prompt: int, made: list[int], seen: int, blocks: int,
+) -> None:  # fmt: skip
+    script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(made)]
+
+    def submit(request: GenerationRequest) -> Scripted:
+        box.generations.live(access=WHOLE_BOX)[request.request_id].kv_blocks_max = seen
+        return Scripted(request, script, FinishReason.LENGTH)
+
+    monkeypatch.setattr(box.client, "submit", submit)
+    generation = await box.start(cast.bob, [7] * prompt, n=len(made))
+    await generation.outcome
+    assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == blocks
+
+
+async def test_of_an_engine_that_has_gone_or_computed_nothing_no_blocks_are_shown(
+    box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = [{"num_prompt_tokens_computed": 0}]
+    monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
+    refused = await box.start(cast.bob, [7] * 20)
+    await refused.outcome
+    monkeypatch.setattr(InProcessEngine, "info", None)
+    script[0]["num_prompt_tokens_computed"] = 20
+    served = await box.start(cast.bob, [7] * 20)
+    await served.outcome
+    for generation in (refused, served):
+        assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == 0
 
 
 async def test_a_settlement_that_the_ledger_refuses_is_counted_once_as_unrecorded(box: Serving, cast: Cast) -> None:
