@@ -157,7 +157,8 @@ async def test_how_long_a_request_took_is_measured_once(
         ("inter_token_latency_seconds", count - 1),
     ):
         assert f'gatehouse_{name}_count{{model="tiny"}} {times}.0' in shown
-    assert 'gatehouse_request_seconds_sum{model="tiny"} 2.5' in shown
+    for name in ("request_seconds", "time_to_first_token_seconds"):
+        assert f'gatehouse_{name}_sum{{model="tiny"}} 2.5' in shown
     assert noted == [generation.live.ttft_s] == [2.5]
     assert generation.live.kv_blocks == 0
 
