@@ -86,7 +86,9 @@ async def test_while_it_drains_nobody_waits_for_room(box: Serving, database: Dat
 
 
 async def test_a_drain_waits_for_the_last_of_several(box: Serving, cast: Cast) -> None:
+    box.engine.allow_steps(0)
     first, last = await box.start(cast.charlie, TEXT), await box.start(cast.bob, [STALL, 5])
+    box.engine.allow_steps(1000)
     await first.outcome
     await poll_until(lambda: len(box.generations.live(access=WHOLE_BOX)) == 1)
     assert not await box.generations.drain(0.02)
