@@ -11,14 +11,16 @@ import pytest
 import structlog
 
 from appliance.base.db import Database
+from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger.records import Usage
 from appliance.metering.past_requests import PastRequests
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, TokenEvent
-from tests.support.cast import Cast
+from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.factories import posted
-from tests.support.fake_engine import make_event
+from tests.support.fake_engine import STALL, make_event
 from tests.support.generations import MODEL, InProcessEngine, Serving, serving
 from tests.support.ledgers import euro_prices, num_running, poll_until
 
@@ -111,7 +113,7 @@ async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_t
 @pytest.mark.parametrize(
     ("prompt", "made", "seen", "blocks"),
     [
-        (15, [0], 0, 1),
+        (17, [0], 0, 2),
         (16, [1], 0, 1),  # the last token is in no block
         (16, [2], 0, 2),
         (20, [13], 0, 2),
@@ -147,8 +149,21 @@ async def test_of_an_engine_that_has_gone_or_computed_nothing_no_blocks_are_show
     script[0]["num_prompt_tokens_computed"] = 20
     served = await box.start(cast.bob, [7] * 20)
     await served.outcome
+    assert [(await box.event(generation)).cause for generation in (refused, served)] == ["engine_ended"] * 2
     for generation in (refused, served):
         assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == 0
+
+
+async def test_what_is_not_billed_takes_nothing_of_any_limit(box: Serving, database: Database, clock: FakeClock) -> None:
+    dora = await make_person(database, clock, "dora", Limits(requests_per_minute=1, tokens_per_day=1000))
+    left = await box.start(dora, [STALL, 5])
+    left.end_early("disconnected")
+    await left.outcome
+    served = await box.start(dora, TEXT)
+    await served.outcome
+    assert [(await box.event(generation)).status for generation in (left, served)] == ["voided", "posted"]
+    with pytest.raises(RateLimitExceeded):
+        await box.start(dora, TEXT)
 
 
 async def test_a_settlement_that_the_ledger_refuses_is_counted_once_as_unrecorded(box: Serving, cast: Cast) -> None:

@@ -464,9 +464,15 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
         box.generations.abort(entry.request_id, access=WHOLE_BOX)
 
     monkeypatch.setattr(box.ledger, "open", left)
-    generation = await box.start(cast.bob, TEXT)
-    await generation.outcome
+    balance = box.model.client.figures.balance
+    balance.note_status(engine_status())
+    with structlog.testing.capture_logs() as logs:
+        generation = await box.start(cast.bob, TEXT)
+        await generation.outcome
+        assert await box.generations.drain(5.0)
+    balance.note_status(engine_status(generation_tokens_total=7))
 
+    assert (logs, balance.unexplained_tokens) == ([], 7)
     event = await box.event(generation)
     assert (event.status, event.finish_reason, event.cause) == ("voided", "aborted", "administrator")
     assert [frame for frame in box.engine.frames if frame.submit] == []
