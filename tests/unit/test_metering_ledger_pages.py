@@ -92,8 +92,9 @@ async def test_a_page_of_the_ledger_shows_what_is_asked_for_alone(database: Data
                     await reports.ledger_page(50, newest.next_cursor, LedgerFilter(**wanted), access=WHOLE_BOX)
         await ledger.settle(voided(entries[0].request_id))
     for field, value in (("status", "open"), ("kind", "refund")):
-        with pytest.raises(InvalidValue, match=field):
+        with pytest.raises(InvalidValue) as refused:
             await reports.ledger_page(filters=LedgerFilter(**{field: value}), access=WHOLE_BOX)  # type: ignore[arg-type]
+        assert refused.value.param == field
 
 
 async def test_the_corrections_of_an_event_are_added_up_for_whoever_may_see_it(
