@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from sqlalchemy import select
 
@@ -11,7 +13,7 @@ from appliance.base.errors import Conflict, InvalidValue, NotFound
 from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
-from appliance.metering.alerts.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, Webhook, WebhookChanges, Webhooks
+from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, GRACE_S_MAX, WEBHOOKS_MAX, Webhook, WebhookChanges, Webhooks
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
@@ -223,6 +225,11 @@ async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_
         entries = (await connection.execute(query)).mappings().all()
     actions = [entry["action"].removeprefix("webhook.") for entry in entries]
     assert actions == ["create", "update", "rotate", "test", "retry", "remove"]
+    assert [json.loads(entry["after"]) for entry in entries[2:5]] == [
+        {"grace_s": GRACE_S_DEFAULT},
+        {"delivery": delivery.id},
+        {"delivery": delivery.id, "event": "webhook.test", "was": "pending"},
+    ]
     assert {entry["tenant_id"] for entry in entries} == {cast.bob.tenant.id}
     assert {entry["target_id"] for entry in entries} == {webhook.id}
     written = " ".join(str(entry["before"]) + str(entry["after"]) for entry in entries)
