@@ -99,6 +99,8 @@ async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_t
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, counts: list[tuple[int, int]], billed: tuple[int, int] | None
 ) -> None:
     script = [{"num_prompt_tokens_computed": computed, "num_output_tokens": output} for computed, output in counts]
+    noted: list[float] = []
+    monkeypatch.setattr(box.client.figures, "note_ttft", noted.append)
     monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
     generation = await box.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
@@ -107,6 +109,7 @@ async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_t
     assert event.status == ("voided" if billed is None else "posted")
     assert (event.prompt_tokens, event.completion_tokens) == (billed or (0, 0))
     assert outcome.usage.total_tokens == used.tokens == sum(billed or (0, 0))
+    assert len(noted) == (outcome.usage.completion_tokens > 0), "without a token there is no time to the first"
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
