@@ -133,6 +133,21 @@ async def test_the_tokens_of_the_day_are_watched_too(
     assert (message.payload["data"]["tokens"], message.payload["data"]["tokens_per_day"]) == (80, 100)
 
 
+async def test_tokens_of_a_later_day_do_not_count_for_an_earlier_one_that_settles_late(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await Tenants(database, clock).update(
+        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_BOX
+    )
+    yesterday = clock.now()
+    clock.advance(86400)
+    await spender.spend(cast.bob, 79)
+    await spender.spend(cast.bob, 10, at=yesterday)
+    assert await spender.alerts_sent() == []
+    await spender.spend(cast.bob, 70, at=yesterday)
+    assert await spender.alerts_sent() == [("2026-11-21", 80)]
+
+
 async def test_money_in_another_currency_does_not_count(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:

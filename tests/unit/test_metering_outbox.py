@@ -219,7 +219,9 @@ async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_remo
     (waiting,) = await alerts.messages()
     with pytest.raises(Conflict, match="disabled"):
         await alerts.outbox.retry(webhook_id, waiting.id, access=WHOLE_BOX)
+    alerts.db.outbox_written.clear()
     await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=WHOLE_BOX)
+    assert alerts.db.outbox_written.is_set(), "whoever delivers looks at once"
     assert await alerts.outbox.next_due_s() == 0
     await alerts.webhooks.remove(webhook_id, access=WHOLE_BOX)
     (message,) = await alerts.messages()

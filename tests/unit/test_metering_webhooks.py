@@ -235,11 +235,25 @@ async def test_what_is_done_to_one_webhook_is_done_to_no_other(alerts: AlertBox,
     await alerts.webhooks.update(changed, WebhookChanges(target=TARGET + "/other", disabled=True), access=WHOLE_BOX)
     disabled_at = clock.now()
     clock.advance(60)
+    await alerts.webhooks.update(changed, WebhookChanges(disabled=True), access=WHOLE_BOX)
     await alerts.webhooks.disable(changed, "gone for good")
     assert (await alerts.webhooks.get(changed, access=WHOLE_BOX)).disabled_at == disabled_at, "it was disabled before"
     assert await of_others() == before
     await alerts.webhooks.remove(changed, access=WHOLE_BOX)
     assert await of_others() == before
+
+
+async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log(alerts: AlertBox) -> None:
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    await alerts.webhooks.disable(webhook.id, "gone for good")
+    query = select(audit_log.c.target_id, audit_log.c.before, audit_log.c.after).where(audit_log.c.action == "webhook.disable")
+    async with alerts.db.reading() as connection:
+        (entry,) = (await connection.execute(query)).all()
+    assert (entry.target_id, json.loads(entry.before), json.loads(entry.after)) == (
+        webhook.id,
+        {"disabled": False},
+        {"disabled": True},
+    )
 
 
 async def test_webhooks_are_listed_in_pages_in_the_order_they_were_made(alerts: AlertBox) -> None:
