@@ -45,7 +45,7 @@ class Scripted:
             output = told.get("num_output_tokens", made[index])
             event = make_event(request, [5] * (output - made[index]), output)
             ended = index not in answers[number + 1 :]
-            self._events.append(replace(event, **told, finish_reason=end if ended else None))
+            self._events.append(replace(event, **told, finish_reason=end if ended else None))  # type: ignore[arg-type]
             made[index] = output
 
     async def take(self) -> list[TokenEvent]:
