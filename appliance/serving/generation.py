@@ -165,7 +165,9 @@ class Generation:
         reason = reason_of_all(self._answers)
         if self._left is not None and reason == self._left.finish_reason:
             return self._left
-        return Ended(finish_reason=reason) if reason in SERVED else _failed("engine_ended", early("aborted").error, reason)
+        if reason in SERVED:
+            return Ended(finish_reason=reason)
+        return _failed("engine_ended", InternalError("the engine ended the request before its answer was complete"), reason)
 
     def _count(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None

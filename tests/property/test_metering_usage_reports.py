@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
+from typing import Any
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import Select, insert
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
@@ -163,9 +165,43 @@ async def test_a_whole_report_has_as_many_rows_as_it_may_and_a_part_has_the_firs
     assert await reports.usage(*question, access=WHOLE_BOX) == rows
 
     monkeypatch.setattr(usage, "USAGE_ROWS_MAX", len(rows) - 1)
-    with pytest.raises(InvalidValue, match="larger bucket"):
+    with pytest.raises(InvalidValue, match="larger bucket") as refused:
         await reports.usage(*question, access=WHOLE_BOX)
+    assert refused.value.param == "bucket"
     assert await reports.usage(*question, rows_max=len(rows) - 1, access=WHOLE_BOX) == rows[:-1]
+
+
+async def test_of_a_report_that_is_too_long_hardly_more_is_read_than_may_be_shown(
+    database: Database, events: list[UsageEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports, period = UsageReports(database, calendar=BillingCalendar()), (START - timedelta(days=1), START + timedelta(days=3))
+    read, read_rows = reports._read, list[int]()
+
+    async def counted(query: Select[Any]) -> Sequence[Any]:
+        rows = await read(query)
+        read_rows.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(reports, "_read", counted)
+    monkeypatch.setattr(usage, "USAGE_ROWS_MAX", 3)
+    with pytest.raises(InvalidValue):
+        await reports.usage(*period, "minute", ["tenant"], access=WHOLE_BOX)
+    await reports.usage_page(*period, "minute", ["tenant"], limit=3, access=WHOLE_BOX)
+    await reports.totals(*period, ["tenant", "model"], rows_max=3, access=WHOLE_BOX)
+    assert read_rows == [4, 4, 3]
+
+
+async def test_totals_are_the_plain_sums_of_the_period_that_was_asked_for(database: Database, events: list[UsageEvent]) -> None:
+    reports, start, end = UsageReports(database, calendar=BillingCalendar()), START - timedelta(days=1, seconds=7), START
+    inside = [event for event in events if start <= event.admitted_at < end]
+    rows = await reports.totals(start, end, ["tenant"], access=WHOLE_BOX)
+    expected: dict[tuple[object, ...], int] = defaultdict(int)
+    for event in inside:
+        if event.status in ("posted", "recovered"):
+            expected[event.tenant_id, event.currency] += event.cost_picos
+    assert {(row.tenant_id, row.currency): row.cost_picos for row in rows} == expected
+    assert {(row.start, row.end) for row in rows} == {(start, end)}
+    assert await reports.totals(start, end, ["tenant"], rows_max=2, access=WHOLE_BOX) == rows[:2]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +211,7 @@ async def test_a_whole_report_has_as_many_rows_as_it_may_and_a_part_has_the_firs
         ({"group_by": ["colour"]}, "group_by"),
         ({"end": START}, "end"),
         ({"start": START.replace(tzinfo=None)}, "start"),
+        ({"end": START.replace(tzinfo=None) + timedelta(days=1)}, "end"),
     ],
 )
 async def test_a_bad_question_names_its_field(database: Database, changes: dict[str, object], param: str) -> None:

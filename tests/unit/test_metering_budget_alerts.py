@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pytest
 
 from appliance.base import counters
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import SWEEP_INTERVAL_S, Watch
+from appliance.metering.alerts.budgets import PERIODS_MAX, SWEEP_INTERVAL_S, Watch
 from appliance.metering.alerts.outbox_history import KEEP_DAYS_MIN, OutboxHistory
 from appliance.metering.alerts.plans import Period, Plan
 from appliance.metering.calendar import BillingCalendar
@@ -133,6 +133,21 @@ async def test_the_tokens_of_the_day_are_watched_too(
     assert (message.payload["data"]["tokens"], message.payload["data"]["tokens_per_day"]) == (80, 100)
 
 
+async def test_tokens_of_a_later_day_do_not_count_for_an_earlier_one_that_settles_late(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await Tenants(database, clock).update(
+        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_BOX
+    )
+    yesterday = clock.now()
+    clock.advance(86400)
+    await spender.spend(cast.bob, 79)
+    await spender.spend(cast.bob, 10, at=yesterday)
+    assert await spender.alerts_sent() == []
+    await spender.spend(cast.bob, 70, at=yesterday)
+    assert await spender.alerts_sent() == [("2026-11-21", 80)]
+
+
 async def test_money_in_another_currency_does_not_count(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
@@ -156,6 +171,24 @@ async def test_a_sweep_tells_of_a_budget_that_was_lowered_and_nobody_settles(
     clock.advance(SWEEP_INTERVAL_S)
     await spender.budgets.sweep()
     assert await spender.alerts_sent() == [("2026-11", 80)]
+
+
+async def test_a_sweep_looks_once_an_hour_while_nothing_changes(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await set_budget(database, clock, cast.bob, 1000)
+
+    async def looks() -> bool:
+        with record_statements() as statements:
+            await spender.budgets.sweep()
+        return any("FROM usage_rollups" in statement for statement in statements)
+
+    told = []
+    for wait_s in (1000, 0, SWEEP_INTERVAL_S - 1, 1, 0):
+        clock.advance(wait_s)
+        told.append(await looks())
+    await set_budget(database, clock, cast.bob, 2000)
+    assert [*told, await looks(), await looks()] == [True, False, False, True, False, True, False]
 
 
 async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_other(
@@ -312,3 +345,28 @@ def test_what_a_look_has_not_seen_is_counted_although_its_transaction_ends_behin
     watch.remember(TODAY, 70, second)
     watch.remember(TODAY, 85, third)
     assert watch.left == {TODAY: None}
+
+
+@pytest.mark.parametrize("left", [5, None])
+def test_what_is_given_back_puts_no_threshold_off_because_it_may_be_rolled_back(cast: Cast, left: int | None) -> None:
+    watch = watched(left)
+    before = dict(watch.left)
+    assert [used(watch, cast.bob, tokens) for tokens in (-20, 0)] == [None, None]
+    assert watch.left == before
+
+
+def test_more_periods_than_may_be_remembered_are_looked_at_again(
+    cast: Cast,
+) -> None:
+    watch = watched()
+    for number in range(PERIODS_MAX):
+        period = Period("tokens_per_day", START.date() + timedelta(days=number))
+        watch.looks[period] = look = object()
+        watch.remember(period, 30, look)
+    assert len(watch.left) == PERIODS_MAX
+    assert used(watch, cast.bob, 1) is None
+    period = Period("tokens_per_day", START.date() - timedelta(days=1))
+    watch.looks[period] = look = object()
+    watch.remember(period, 70, look)
+    assert watch.left == {period: 10}
+    assert used(watch, cast.bob, 1) is not None

@@ -19,7 +19,8 @@ from appliance.tenancy.roles import Role, TenantRole
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import running_ledger, utc_corrections
+from tests.support.ledgers import euro_prices, running_ledger, settle, utc_corrections
+from tests.support.spending import record_statements
 
 
 async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
@@ -46,8 +47,9 @@ async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
     bobs = await reports.ledger_page(50, None, LedgerFilter(tenant_id=cast.bob.tenant.id), access=WHOLE_BOX)
     assert [event.request_id for event in bobs.data] == [e.request_id for n, e in enumerate(entries) if n % 3]
     bob = Access(role=Role.MEMBER, actor=SYSTEM, tenants={cast.bob.tenant.id: TenantRole.VIEWER})
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound) as refused:
         await reports.event(entries[0].request_id, access=bob)
+    assert refused.value.param == "request_id"
     with pytest.raises(NotFound):
         await PastRequests(database).get(entries[0].request_id, access=bob)
 
@@ -90,5 +92,40 @@ async def test_a_page_of_the_ledger_shows_what_is_asked_for_alone(database: Data
                     await reports.ledger_page(50, newest.next_cursor, LedgerFilter(**wanted), access=WHOLE_BOX)
         await ledger.settle(voided(entries[0].request_id))
     for field, value in (("status", "open"), ("kind", "refund")):
-        with pytest.raises(InvalidValue, match=field):
+        with pytest.raises(InvalidValue) as refused:
             await reports.ledger_page(filters=LedgerFilter(**{field: value}), access=WHOLE_BOX)  # type: ignore[arg-type]
+        assert refused.value.param == field
+
+
+async def test_the_corrections_of_an_event_are_added_up_for_whoever_may_see_it(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    reports, corrections = UsageReports(database, calendar=BillingCalendar()), utc_corrections(database, clock)
+    price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
+    entries = [pending(cast.bob, price=price) for _ in range(2)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for entry in entries:
+            await ledger.open(entry)
+        corrected, other = [await settle(ledger, posted(entry.request_id)) for entry in entries]
+    for prompt, completion in ((-2, 0), (0, -1), (1, 0)):
+        await corrections.add(corrected.id, Correction(note="ours", prompt_tokens=prompt, completion_tokens=completion))
+    await corrections.add(other.id, Correction(note="another's", prompt_tokens=-5))
+    bob, charlie = (
+        Access(role=Role.MEMBER, actor=SYSTEM, tenants={person.tenant.id: TenantRole.VIEWER})
+        for person in (cast.bob, cast.charlie)
+    )
+    for access in (WHOLE_BOX, bob):
+        assert await reports.corrected(corrected, access=access) == (3, -2 * 3 - 7 + 3)
+        assert await reports.corrected(other, access=access) == (1, -5 * 3)
+    assert await reports.corrected(corrected, access=charlie) == (0, 0)
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+async def test_a_page_of_the_ledger_reads_no_more_than_its_rows_and_in_their_order(
+    database: Database, clock: FakeClock, cast: Cast, newest_first: bool
+) -> None:
+    with record_statements() as statements:
+        await UsageReports(database, calendar=BillingCalendar()).ledger_page(3, newest_first=newest_first, access=WHOLE_BOX)
+    (statement,) = [statement for statement in statements if "FROM usage_events" in statement]
+    assert statement.count("LIMIT") == 1
+    assert statement.count("ORDER BY") == 2, "a join keeps no order by itself"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+from collections.abc import Awaitable
+from datetime import datetime, timedelta
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
 from appliance.base.errors import Conflict, NotFound, RateLimitExceeded
 from appliance.metering.alerts import outbox as outbox_module
-from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, retry_s
+from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, Delivery, Outbox, retry_s
 from appliance.metering.alerts.send_limits import RETRIES_PER_HOUR_MAX, TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import WebhookChanges
 from appliance.tenancy.access import WHOLE_BOX
@@ -93,6 +95,62 @@ async def test_a_claim_takes_the_oldest_message_of_each_webhook_that_is_not_busy
     assert {delivery.attempts for delivery in claimed} == {1}
 
 
+async def test_who_has_waited_longest_for_an_attempt_is_claimed_first(alerts: AlertBox, clock: FakeClock) -> None:
+    put_off, waiting = [await add_webhook(alerts) for _ in range(2)]
+    await alerts.enqueue("one")
+    (claimed,) = await alerts.outbox.claim(10, busy={waiting})
+    await alerts.outbox.failed(claimed, "no answer", 30.0)
+    clock.advance(60)
+    await alerts.enqueue("two")  # due later than either, and for both
+    (first,) = await alerts.outbox.claim(1)
+    assert (first.webhook_id, first.payload["data"]["subject"]) == (waiting, "one")
+    (second,) = await alerts.outbox.claim(1, busy={waiting})
+    assert (second.id, second.webhook_id) == (claimed.id, put_off)
+
+
+async def test_what_another_has_claimed_meanwhile_is_not_claimed(alerts: AlertBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    await add_webhook(alerts)
+    await alerts.enqueue()
+    others, claim_one = list[object](), Outbox._claim_one
+
+    async def too_late(connection: AsyncConnection, message_id: str, now: datetime) -> Delivery | None:
+        others.append(await claim_one(connection, message_id, now))
+        return await claim_one(connection, message_id, now)
+
+    monkeypatch.setattr(alerts.outbox, "_claim_one", too_late)
+    assert await alerts.outbox.claim(10) == []
+    assert len(others) == 1
+
+
+async def test_an_attempt_that_failed_puts_off_its_own_message_alone(alerts: AlertBox, clock: FakeClock) -> None:
+    for _ in range(2):
+        await add_webhook(alerts)
+    await alerts.enqueue()
+    first, second = await alerts.outbox.claim(10)
+    assert first.next_attempt_at == second.next_attempt_at, "claimed at the same moment"
+    await alerts.outbox.failed(first, "no answer", 30.0)
+    left = {message.id: message for message in await alerts.messages()}
+    assert left[first.id].last_error == "no answer"
+    assert left[second.id] == second
+    assert await alerts.outbox.next_due_s() == 30.0
+    assert await alerts.outbox.next_due_s(busy={first.webhook_id}) == LEASE_S
+    clock.advance(LEASE_S + 5)
+    assert await alerts.outbox.next_due_s() == 0
+
+
+async def test_a_webhook_that_is_removed_takes_only_what_is_pending_for_it(alerts: AlertBox) -> None:
+    removed, other = [await add_webhook(alerts) for _ in range(2)]
+    await alerts.enqueue("one")
+    (claimed,) = await alerts.outbox.claim(10, busy={other})
+    await alerts.outbox.failed(claimed, "no answer for days", None)
+    await alerts.enqueue("two")
+    await alerts.webhooks.remove(removed, access=WHOLE_BOX)
+    told = {(message.webhook_id, message.payload["data"]["subject"]): message for message in await alerts.messages()}
+    assert told[removed, "one"].last_error == "no answer for days"
+    assert told[removed, "two"].last_error == "the webhook was removed"
+    assert [told[other, subject].state for subject in ("one", "two")] == ["pending"] * 2
+
+
 async def test_two_claims_at_once_share_nothing(alerts: AlertBox) -> None:
     for _ in range(5):
         await add_webhook(alerts)
@@ -145,7 +203,9 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertB
     (claimed,) = await alerts.outbox.claim(10)
     await alerts.outbox.delivered(claimed)
     assert (await alerts.outbox.get(webhook_id, claimed.id, access=WHOLE_BOX)).state == "delivered"
+    alerts.db.outbox_written.clear()
     assert (await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_BOX)).state == "pending"
+    assert alerts.db.outbox_written.is_set(), "whoever delivers looks at once"
     (again,) = await alerts.outbox.claim(10)
     assert again.id == claimed.id
 
@@ -159,7 +219,9 @@ async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_remo
     (waiting,) = await alerts.messages()
     with pytest.raises(Conflict, match="disabled"):
         await alerts.outbox.retry(webhook_id, waiting.id, access=WHOLE_BOX)
+    alerts.db.outbox_written.clear()
     await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=WHOLE_BOX)
+    assert alerts.db.outbox_written.is_set(), "whoever delivers looks at once"
     assert await alerts.outbox.next_due_s() == 0
     await alerts.webhooks.remove(webhook_id, access=WHOLE_BOX)
     (message,) = await alerts.messages()
@@ -182,6 +244,16 @@ async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(ale
     clock.advance(0.001)
     await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
     assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
+
+
+async def test_neither_other_messages_nor_tests_of_another_webhook_count_as_tests(alerts: AlertBox) -> None:
+    webhook_ids = [await add_webhook(alerts) for _ in range(2)]
+    for number in range(TESTS_PER_HOUR_MAX):
+        await alerts.enqueue(f"message {number}")
+    for webhook_id in webhook_ids:
+        for _ in range(TESTS_PER_HOUR_MAX):
+            delivery = await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
+        assert delivery.payload["data"] == {"webhook_id": webhook_id, "note": "This is a test. Nothing has happened."}
 
 
 async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_next(
@@ -222,12 +294,18 @@ async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox
 async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:
     first, second = await add_webhook(alerts), await add_webhook(alerts)
     delivery = await alerts.outbox.test(first, access=WHOLE_BOX)
-    with pytest.raises(NotFound):
-        await alerts.outbox.get(second, delivery.id, access=WHOLE_BOX)
-    with pytest.raises(NotFound):
-        await alerts.outbox.retry(second, delivery.id, access=WHOLE_BOX)
-    with pytest.raises(NotFound):
-        await alerts.outbox.test("wh_unknown", access=WHOLE_BOX)
+    await alerts.webhooks.remove(first, access=WHOLE_BOX)
+    missing: list[tuple[str, Awaitable[object]]] = [
+        ("delivery_id", alerts.outbox.get(second, delivery.id, access=WHOLE_BOX)),
+        ("delivery_id", alerts.outbox.retry(second, delivery.id, access=WHOLE_BOX)),
+        ("webhook_id", alerts.outbox.test("wh_unknown", access=WHOLE_BOX)),
+        ("webhook_id", alerts.outbox.get(first, delivery.id, access=WHOLE_BOX)),
+        ("webhook_id", alerts.outbox.list(first, access=WHOLE_BOX)),
+    ]
+    for param, asked in missing:
+        with pytest.raises(NotFound) as refused:
+            await asked
+        assert refused.value.param == param
 
 
 async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBox) -> None:
@@ -239,6 +317,8 @@ async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBo
     await alerts.outbox.delivered(claimed)
     (claimed,) = await alerts.outbox.claim(1)
     await alerts.outbox.failed(claimed, "no", None)
+    other = await add_webhook(alerts)
+    assert (await alerts.outbox.list(other, access=WHOLE_BOX)).data == [], "those of another webhook"
     page = await alerts.outbox.list(webhook_id, 2, access=WHOLE_BOX)
     assert [delivery.id for delivery in page.data] == [third, second]
     rest = await alerts.outbox.list(webhook_id, 2, page.next_cursor, access=WHOLE_BOX)

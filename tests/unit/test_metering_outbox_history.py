@@ -71,6 +71,15 @@ async def test_a_call_does_a_bounded_amount_and_the_next_goes_on(
     assert [await history.prune(1), await history.prune(1), await history.prune(1)] == [1, 1, 0]
 
 
+async def test_a_call_says_how_much_all_of_its_batches_removed(
+    alerts: AlertBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_history, "BATCH_ROWS", 1)
+    clock.advance(100 * DAY_S)
+    assert await OutboxHistory(alerts.db, clock, keep_days=90).prune(2) == 2
+    assert await left(alerts) == ["pending"]
+
+
 async def test_it_looks_once_an_hour(alerts: AlertBox, clock: FakeClock) -> None:
     history = OutboxHistory(alerts.db, clock, keep_days=90)
     clock.advance(90 * DAY_S)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from sqlalchemy import select
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
-from appliance.base.errors import Conflict, InvalidValue, NotFound
+from appliance.base.errors import Conflict, InvalidValue, NotFound, RoleNotAllowed
 from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
-from appliance.metering.alerts.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, Webhook, WebhookChanges, Webhooks
+from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, GRACE_S_MAX, WEBHOOKS_MAX, Webhook, WebhookChanges, Webhooks
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
-from appliance.tenancy.roles import Role, TenantRole
+from appliance.tenancy.roles import Action, Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import LOOPBACK, TARGET, AlertBox, alert_box
 from tests.support.cast import Cast, quick_hasher
@@ -80,6 +82,8 @@ async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertB
             await alerts.webhooks.update(made.id, WebhookChanges(target=stranger), access=manager)
     given, _ = await alerts.webhooks.create(kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_BOX)
     assert (await alerts.webhooks.update(given.id, WebhookChanges(target="ops@example.com"), access=manager)) == given
+    hers = await alerts.webhooks.update(given.id, WebhookChanges(target="bella@example.com"), access=manager)
+    assert hers.target == "bella@example.com"
 
 
 @pytest.mark.parametrize("leaves", ["removed", "disabled"])
@@ -120,8 +124,11 @@ async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts
     assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (second, first)
     clock.advance(3600)
     assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (second,)
-    _, third = await alerts.webhooks.rotate(webhook.id, 0, access=WHOLE_BOX)
+    rotated, third = await alerts.webhooks.rotate(webhook.id, 0, access=WHOLE_BOX)
+    assert rotated.previous_secret_until is None
     assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (third,)
+    async with alerts.db.reading() as connection:
+        assert (await connection.execute(select(webhooks.c.previous_secret))).scalar_one() is None
 
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, "60", None, True])
@@ -197,6 +204,7 @@ async def test_a_change_changes_what_it_names(alerts: AlertBox) -> None:
 
 async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> None:
     webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
     await alerts.webhooks.remove(webhook.id, access=WHOLE_BOX)
     for work in (
         alerts.webhooks.get(webhook.id, access=WHOLE_BOX),
@@ -205,15 +213,109 @@ async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> No
         alerts.webhooks.endpoint(webhook.id),
         alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_BOX),
     ):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFound) as refused:
             await work
+        assert refused.value.param == "webhook_id"
     async with alerts.db.reading() as connection:
-        assert (await connection.execute(select(webhooks.c.secret))).scalar_one() is None
+        assert (await connection.execute(select(webhooks.c.secret, webhooks.c.previous_secret))).one() == (None, None)
+
+
+async def test_what_is_done_to_one_webhook_is_done_to_no_other(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
+    made = [
+        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_BOX))[0].id
+        for tenant_id in (cast.bob.tenant.id, cast.bob.tenant.id, None)
+    ]
+    changed, others = made[0], made[1:]
+
+    async def of_others() -> list[object]:
+        return [(await alerts.webhooks.get(each, access=WHOLE_BOX), await alerts.webhooks.endpoint(each)) for each in others]
+
+    before = await of_others()
+    await alerts.webhooks.rotate(changed, access=WHOLE_BOX)
+    await alerts.webhooks.update(changed, WebhookChanges(target=TARGET + "/other", disabled=True), access=WHOLE_BOX)
+    disabled_at = clock.now()
+    clock.advance(60)
+    await alerts.webhooks.update(changed, WebhookChanges(disabled=True), access=WHOLE_BOX)
+    await alerts.webhooks.disable(changed, "gone for good")
+    assert (await alerts.webhooks.get(changed, access=WHOLE_BOX)).disabled_at == disabled_at, "it was disabled before"
+    assert await of_others() == before
+    await alerts.webhooks.remove(changed, access=WHOLE_BOX)
+    assert await of_others() == before
+
+
+async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log(alerts: AlertBox) -> None:
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    await alerts.webhooks.disable(webhook.id, "gone for good")
+    query = select(audit_log.c.target_id, audit_log.c.before, audit_log.c.after).where(audit_log.c.action == "webhook.disable")
+    async with alerts.db.reading() as connection:
+        (entry,) = (await connection.execute(query)).all()
+    assert (entry.target_id, json.loads(entry.before), json.loads(entry.after)) == (
+        webhook.id,
+        {"disabled": False},
+        {"disabled": True},
+    )
+
+
+async def test_webhooks_are_listed_in_pages_in_the_order_they_were_made(alerts: AlertBox) -> None:
+    made = [(await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX))[0] for _ in range(3)]
+    first = await alerts.webhooks.list(2, access=WHOLE_BOX)
+    second = await alerts.webhooks.list(2, first.next_cursor, access=WHOLE_BOX)
+    assert (first.data, second.data) == (made[:2], made[2:])
+    assert (first.has_more, second.has_more) == (True, False)
+
+
+async def test_the_store_itself_asks_for_the_right_to_each_change(alerts: AlertBox, cast: Cast) -> None:
+    bob = cast.bob.tenant.id
+    viewer, manager, stranger = (
+        Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role})
+        for tenant_id, role in (
+            (bob, TenantRole.VIEWER),
+            (bob, TenantRole.MANAGER),
+            (cast.charlie.tenant.id, TenantRole.MANAGER),
+        )
+    )
+    made, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=bob, access=manager)
+    other = WebhookChanges(target=TARGET + "/other")
+    for access, error in ((viewer, RoleNotAllowed), (stranger, NotFound)):
+        for work in (
+            alerts.webhooks.get(made.id, access=access),
+            alerts.webhooks.update(made.id, other, access=access),
+            alerts.webhooks.rotate(made.id, access=access),
+            alerts.webhooks.remove(made.id, access=access),
+        ):
+            with pytest.raises(error):
+                await work
+    for access in (viewer, stranger):
+        with pytest.raises((RoleNotAllowed, NotFound)):
+            await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=bob, access=access)
+    reader = Access(role=Role.VIEWER, actor=SYSTEM)
+    assert await alerts.webhooks.get(made.id, access=reader) == made
+    with pytest.raises(RoleNotAllowed):
+        await alerts.webhooks.get(made.id, access=reader, action=Action.WEBHOOKS)
+    assert (await alerts.webhooks.update(made.id, other, access=manager)).target == other.target
+    assert len((await alerts.webhooks.list(access=WHOLE_BOX)).data) == 1
+
+
+async def test_a_webhook_fails_whose_newest_message_with_an_ended_attempt_was_not_taken(alerts: AlertBox) -> None:
+    names = ("failed", "recovered", "broken lately", "not tried")
+    made = {name: (await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX))[0].id for name in names}
+    taken = {"one": ("broken lately",), "two": ("recovered",)}
+    for subject, by in taken.items():
+        await alerts.enqueue(subject)
+        for claimed in await alerts.outbox.claim(10, busy={made["not tried"]}):
+            if claimed.webhook_id in [made[name] for name in by]:
+                await alerts.outbox.delivered(claimed)
+            else:
+                await alerts.outbox.failed(claimed, "no answer", None)
+    await alerts.enqueue("three")  # nobody has tried it
+    assert await alerts.webhooks.failing(made.values()) == {made["failed"], made["broken lately"]}
+    assert await alerts.webhooks.failing([made["failed"], made["recovered"]]) == {made["failed"]}
 
 
 async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_path(alerts: AlertBox, cast: Cast) -> None:
     webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
-    await alerts.webhooks.update(webhook.id, WebhookChanges(target=TARGET + "/other"), access=WHOLE_BOX)
+    changes = WebhookChanges(target=TARGET + "/other", events=["invoice.closed"])
+    await alerts.webhooks.update(webhook.id, changes, access=WHOLE_BOX)
     _, second = await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
     delivery = await alerts.outbox.test(webhook.id, access=WHOLE_BOX)
     await alerts.outbox.retry(webhook.id, delivery.id, access=WHOLE_BOX)
@@ -223,8 +325,20 @@ async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_
         entries = (await connection.execute(query)).mappings().all()
     actions = [entry["action"].removeprefix("webhook.") for entry in entries]
     assert actions == ["create", "update", "rotate", "test", "retry", "remove"]
+    assert [json.loads(entry["after"]) for entry in entries[2:5]] == [
+        {"grace_s": GRACE_S_DEFAULT},
+        {"delivery": delivery.id},
+        {"delivery": delivery.id, "event": "webhook.test", "was": "pending"},
+    ]
     assert {entry["tenant_id"] for entry in entries} == {cast.bob.tenant.id}
     assert {entry["target_id"] for entry in entries} == {webhook.id}
+    created, (before, after) = json.loads(entries[0]["after"]), [json.loads(entries[1][side]) for side in ("before", "after")]
+    shown = {"kind": "webhook", "target": "https://alerts.example.com", "events": list(TENANT_EVENTS), "disabled": False}
+    assert {name: created[name] for name in shown} == shown
+    assert before.keys() == after.keys() == {"target_digest", "events"}, "the path alone has changed, which nobody is told"
+    assert (before["events"], after["events"]) == (list(TENANT_EVENTS), ["invoice.closed"])
+    assert (entries[0]["before"], entries[5]["after"]) == (None, None)
+    assert json.loads(entries[5]["before"])["events"] == ["invoice.closed"]
     written = " ".join(str(entry["before"]) + str(entry["after"]) for entry in entries)
     assert first is not None
     for secret in (first, second, "/in"):

@@ -21,6 +21,7 @@ from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_budget_alerts
+from tests.support.spending import record_statements
 
 DAY_S = 86400.0
 
@@ -109,6 +110,34 @@ async def test_keys_that_need_nobody_are_not_told_of(
     told = [data["key_id"] for data in await watched.alerts_sent()]
     assert len(told) == 1, "the successor of the rotated key alone"
     assert told[0] not in (revoked, rotated)
+
+
+async def test_a_key_that_has_a_successor_or_has_expired_is_not_told_of(watched: Watched, cast: Cast, clock: FakeClock) -> None:
+    await watched.new_key(cast.charlie, 9)
+    rotated = await watched.new_key(cast.bob, 60)
+    clock.advance(10 * DAY_S)
+    await watched.keys.rotate(rotated, grace_s=3600, access=WHOLE_BOX)
+    assert await watched.alerts_sent() == []
+
+
+async def test_keys_are_looked_at_once_an_hour_and_whenever_keys_or_webhooks_change(
+    watched: Watched, cast: Cast, clock: FakeClock
+) -> None:
+    async def looks() -> bool:
+        with record_statements() as statements:
+            await watched.alerts_sent()
+        return any("api_keys.replaced_by IS NULL" in statement for statement in statements)
+
+    key_id = await watched.new_key(cast.bob, 10)
+    told = []
+    for wait_s in (1000, 0, SWEEP_INTERVAL_S - 1, 1, 0):
+        clock.advance(wait_s)
+        told.append(await looks())
+    assert told == [True, False, False, True, False]
+    clock.advance(3 * DAY_S - SWEEP_INTERVAL_S - 1000)  # a week is left now
+    assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id]
+    await watched.alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id] * 2
 
 
 async def test_a_model_that_stays_away_is_told_of_once_until_it_was_back(watched: Watched, clock: FakeClock) -> None:

@@ -16,10 +16,10 @@ from appliance.tenancy import fields
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from engine.protocol import WEIGHT_MAX, Priority, RequestProgress, TokenEvent
+from engine.protocol import WEIGHT_MAX, FinishReason, GenerationRequest, Priority, RequestProgress, TokenEvent
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL
+from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL, make_event
 from tests.support.generations import Serving, serving
 from tests.support.ledgers import num_running, poll_until
 
@@ -127,12 +127,13 @@ async def test_the_engine_is_told_once_to_end_an_answer_that_met_its_stop_string
     assert aborted == [(generation.request_id,) if n == 1 else (generation.request_id, 0)]
 
 
+@pytest.mark.parametrize("first", [HALF, FAIL], ids=["one fails", "all fail"])
 async def test_when_one_answer_fails_the_engine_is_told_once_to_end_the_others(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     aborted: list[str] = []
     monkeypatch.setattr(box.client, "abort", aborted.append)
-    generation = await box.start(cast.bob, [HALF, 5], n=3, max_tokens=50)
+    generation = await box.start(cast.bob, [first, 5], n=3, max_tokens=50)
     outcome = await generation.outcome
 
     assert isinstance(outcome.error, InternalError)
@@ -181,6 +182,71 @@ async def test_when_the_engine_dies_after_all_answers_met_their_stop_strings_the
 
     assert (outcome.finish_reasons, outcome.error) == (("stop",) * n, None)
     assert (event.status, event.finish_reason) == ("posted", "stop")
+
+
+class Dying:
+    """The events of an engine that dies behind them."""
+
+    def __init__(self, events: list[TokenEvent]) -> None:
+        self._batches = [events]
+
+    async def take(self) -> list[TokenEvent]:
+        """Return the next events."""
+        if not self._batches:
+            raise EngineUnavailable("the engine has died")
+        return self._batches.pop()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reasons", "cause"),
+    [
+        ("stops", "ends", ("stop", "length"), None),
+        ("fails", "stops", ("error", "stop"), "engine_error"),
+        ("fails", "goes on", ("error", "error"), "engine_error"),
+    ],
+)
+async def test_of_each_answer_of_an_engine_that_dies_counts_what_was_told_of_it_before(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch,
+    first: str, second: str, reasons: tuple[str, str], cause: str | None,
+) -> None:  # fmt: skip
+    fox, more = box.ids("the fox"), box.ids("the quick")
+
+    def event(request: GenerationRequest, index: int, does: str) -> TokenEvent:
+        if does == "fails":
+            return make_event(request, [], 0, index=index, finish_reason=FinishReason.ERROR, error="no memory")
+        ids = fox if does == "stops" else more
+        end = FinishReason.LENGTH if does == "ends" else None
+        return make_event(request, ids, len(ids), index=index, finish_reason=end)
+
+    def submit(request: GenerationRequest) -> Dying:
+        return Dying([event(request, index, does) for index, does in enumerate((first, second))])
+
+    monkeypatch.setattr(box.client, "submit", submit)
+    generation = await box.start(cast.bob, TEXT, n=2, stop=["fox"])
+    outcome = await generation.outcome
+    recorded = await box.event(generation)
+
+    assert (outcome.finish_reasons, recorded.cause, outcome.error is None) == (reasons, cause, cause is None)
+    assert recorded.completion_tokens == sum(answer.completion_tokens for answer in generation._answers) > 0
+
+
+async def test_a_field_that_is_blamed_behind_some_output_leaves_that_output_billed(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(request: GenerationRequest) -> Dying:
+        some = make_event(request, request.prompt_token_ids, len(request.prompt_token_ids))
+        blamed = make_event(request, [], some.num_output_tokens, finish_reason=FinishReason.ERROR, error_param="guided_json")
+        return Dying([some, blamed])
+
+    monkeypatch.setattr(box.client, "submit", submit)
+    generation = await box.start(cast.bob, TEXT, field_names={"guided_json": "response_format"})
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert isinstance(outcome.error, InvalidValue)
+    assert (outcome.error.param, outcome.error.message) == ("response_format", "response_format cannot be honoured")
+    assert (event.status, event.finish_reason, event.cause) == ("posted", "error", "invalid_request")
+    assert event.completion_tokens == len(box.ids(TEXT))
 
 
 async def test_a_slow_reader_of_several_answers_gets_everything(
@@ -276,7 +342,8 @@ async def test_a_field_that_the_engine_blames_is_named_as_the_client_wrote_it(bo
 
     assert isinstance(outcome.error, InvalidValue)
     assert (outcome.error.param, outcome.error.message) == ("response_format", "the schema is impossible")
-    assert ((await box.event(generation)).status, outcome.finish_reason) == ("voided", "refused")
+    event = await box.event(generation)
+    assert (event.status, event.cause, outcome.finish_reason) == ("voided", "invalid_request", "refused")
 
 
 async def test_a_live_request_sums_its_answers_and_shows_the_furthest(box: Serving, cast: Cast) -> None:

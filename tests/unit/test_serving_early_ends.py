@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from appliance.base.db import Database
-from appliance.base.errors import GatehouseError, RequestExceedsLimit
+from appliance.base.errors import GatehouseError, InternalError, RequestExceedsLimit
 from appliance.serving.endings import EARLY_ENDS, early
 from appliance.serving.generation import Generation
 from appliance.tenancy.access import WHOLE_BOX
@@ -99,6 +99,15 @@ async def test_what_the_engine_ends_itself_says_why(box: Serving, cast: Cast, fi
     await check(box, generation, reason, cause)
 
 
+async def test_a_request_that_the_engine_ends_unasked_is_told_so_and_blames_nobody_else(box: Serving, cast: Cast) -> None:
+    generation = await begun(box, cast.bob, 3)
+    box.client.abort(generation.request_id)  # as if by itself: nobody has asked the generation to end
+    await check(box, generation, "aborted", "engine_ended")
+    error = (await generation.outcome).error
+    assert isinstance(error, InternalError)
+    assert "the engine ended" in error.message
+
+
 @pytest.mark.parametrize("position", POSITIONS[::2])
 async def test_when_the_engine_dies_what_it_told_is_billed(box: Serving, cast: Cast, position: int) -> None:
     generation = await begun(box, cast.bob, position)
@@ -115,6 +124,8 @@ async def test_the_deadline_of_a_request_says_so(database: Database, clock: Fake
 async def test_at_the_stop_of_the_appliance_requests_end_as_its_doing(box: Serving, cast: Cast) -> None:
     generation = await begun(box, cast.bob, 3)
     await box.generations.stop(5.0)
+    assert generation.outcome.done()
+    assert not {"access watch", "checkpoints"} & {task.get_name() for task in asyncio.all_tasks()}
     await check(box, generation, "aborted", "shutdown")
 
 
@@ -160,6 +171,18 @@ async def test_the_end_of_a_rotations_grace_ends_what_the_old_key_still_runs(
     assert not new.outcome.done()
     new.end_early("disconnected")
     await new.outcome
+
+
+@pytest.mark.parametrize("ago_s", [0, 60])
+async def test_an_expiry_that_has_come_ends_a_request_without_delay(
+    box: Serving, clock: FakeClock, cast: Cast, ago_s: int
+) -> None:
+    generation = await begun(box, cast.bob, 2)
+    generation.end_at(clock.now() - timedelta(seconds=ago_s))
+    timer = generation._expiry
+    assert timer is not None
+    assert timer.when() <= asyncio.get_running_loop().time()
+    await check(box, generation, "aborted", "key_expired")
 
 
 async def test_an_expiry_that_was_put_off_ends_nothing(box: Serving, clock: FakeClock, cast: Cast) -> None:

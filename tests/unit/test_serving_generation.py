@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -12,9 +12,10 @@ import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
-from appliance.metering.ledger.records import Checkpoint, PendingEntry
+from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement
 from appliance.metering.prices import Price
 from appliance.serving import engine_client
+from appliance.serving import generation as generation_module
 from appliance.serving.answers import Answer
 from appliance.serving.bill import Bill
 from appliance.serving.generation import Generation
@@ -59,6 +60,27 @@ async def test_the_record_is_settled_before_the_reader_hears_of_the_end(box: Ser
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
 
+    assert (await box.event(generation)).status == "posted"
+
+
+async def test_a_record_that_comes_late_keeps_no_reader_waiting_and_is_waited_for_at_the_end(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle, disk = box.ledger.settle, asyncio.Event()
+
+    async def slowly(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
+        await disk.wait()
+        await settle(settlement, on_recorded)
+
+    monkeypatch.setattr(generation_module, "SETTLE_WAIT_S", 0.02)
+    monkeypatch.setattr(box.ledger, "settle", slowly)
+    generation = await box.start(cast.bob, TEXT)
+    assert await text_of(generation) == TEXT
+    assert (await generation.outcome).finish_reason == "length"
+    assert (await box.event(generation)).status == "pending"
+    assert not await box.generations.drain(0.02)
+    disk.set()
+    assert await box.generations.drain(5.0)
     assert (await box.event(generation)).status == "posted"
 
 
@@ -114,10 +136,15 @@ async def test_what_the_engine_made_behind_a_stop_string_is_counted_as_discarded
     )
 
 
-async def test_how_long_a_request_took_is_measured_once(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_how_long_a_request_took_is_measured_once(
+    box: Serving, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     noted: list[float] = []
     monkeypatch.setattr(box.client.figures, "note_ttft", noted.append)
+    box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT)
+    clock.advance(2.5)
+    box.engine.allow_steps(1000)
     await generation.outcome
     shown, count = box.metrics.render().decode(), len(box.ids(TEXT))
 
@@ -130,7 +157,9 @@ async def test_how_long_a_request_took_is_measured_once(box: Serving, cast: Cast
         ("inter_token_latency_seconds", count - 1),
     ):
         assert f'gatehouse_{name}_count{{model="tiny"}} {times}.0' in shown
-    assert noted == [generation.live.ttft_s]
+    for name in ("request_seconds", "time_to_first_token_seconds"):
+        assert f'gatehouse_{name}_sum{{model="tiny"}} 2.5' in shown
+    assert noted == [generation.live.ttft_s] == [2.5]
     assert generation.live.kv_blocks == 0
 
 
@@ -159,6 +188,37 @@ class Merged:
     async def take(self) -> list[TokenEvent]:
         """Return the next events."""
         return self._batches.pop(0)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+async def test_an_answer_that_the_engine_completes_is_billed_and_ends_as_it_says(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, reason: FinishReason
+) -> None:
+    def submit(request: GenerationRequest) -> Merged:
+        events = Merged(request)
+        events._batches = [[make_event(request, request.prompt_token_ids, len(box.ids(TEXT)), finish_reason=reason)]]
+        return events
+
+    monkeypatch.setattr(box.client, "submit", submit)
+    generation = await box.start(cast.bob, TEXT)
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert await text_of(generation) == TEXT
+    assert (outcome.finish_reason, outcome.finish_reasons, outcome.error) == (str(reason), (str(reason),), None)
+    assert (event.status, event.finish_reason, event.cause) == ("posted", str(reason), None)
+    assert event.completion_tokens == outcome.usage.completion_tokens == len(box.ids(TEXT))
+
+
+async def test_what_completes_no_character_is_handed_on_with_what_does(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT)
+    chunks: list[Chunk] = []
+    while not generation.chunks.ended:
+        chunks += await generation.chunks.take(10.0)
+
+    assert "".join(chunk.text for chunk in chunks) == TEXT
+    assert all(chunk.text for chunk in chunks)
+    assert len(chunks) < len(box.ids(TEXT)), "some of its characters are several tokens"
 
 
 async def test_tokens_behind_a_stop_string_that_came_with_it_are_neither_shown_nor_billed(
@@ -372,17 +432,24 @@ async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: D
     assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
 
 
-@pytest.mark.parametrize("error", [InternalError("nothing was started"), ValueError("a bug")], ids=str)
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(InternalError("nothing was started"), []), (ValueError("a bug"), ["pending record could not be written"])],
+    ids=["refused", "bug"],
+)
 async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception, told: list[str]
 ) -> None:
     async def broken(_entry: PendingEntry) -> None:
         raise error
 
     monkeypatch.setattr(box.ledger, "open", broken)
-    with pytest.raises(InternalError):
-        await box.start(cast.bob, TEXT)
+    with structlog.testing.capture_logs() as logs:
+        with pytest.raises(InternalError):
+            await box.start(cast.bob, TEXT)
+        assert await box.generations.drain(5.0)
 
+    assert [line["event"] for line in logs] == told
     assert [frame for frame in box.engine.frames if frame.submit] == []
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
@@ -397,9 +464,15 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
         box.generations.abort(entry.request_id, access=WHOLE_BOX)
 
     monkeypatch.setattr(box.ledger, "open", left)
-    generation = await box.start(cast.bob, TEXT)
-    await generation.outcome
+    balance = box.model.client.figures.balance
+    balance.note_status(engine_status())
+    with structlog.testing.capture_logs() as logs:
+        generation = await box.start(cast.bob, TEXT)
+        await generation.outcome
+        assert await box.generations.drain(5.0)
+    balance.note_status(engine_status(generation_tokens_total=7))
 
+    assert (logs, balance.unexplained_tokens) == ([], 7)
     event = await box.event(generation)
     assert (event.status, event.finish_reason, event.cause) == ("voided", "aborted", "administrator")
     assert [frame for frame in box.engine.frames if frame.submit] == []
@@ -530,7 +603,9 @@ async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
         assert await box.generations.drain(5.0)
     event = await box.event(generation)
 
-    assert isinstance(outcome.error, InternalError)
+    assert (type(outcome.error), outcome.finish_reason) == (InternalError, "error")
+    await generation.chunks.take(0.0)
+    assert generation.chunks.ended, "a reader waits for nothing more"
     assert [line["event"] for line in logs] == ["generation could not be settled"]  # and no second settlement refused
     assert (event.status, event.finish_reason) == ("posted", reason)
     assert event.completion_tokens == generation.live.completion_tokens >= 1
@@ -564,7 +639,8 @@ async def test_a_fault_before_the_reservation_ends_gives_it_back(
     assert await box.generations.drain(5.0)
 
     assert isinstance(outcome.error, InternalError)
-    assert (generation.live.state, generation.live.error) == ("finished", outcome.error.message)
+    live = generation.live
+    assert (live.state, live.finish_reason, live.error) == ("finished", "error", outcome.error.message)
     event = await box.event(generation)
     assert (event.status, event.finish_reason, event.cause) == ("voided", "error", "internal_error")
     assert num_running(box.admission, cast.bob.tenant.id) == 0
@@ -601,3 +677,4 @@ async def test_usage_that_even_the_last_attempt_cannot_record_is_counted(
     assert await box.generations.drain(5.0)
 
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" not in box.metrics.render().decode()
+    assert not box.admission._first_reads._ended, "no read of the ledger waits for the record"

@@ -1,0 +1,126 @@
+"""What the ledger keeps when a round fails, when it tries again, and what becomes of the rest when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import Overloaded
+from appliance.base.journal import Journal
+from appliance.metering.ledger.round import LedgerBroken
+from appliance.metering.ledger.writer import RETRY_S_MAX, RETRY_S_MIN
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted
+from tests.support.ledgers import FailingDatabase, all_events, poll_until, running_ledger, utc_ledger
+
+pytestmark = pytest.mark.on_either_database
+
+
+async def test_pauses_between_tries_grow_to_a_bound_and_after_a_success_nothing_pauses_any_more(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep, pauses_s = asyncio.sleep, list[float]()
+
+    async def hurried(delay_s: float) -> None:
+        if delay_s >= RETRY_S_MIN:
+            pauses_s.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", hurried)
+    failing, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(3)]
+    growing_s = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, RETRY_S_MAX, RETRY_S_MAX]
+    async with running_ledger(failing, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        for entry, failures in zip(entries, (len(growing_s), 0, 1), strict=True):
+            failing.fail_before_commit = failures
+            await ledger.settle(posted(entry.request_id))
+    assert pauses_s == [*growing_s, RETRY_S_MIN]
+
+
+async def test_after_a_round_that_failed_the_first_of_several_settlements_still_counts(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    failing, entry = FailingDatabase.around(database), pending(cast.bob)
+    async with running_ledger(failing, clock, cast.epoch_id, settle_pause_s=60.0) as ledger:
+        await ledger.open(entry)
+        settling = [asyncio.create_task(ledger.settle(posted(entry.request_id, completion=count))) for count in (5, 6, 7)]
+        await poll_until(lambda: len(ledger._waiting) == 3)
+        failing.fail_before_commit = 1
+        await ledger.stop()
+        told = await asyncio.gather(*settling, return_exceptions=True)
+    assert failing.fail_before_commit == 0
+    assert [type(each) for each in told] == [type(None), LedgerBroken, LedgerBroken]
+    assert [event.completion_tokens for event in await all_events(database)] == [5]
+
+
+async def test_what_hangs_or_waits_when_a_stop_gives_up_is_counted_once_and_not_written_behind_its_callers_back(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(2)]
+    ledger = utc_ledger(gated, clock, cast.epoch_id)
+    await ledger.stop()  # nothing has begun, so nothing is left
+    await ledger.start()
+    await asyncio.gather(*(ledger.open(entry) for entry in entries))
+    gated.gate = asyncio.Event()
+    settling = []
+    for entry in entries:  # one in a round that hangs, and one that waits for its turn
+        settling.append(asyncio.create_task(ledger.settle(posted(entry.request_id))))
+        await poll_until(lambda: gated.held == 1)
+    await poll_until(lambda: len(ledger._waiting) == 1)
+    with pytest.raises(LedgerBroken, match="2 operations unwritten"):
+        await ledger.stop(timeout_s=0.05)
+    gated.gate.set()
+    assert not any(task.get_name() == "ledger" for task in asyncio.all_tasks())
+    await ledger.stop()
+    assert [type(told) for told in await asyncio.gather(*settling, return_exceptions=True)] == [LedgerBroken] * 2
+    assert (ledger.healthy, ledger.unrecorded_usage_tokens) == (False, 2 * 15)
+    assert [event.status for event in await all_events(database)] == ["pending"] * 2
+
+
+async def test_the_void_of_an_open_that_hung_is_nobodys_loss_when_a_stop_gives_up(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    ledger = utc_ledger(gated, clock, cast.epoch_id, open_timeout_s=0.05)
+    await ledger.start()
+    with pytest.raises(Overloaded, match="nothing was started"):
+        await ledger.open(pending(cast.bob))
+    with pytest.raises(LedgerBroken, match="unwritten"):
+        await ledger.stop(timeout_s=0.05)
+    assert (ledger.unrecorded_usage_tokens, await all_events(database)) == (0, [])
+
+
+async def test_whoever_waits_when_the_writer_ends_by_a_bug_is_told(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = utc_ledger(database, clock, cast.epoch_id)
+    await ledger.start()
+    monkeypatch.setattr(ledger._waiting, "take", None)
+    waiting = [ledger.open(pending(cast.bob)), ledger.open(pending(cast.bob)), ledger.settle(posted("req_any"))]
+    told = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in told] == [LedgerBroken] * 3
+    assert ledger.unrecorded_usage_tokens == 15
+    await ledger.stop()
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_who_is_to_hear_of_rows_hears_when_the_next_start_will_write_them(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    failing, heard = FailingDatabase.around(database), list[str]()
+    journal = Journal(tmp_path / "j")
+    ledger = utc_ledger(failing, clock, cast.epoch_id, journal=journal)
+    await ledger.start()
+    entry = pending(cast.bob)
+    await ledger.open(entry)
+    failing.fail_before_commit = 1_000_000
+    await ledger.settle(posted(entry.request_id), lambda: heard.append("not by this process"))
+    with pytest.raises(LedgerBroken, match="unwritten"):
+        await ledger.stop(timeout_s=0.05)
+    assert (heard, ledger.unrecorded_usage_tokens) == (["not by this process"], 0)
+    await journal.close()
