@@ -28,6 +28,8 @@ def test_a_request_without_a_constraint_has_none() -> None:
 
 def test_equal_constraints_are_equal() -> None:
     assert grammar_spec(SamplingParams(guided_choice=["a", "b"])) == GrammarSpec("choice", '["a", "b"]')
+    as_tuple: Any = ("a", "b")  # accepted as a tuple of `stop` strings is
+    assert grammar_spec(SamplingParams(guided_choice=as_tuple)) == GrammarSpec("choice", '["a", "b"]')
     assert grammar_spec(SamplingParams(guided_json="{}")) == GrammarSpec("json", "{}")
     assert grammar_spec(SamplingParams(guided_json="true")) == GrammarSpec("json", "true")
 
