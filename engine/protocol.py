@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from engine.sampling_params import BAD_WORDS_CHARS_MAX as BAD_WORDS_CHARS_MAX
 from engine.sampling_params import BAD_WORDS_MAX as BAD_WORDS_MAX
-from engine.sampling_params import GUIDED_CHARS_MAX as GUIDED_CHARS_MAX
+from engine.sampling_params import GUIDED_BYTES_MAX as GUIDED_BYTES_MAX
 from engine.sampling_params import GUIDED_CHOICES_MAX as GUIDED_CHOICES_MAX
 from engine.sampling_params import LOGIT_BIAS_MAX as LOGIT_BIAS_MAX
 from engine.sampling_params import RANGES as RANGES

@@ -24,6 +24,13 @@ BAD_WORDS_MAX = 1024
 BAD_WORDS_CHARS_MAX = 16_384  # of all bad words together
 BAD_WORDS_TOKENS_MAX = 8 * BAD_WORDS_CHARS_MAX  # twice (with and without a space) up to four bytes for each character
 GUIDED_CHARS_MAX = 256 * 1024
+GUIDED_BYTES_MAX = {
+    "guided_json": 256 * 1024,
+    "guided_regex": 16 * 1024,
+    "guided_choice": 64 * 1024,
+    "guided_grammar": 256 * 1024,
+}
+"""Of the text of a grammar in UTF-8, and of choices as a JSON list; whoever is to have it compiled counts them."""
 GUIDED_CHOICES_MAX = 1024
 SEED_MAX = 2**63 - 1
 TOKENS_MAX = 2**31 - 1  # as a count and as an id: more than any context and any vocabulary

@@ -17,7 +17,7 @@ from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_
 from engine.protocol import (
     BAD_WORDS_CHARS_MAX,
     BAD_WORDS_MAX,
-    GUIDED_CHARS_MAX,
+    GUIDED_BYTES_MAX,
     GUIDED_CHOICES_MAX,
     LOGIT_BIAS_MAX,
     STOP_STRINGS_MAX,
@@ -37,8 +37,11 @@ CONTENT_PARTS = ("text", "refusal")
 PART_FIELDS_IGNORED = ("prompt_cache_breakpoint",)
 NEVER_SUPPORTED = ("tools", "functions", "audio", "prediction", "web_search_options", "moderation", "prompt_logprobs")
 
-GuidedText = Annotated[str, chars(0, GUIDED_CHARS_MAX)]
-GuidedChoices = Annotated[list[Annotated[str, chars(1, GUIDED_CHARS_MAX)]], items(1, GUIDED_CHOICES_MAX)]
+GuidedJson = Annotated[str, chars(0, GUIDED_BYTES_MAX["guided_json"])]
+GuidedRegex = Annotated[str, chars(1, GUIDED_BYTES_MAX["guided_regex"])]
+GuidedGrammar = Annotated[str, chars(1, GUIDED_BYTES_MAX["guided_grammar"])]
+GuidedChoice = Annotated[str, chars(1, GUIDED_BYTES_MAX["guided_choice"] - len('[""]'))]
+GuidedChoices = Annotated[list[GuidedChoice], items(1, GUIDED_CHOICES_MAX)]
 StopString = Annotated[str, chars(1, STOP_CHARS_MAX)]
 TokenIds = Annotated[list[Annotated[int, at_least(0)]], items(0, STOP_TOKEN_IDS_MAX)]
 Biases = Annotated[
@@ -91,10 +94,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """The format of the answer, under the names that vLLM uses now. Set exactly one of `json`, `regex`, `choice`, `grammar` and
     `json_object`; the other fields are accepted only with a value that changes nothing."""
 
-    json: GuidedText | dict[str, Any] | None = None
-    regex: GuidedText | None = None
+    json: GuidedJson | dict[str, Any] | None = None
+    regex: GuidedRegex | None = None
     choice: GuidedChoices | None = None
-    grammar: GuidedText | None = None
+    grammar: GuidedGrammar | None = None
     json_object: bool | None = None
     structural_tag: Any = None
     disable_any_whitespace: bool | None = None
@@ -139,10 +142,10 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
     prediction: Any = None
     web_search_options: Any = None
     moderation: Any = None
-    guided_json: GuidedText | dict[str, Any] | None = None
-    guided_regex: GuidedText | None = None
+    guided_json: GuidedJson | dict[str, Any] | None = None
+    guided_regex: GuidedRegex | None = None
     guided_choice: GuidedChoices | None = None
-    guided_grammar: GuidedText | None = None
+    guided_grammar: GuidedGrammar | None = None
     structured_outputs: StructuredOutputs | None = None
     best_of: Annotated[int, within(1, 1)] | None = None
     typical_p: Annotated[float, sampling("typical_p")] | None = None

@@ -68,7 +68,7 @@ class _Event(ctypes.Structure):
 
 
 class AioWriter:
-    """Writes to one of several files at a time, each from its beginning on. Belongs to the running event loop.
+    """One write at a time, to one of several files, each from its beginning on. Belongs to the running event loop.
 
     Raises OSError where the system, the sandbox or the file system does not offer it.
     """

@@ -45,7 +45,7 @@ class Database:
         self.webhooks = ChangeCount()
         self.outbox_written = asyncio.Event()
         self.catch_up: Callable[[], Awaitable[None]] | None = None
-        """Waits until what is durable elsewhere (the ledger's journal) is in the tables; awaited before each transaction."""
+        """Waits until what is durable elsewhere (the ledger's journal) is in the tables. `reading` and `writing` call it."""
         self._writers = writers
         self._readers = readers
         self._batch_writer = batch_writer

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Awaitable, Callable, Sequence
+from textwrap import wrap
 
 import segno
 from litestar import get, post
 from markupsafe import Markup
 
-from appliance.base.batches import batched
 from appliance.base.errors import Conflict, InvalidCredentials, RateLimitExceeded
 from appliance.console.account import NOT_YOURS, own_session
 from appliance.console.context import Console, ConsoleDependency
@@ -173,7 +173,7 @@ def _enrolment_form(request: ConsoleRequest, console: Console, enrolment: Enrolm
         title="Set up a second factor",
         form=form,
         enrolment=enrolment,
-        secret_in_groups=" ".join("".join(group) for group in batched(enrolment.secret, 4)),
+        secret_in_groups=" ".join(wrap(enrolment.secret, 4)),
         qr_code=qr_code(enrolment.uri),
     )
 

@@ -237,7 +237,7 @@ class Keys:
             raise
 
     async def _read(self, prefix: str, digest: str) -> _CachedKey:
-        """Return the key with this prefix, and its tenant. Raises InvalidApiKey unless its secret has this digest."""
+        """Return the key with this prefix, and its tenant. Raises InvalidApiKey if it is revoked or has another digest."""
         change_count = self._db.principals.value
         async with self._db.reading() as connection:
             row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()

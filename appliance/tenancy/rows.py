@@ -64,16 +64,17 @@ def model_limits_from_row(row: RowMapping) -> dict[str, Limits]:
 
 
 def model_limits_to_row(limits: ModelLimits) -> dict[str, dict[str, int]] | None:
-    """Return what the column `model_limits` stores: the limits that are set, None when none is."""
-    stored = {model: _set_limits(each) for model, each in limits.items()}
-    return {model: each for model, each in stored.items() if each} or None
+    """Return what the column `model_limits` stores: the limits that are set, None when there are no models."""
+    return {model: _set_limits(each) for model, each in limits.items()} or None
 
 
 def check_model_limits(value: object) -> dict[str, Limits]:
-    """Return `value`, limits by the name of a model. Raises InvalidValue naming `model_limits.<model>.<limit>`."""
+    """Return `value`, limits by the name of a model, without models that have none. Raises InvalidValue naming
+    `model_limits.<model>.<limit>`."""
     if not isinstance(value, Mapping) or len(value) > MODELS_LIMITED_MAX:
         raise InvalidValue(f"model_limits must map at most {MODELS_LIMITED_MAX} models to limits", param="model_limits")
-    return {check_name(model, "model_limits"): _limits_of(model, limits) for model, limits in value.items()}
+    checked = {check_name(model, "model_limits"): _limits_of(model, limits) for model, limits in value.items()}
+    return {model: limits for model, limits in checked.items() if limits != Limits()}
 
 
 def _limits_of(model: str, value: object) -> Limits:

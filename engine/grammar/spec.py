@@ -10,11 +10,10 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.protocol import InvalidOption, SamplingParams
+from engine.protocol import GUIDED_BYTES_MAX, InvalidOption, SamplingParams
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
-TEXT_BYTES_MAX: dict[Kind, int] = {"json": 256 * 1024, "regex": 16 * 1024, "choice": 64 * 1024, "grammar": 256 * 1024}
 SCHEMA_DEPTH_MAX = 100
 MESSAGE_CHARS_MAX = 1000
 
@@ -64,7 +63,7 @@ def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
     param = PARAMS[kind]
     value = getattr(sampling, param)
     text = json.dumps(value, ensure_ascii=False) if kind == "choice" else value
-    _check_size(param, text, TEXT_BYTES_MAX[kind])
+    _check_size(param, text, GUIDED_BYTES_MAX[param])
     if kind != "json" and not text.strip():
         raise GrammarError(param, f"{param} is empty")
     return GrammarSpec(kind, text)

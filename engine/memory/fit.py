@@ -200,7 +200,8 @@ def head_8_bit(fit: MemoryFit) -> Changed | None:
 
 
 def kv_8_bit(fit: MemoryFit) -> Changed | None:
-    if not fit.has_fp8 or fit.formats.kv_element_bytes == 1:
+    """A model that gives embeddings alone keeps no keys and values, and refuses a format for them."""
+    if not fit.model.kv_token or not fit.has_fp8 or fit.formats.kv_element_bytes == 1:
         return None
     formats = replace(fit.formats, kv_element_bytes=1)
     return Changed("keys and values in 8 bits (kv_cache_dtype=fp8)", replace(fit, formats=formats))

@@ -14,10 +14,12 @@ from typing import Any, cast
 import pytest
 
 from appliance.api.bodies import decode_body
-from appliance.api.sampling import sampling_params
+from appliance.api.sampling import field_names, sampling_params
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.base.errors import BadRequest
+from appliance.serving.endings import as_written
 from appliance.tenancy.access import WHOLE_BOX
+from engine.grammar.spec import GrammarError, grammar_spec
 from tests.support.api_box import ApiBox, open_api_box
 
 Place = tuple[str | int, ...]
@@ -334,9 +336,11 @@ async def test_chats_are_refused_beyond_the_limits_of_the_document_and_not_befor
             check_supported(read)
             service_tier_of(read)
             check_messages(read.messages)
-            sampling_params(read, model, prompt_tokens=1)
+            grammar_spec(sampling_params(read, model, prompt_tokens=1))
         except BadRequest as error:
             param = error.param or "nothing"
+        except GrammarError as error:  # of the engine, at its first glance
+            _, param = as_written(str(error), error.param, field_names(read))
         assert names_field(param, trial.path) != trial.accepted, f"{trial.path}: {str(trial.value)[:80]}: {param}"
 
 

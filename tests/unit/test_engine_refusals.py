@@ -134,6 +134,20 @@ def test_a_model_for_embeddings_that_does_not_fit_is_refused_before_loading(
         load_text_model(EngineOptions(model=tmp_path, name="big", device="cpu", dtype="bfloat16", max_model_len=512))
 
 
+def test_a_model_for_embeddings_is_not_told_of_an_option_that_it_refuses(
+    tmp_path: Path, nothing_is_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but all changes at once makes it fit, and of those the format of keys and values is none: it keeps none."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaModel"]}))
+    memory = DeviceMemory(device_type="cuda", usable_bytes=3 * GIB, context_bytes=0, memory_bytes=6 * GIB, capability=(9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(memory_forecast, "_memory", lambda *_: memory)
+    with pytest.raises(EngineConfigError, match=r"larger share of the card.*weights in 4 bits") as refused:
+        load_text_model(EngineOptions(model=tmp_path, name="big", device="cuda", dtype="bfloat16", max_model_len=512))
+    assert "kv_cache_dtype" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("changed", "asked", "message"),
     [

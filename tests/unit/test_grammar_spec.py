@@ -11,13 +11,12 @@ import pytest
 
 from engine.grammar.spec import (
     MESSAGE_CHARS_MAX,
-    TEXT_BYTES_MAX,
     GrammarError,
     GrammarSpec,
     check_schema_text,
     grammar_spec,
 )
-from engine.protocol import EngineFrame, InvalidOption, SamplingParams, TokenEvent
+from engine.protocol import GUIDED_BYTES_MAX, EngineFrame, InvalidOption, SamplingParams, TokenEvent
 from engine.transport import encode_frame
 from tests.support.grammars import compiled
 
@@ -28,11 +27,13 @@ def test_a_request_without_a_constraint_has_none() -> None:
 
 def test_equal_constraints_are_equal() -> None:
     assert grammar_spec(SamplingParams(guided_choice=["a", "b"])) == GrammarSpec("choice", '["a", "b"]')
+    as_tuple: Any = ("a", "b")  # accepted as a tuple of `stop` strings is
+    assert grammar_spec(SamplingParams(guided_choice=as_tuple)) == GrammarSpec("choice", '["a", "b"]')
     assert grammar_spec(SamplingParams(guided_json="{}")) == GrammarSpec("json", "{}")
     assert grammar_spec(SamplingParams(guided_json="true")) == GrammarSpec("json", "true")
 
 
-SCHEMA, REGEX = TEXT_BYTES_MAX["json"], TEXT_BYTES_MAX["regex"]
+SCHEMA, REGEX = GUIDED_BYTES_MAX["guided_json"], GUIDED_BYTES_MAX["guided_regex"]
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": '"' + "ü" * (SCHEMA // 2) + '"'}, "guided_json", f"at most {SCHEMA} bytes, not {SCHEMA + 2}"),
     ({"guided_regex": "a" * (REGEX + 1)}, "guided_regex", f"at most {REGEX} bytes"),

@@ -53,6 +53,17 @@ async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> 
     assert await tenants.get(made.id, access=WHOLE_BOX) == made
 
 
+async def test_a_model_without_any_limit_is_not_among_those_that_have_some(tenants: Tenants, keys: Keys) -> None:
+    """Neither in the answer to who creates a tenant or a key, nor when they are read."""
+    given: dict[str, dict[str, int | None]] = {"m": {}, "n": {"tokens_per_day": None}, "o": {"tokens_per_day": 7}}
+    tenant = await tenants.create(name="dora", model_limits=given, access=WHOLE_BOX)
+    key, _ = await keys.create(tenant.id, name="key", model_limits=given, access=WHOLE_BOX)
+
+    assert tenant.model_limits == key.model_limits == {"o": Limits(tokens_per_day=7)}
+    assert await tenants.get(tenant.id, access=WHOLE_BOX) == tenant
+    assert await keys.get(key.id, access=WHOLE_BOX) == key
+
+
 @pytest.mark.parametrize(
     ("field", "value", "stored"),
     [
