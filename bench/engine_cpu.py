@@ -28,18 +28,15 @@ import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
+from bench.chat_lengths import OUTPUT_LENS, PROMPT_LENS, draw_length  # noqa: E402
 from bench.engine_pairs import SIZES, OtherWork, environment, make_model, time_pairs  # noqa: E402
 from bench.rows import row_header, save_row  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 SEATS = 16
 NUM_REQUESTS = 48
-
-# Percentiles of a ShareGPT sample (0, 10, 25, 50, 75, 90, 97), in tokens, divided by LENGTH_DIVISOR to suit two cores.
-PERCENTILES = (0, 10, 25, 50, 75, 90, 97)
-PROMPT_LENS = (4, 9, 15, 36, 163, 842, 1800)
-OUTPUT_LENS = (8, 39, 134, 281, 450, 685, 860)
 LENGTH_DIVISOR = 4
+"""Lengths of conversations are divided by this, to suit two cores."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +51,15 @@ class Workload:
         return sum(self.output_lens)
 
 
-def draw_length(rng: random.Random, values: Sequence[int]) -> int:
-    """Draw a length from the piecewise linear distribution through the percentiles."""
-    rank = rng.uniform(0, PERCENTILES[-1])
-    upper = next(i for i, percentile in enumerate(PERCENTILES) if rank <= percentile and i)
-    low, high = PERCENTILES[upper - 1], PERCENTILES[upper]
-    value = values[upper - 1] + (values[upper] - values[upper - 1]) * (rank - low) / (high - low)
-    return max(2, round(value / LENGTH_DIVISOR))
-
-
 def make_workload(vocab_size: int, count: int) -> Workload:
+    """Prompts of random tokens, with the lengths of conversations."""
     rng = random.Random(5)
-    prompts = [[rng.randrange(3, vocab_size) for _ in range(draw_length(rng, PROMPT_LENS))] for _ in range(count)]
-    return Workload(prompts, [draw_length(rng, OUTPUT_LENS) for _ in prompts])
+
+    def length(lens: Sequence[int]) -> int:
+        return max(2, round(draw_length(rng, lens) / LENGTH_DIVISOR))
+
+    prompts = [[rng.randrange(3, vocab_size) for _ in range(length(PROMPT_LENS))] for _ in range(count)]
+    return Workload(prompts, [length(OUTPUT_LENS) for _ in prompts])
 
 
 def run_ours(llm: LLM, work: Workload) -> list[list[int]]:
