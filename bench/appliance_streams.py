@@ -14,7 +14,6 @@ import json
 import os
 import random
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.ports import free_port
 from bench.rows import row_header, save_row
 
 MODEL = "gatehouse-demo"
@@ -50,9 +50,7 @@ class Answer:
 def appliance(data_dir: Path, **settings: str) -> Iterator[tuple[str, str, float]]:
     """Start an appliance on a free port; yield its address, an administrator token and the seconds until ready. `settings`:
     environment variables without `GATEHOUSE_`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     token = f"gha_{secrets.token_hex(16)}"
     command = [sys.executable, "-m", "appliance.cli.main", "serve", "--data-dir", str(data_dir), "--port", str(port)]
     started_s = time.perf_counter()

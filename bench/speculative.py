@@ -33,10 +33,10 @@ import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from bench.engine_pairs import environment, greedy_tokens, time_pairs  # noqa: E402
-from bench.rows import row_header, save_row  # noqa: E402
+from bench.rows import TREE, row_header, save_row  # noqa: E402
 from engine import LLM  # noqa: E402
 
-DEMO = Path(__file__).parents[1] / "engine" / "demo" / "gatehouse-demo"
+DEMO = TREE / "engine" / "demo" / "gatehouse-demo"
 RANDOM_SIZES: dict[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
     "intermediate_size": 2048, "vocab_size": 8192, "max_position_embeddings": 1024,

@@ -33,10 +33,9 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.grammar_libraries import LIBRARIES, Follower, Library, Refused, Stopped
-from bench.rows import row_header, save_row
+from bench.rows import TREE, row_header, save_row
 from engine.grammar.vocabulary import Vocabulary, vocabulary_of
 
-REPO = Path(__file__).resolve().parents[1]
 TRAINING_BYTES = 12_000_000
 SCHEMA_DEADLINE_S = 30.0
 SAMPLE_TOKENS_MAX = 600
@@ -47,7 +46,7 @@ PATIENCE_TOKENS = 60
 def training_text() -> Iterator[str]:
     """Text available on every machine: Python's standard library and this repository."""
     size = 0
-    folders = [REPO / "docs", REPO / "engine", REPO / "appliance", Path(sysconfig.get_paths()["stdlib"])]
+    folders = [TREE / "docs", TREE / "engine", TREE / "appliance", Path(sysconfig.get_paths()["stdlib"])]
     for path in (path for folder in folders for path in sorted(folder.glob("*.[pm][yd]"))):
         text = path.read_text("utf-8", errors="replace")
         size += len(text)
@@ -213,7 +212,7 @@ class Runner:
 
     def check(self, line: bytes) -> dict[str, Any]:
         if self._process is None:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO)
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=TREE)
             self._read(600.0)
         assert self._process.stdin is not None
         self._process.stdin.write(line)

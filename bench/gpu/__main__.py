@@ -12,10 +12,11 @@ from typing import Any
 
 from bench.gpu import requirements
 from bench.gpu.plan import PARTS, TOTAL_S, stages
-from bench.gpu.processes import Outcome, results_folder, run_stages
+from bench.gpu.processes import Outcome, run_stages
 from bench.gpu.report import complete_rows, document, status, table
 from bench.gpu.result_files import ResultFiles
 from bench.gpu.summary import summary
+from bench.rows import RESULTS
 
 REHEARSAL_S = 900.0
 
@@ -39,7 +40,7 @@ def main() -> int:
     planned = stages(only, rehearse=options.rehearse)
     path = options.out
     if path is None and not options.rehearse:
-        path = results_folder() / f"gpu-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+        path = RESULTS / f"gpu-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
 
     def told(outcome: Outcome, parts: set[str]) -> dict[str, Any]:
         rows = complete_rows(outcome, parts)

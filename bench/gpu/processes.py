@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from bench.gpu.plan import Job, Stage, allotted_s
 from bench.gpu.rows import Row
+from bench.rows import TREE
 from engine.environment import FP_FUSION
 
 HEAD_CHARS, TAIL_CHARS = 2000, 6000
@@ -275,7 +276,7 @@ def _record_line(line: str, process: Process, outcome: Outcome, show: Callable[[
 def _close(process: Process, outcome: Outcome, show: Callable[[str], None], logs: Path | None) -> None:
     elapsed_s = round(process.elapsed_s, 2)
     status, log_text = process.close()
-    log_text = log_text.replace(f"{Path(__file__).resolve().parents[2]}/", "")
+    log_text = log_text.replace(f"{TREE}/", "")
     record: dict[str, Any] = {**_part_record(process.job), "s": elapsed_s, "limit_s": round(process.limit_s, 1)}
     if process.ended:
         record["error"] = f"ended after its limit of {process.limit_s:g} s"
@@ -305,7 +306,3 @@ def _part_record(job: Job) -> dict[str, Any]:
 
 def _last_line(log_text: str) -> str:
     return next((line for line in reversed(log_text.splitlines()) if line.strip()), "no words")
-
-
-def results_folder() -> Path:
-    return Path(__file__).resolve().parents[1] / "results"
