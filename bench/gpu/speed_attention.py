@@ -92,8 +92,7 @@ def _decode_row(
 ) -> None:
     lengths = _batch(context, lengths)
     times_s, pages = decode_seconds(context, _shape(context, shape), lengths, copies=copies)
-    rates = [pages.kv_bytes / time_s / 1e9 for time_s in times_s]
-    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row = context.bandwidth_row(name, pages.kv_bytes, times_s)
     row.facts = {"us": median(times_s) * 1e6, "kv_bytes": pages.kv_bytes, "caches": copies}
     if peer:
         with suppress(RuntimeError):
@@ -114,8 +113,7 @@ def _rotated_row(context: Context, name: str, shape: AttentionShape, lengths: Se
         return partial(rotated_decode, *args, rotary_dim=shape.head_dim, workspace=workspace)
 
     times_s = seconds([call(pages) for pages in caches], device)
-    rates = [caches[0].kv_bytes / time_s / 1e9 for time_s in times_s]
-    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row = context.bandwidth_row(name, caches[0].kv_bytes, times_s)
     row.facts = {"us": median(times_s) * 1e6, "kv_bytes": caches[0].kv_bytes, "caches": copies}
     context.emit(row)
 

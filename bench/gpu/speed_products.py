@@ -59,8 +59,7 @@ def _layer(context: Context, kind: str) -> None:
     for rows in (1, 16):
         inputs = {columns: normal(rows, columns, dtype=context.dtype, device=context.device) for columns, _ in weights}
         times_s = _total(context, [partial(PRODUCTS[kind], inputs[columns], weight) for columns, weight in weights])
-        rates = [num_bytes / time_s / 1e9 for time_s in times_s]
-        row = Row(name=_name(kind, rows), value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+        row = context.bandwidth_row(_name(kind, rows), num_bytes, times_s)
         row.facts = {"us_layer": median(times_s) * 1e6 / max(1, len(weights) / len(_shapes(context))), "bytes": num_bytes}
         if plain:
             theirs = _total(context, [partial(functional.linear, inputs[weight.shape[1]], weight) for weight in plain])
@@ -96,8 +95,7 @@ def _fused(context: Context, name: str, kind: str) -> None:
 
     num_bytes = sum(stored_bytes(weight) for weight in layers[0].values())
     times_s = seconds([call(layer) for layer in layers], device)
-    rates = [num_bytes / time_s / 1e9 for time_s in times_s]
-    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row = context.bandwidth_row(name, num_bytes, times_s)
     row.facts = {"us_layer": median(times_s) * 1e6}
     context.emit(row)
 

@@ -50,9 +50,9 @@ def measure(context: Context) -> None:
 def _bytes_row(context: Context, name: str, make: Callable[[Context], tuple[Call, int]]) -> None:
     calls = [make(context) for _ in range(1 if context.rehearsal else COPIES)]
     times_s = seconds([call for call, _ in calls], context.device)
-    rates = [calls[0][1] / time_s / 1e9 for time_s in times_s]
-    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
-    row.facts = {"us": median(times_s) * 1e6, "bytes": calls[0][1]}
+    num_bytes = calls[0][1]
+    row = context.bandwidth_row(name, num_bytes, times_s)
+    row.facts = {"us": median(times_s) * 1e6, "bytes": num_bytes}
     context.emit(row)
 
 
