@@ -17,9 +17,8 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import count, cycle, islice, product
 from typing import Any
 
 from bench.rows import row_header, save_row
@@ -138,8 +137,7 @@ class CellState:
 def measure(cell: Cell, steps: int) -> dict[str, Any]:
     state = CellState(cell)
     scheduler = state.scheduler
-    updated = list(scheduler.accounts.running_requests) * CALIBRATOR_UPDATES
-    updated = updated[:CALIBRATOR_UPDATES]
+    updated = list(islice(cycle(scheduler.accounts.running_requests), CALIBRATOR_UPDATES))
     schedule_s: list[float] = []
     apply_s: list[float] = []
     calibrator_s: list[float] = []
@@ -243,7 +241,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cells and steps: about a minute")
     parser.add_argument("--steps", type=int, default=None)
@@ -253,7 +251,7 @@ def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
     steps = options.steps or (400 if options.quick else 2000)
     rows = []
     for cell in cells(grid, tuple(options.phases.split(",")), full=not options.quick):
-        rows.append(run(cell, steps))
+        rows.append(measure(cell, steps))
         print(json.dumps(rows[-1]), flush=True)
     row = {
         **row_header("scheduler"),

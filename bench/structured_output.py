@@ -47,12 +47,13 @@ def training_text() -> Iterator[str]:
     """Text available on every machine: Python's standard library and this repository."""
     size = 0
     folders = [TREE / "docs", TREE / "engine", TREE / "appliance", Path(sysconfig.get_paths()["stdlib"])]
-    for path in (path for folder in folders for path in sorted(folder.glob("*.[pm][yd]"))):
-        text = path.read_text("utf-8", errors="replace")
-        size += len(text)
-        yield text
-        if size > TRAINING_BYTES:
-            return
+    for folder in folders:
+        for path in sorted(folder.glob("*.[pm][yd]")):
+            text = path.read_text("utf-8", errors="replace")
+            size += len(text)
+            yield text
+            if size > TRAINING_BYTES:
+                return
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
@@ -117,11 +118,9 @@ class SchemaChecker:
     def accepts(self, compiled: Any, text: str) -> bool:
         follower = self.library.follow(compiled)
         for token_id in self.tokenizer.encode(text).ids:
-            row = self.mask(follower)
-            if not row[token_id // 32] >> token_id % 32 & 1 or not follower.accept(token_id):
+            if not allows(self.mask(follower), token_id) or not follower.accept(token_id):
                 return False
-        eos = self.vocabulary.eos_token_ids[0]
-        return bool(self.mask(follower)[eos // 32] >> eos % 32 & 1)
+        return allows(self.mask(follower), self.vocabulary.eos_token_ids[0])
 
     def sample(self, compiled: Any, schema: Any, rng: random.Random) -> dict[str, Any]:
         """Draw random documents: how many ended, and those that `jsonschema` rejects."""
@@ -146,8 +145,7 @@ class SchemaChecker:
         follower = self.library.follow(compiled)
         written = bytearray()
         for step in range(SAMPLE_TOKENS_MAX):
-            row = self.mask(follower)
-            allowed = [32 * w + b for w, word in enumerate(row) if word for b in range(32) if word >> b & 1]
+            allowed = allowed_ids(self.mask(follower))
             if not allowed:
                 return None
             prefers_end = step > PATIENCE_TOKENS * rng.random()
@@ -160,6 +158,16 @@ class SchemaChecker:
                 return None
             written += self.vocabulary.tokens[token_id]
         return None
+
+
+def allows(mask: Sequence[int], token_id: int) -> bool:
+    """Whether a mask, 32 tokens a word, allows a token."""
+    return bool(mask[token_id // 32] >> token_id % 32 & 1)
+
+
+def allowed_ids(mask: Sequence[int]) -> list[int]:
+    """All tokens that a mask allows; most words of a mask are zero."""
+    return [32 * index + bit for index, word in enumerate(mask) if word for bit in range(32) if word >> bit & 1]
 
 
 def reorder_properties(schema: Any, data: Any) -> Any:
