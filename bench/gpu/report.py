@@ -52,11 +52,17 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
     row_records = []
     for row in rows:
         target = targets.get(row.name)
-        row_verdict = "REHEARSAL" if rehearsal else verdict(row, target, card=card.get("name", "")) if target else "told"
-        must_show = {} if target is None else {"unit": target.unit, "part": target.part, "must_show": target.text}
-        row_records.append(
-            {**row.as_dict(), **must_show, "verdict": row_verdict, "invalid": invalid_reason(row, has_figures=not rehearsal)}
-        )
+        record = row.as_dict()
+        if target is not None:
+            record |= {"unit": target.unit, "part": target.part, "must_show": target.text}
+        if rehearsal:
+            record["verdict"] = "REHEARSAL"
+        elif target is None:
+            record["verdict"] = "told"
+        else:
+            record["verdict"] = verdict(row, target, card=card.get("name", ""))
+        record["invalid"] = invalid_reason(row, has_figures=not rehearsal)
+        row_records.append(record)
     return {
         "bench": "gpu",
         "rehearsal": rehearsal,

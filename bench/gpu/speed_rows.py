@@ -80,8 +80,7 @@ def _rope(context: Context) -> tuple[Call, int]:
     token = size * qkv.element_size()
     tables = token  # half of each cosine and sine table: the other half has the same numbers
     moved = rows * (token * (heads + 2 * kv_heads) + token * (heads + kv_heads) + token * 2 * kv_heads + tables)
-    call = lambda: rope_and_cache(qkv, cos, sin, cache, slots, num_kv_heads=kv_heads, rotary_dim=size)  # noqa: E731
-    return call, moved
+    return partial(rope_and_cache, qkv, cos, sin, cache, slots, num_kv_heads=kv_heads, rotary_dim=size), moved
 
 
 def _copy(context: Context) -> tuple[Call, int]:
@@ -121,7 +120,7 @@ def _sampler(context: Context, name: str, against: str) -> None:
     columns = sampling_columns([{"top_k": 50, "top_p": 0.9, "temperature": 0.8}] * rows, vocab, device)
     slots, positions = torch.arange(rows, dtype=torch.int32, device=device), torch.arange(rows, device=device)
     workspace, out = sampling_workspace(rows, vocab, device), torch.empty(rows, dtype=torch.int64, device=device)
-    call = lambda: sample(logits, slots, positions, columns, out=out, workspace=workspace)  # noqa: E731
+    call = partial(sample, logits, slots, positions, columns, out=out, workspace=workspace)
     times_us = [1e6 * time_s for time_s in seconds([call], device)]
     limit = logits.nbytes / context.bandwidth * 1e6
     row = Row(name=name, value=median(times_us), limit=limit, samples=times_us)
