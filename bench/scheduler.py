@@ -224,21 +224,28 @@ def cells(grid: dict[str, tuple[int, ...]], phases: tuple[str, ...], *, full: bo
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Time of a step relative to the base cell of its phase, factor by factor."""
+    bases = {row["phase"]: row for row in rows if not _changed_factors(row)}
     found = []
     for row in rows:
-        changed = [factor for factor, value in BASE.items() if row[factor] != value]
-        base = next((r for r in rows if r["phase"] == row["phase"] and all(r[f] == v for f, v in BASE.items())), None)
+        base, changed = bases.get(row["phase"]), _changed_factors(row)
         if base is not None and len(changed) == 1 and changed[0] != "running":
-            total, base_total = (r["schedule_us_p50"] + r["apply_us_p50"] for r in (row, base))
             found.append(
                 {
                     "phase": row["phase"],
                     changed[0]: row[changed[0]],
                     "schedule": round(row["schedule_us_p50"] / base["schedule_us_p50"], 2),
-                    "step": round(total / base_total, 2),
+                    "step": round(_step_us(row) / _step_us(base), 2),
                 }
             )
     return found
+
+
+def _changed_factors(row: dict[str, Any]) -> list[str]:
+    return [factor for factor, value in BASE.items() if row[factor] != value]
+
+
+def _step_us(row: dict[str, Any]) -> float:
+    return float(row["schedule_us_p50"] + row["apply_us_p50"])
 
 
 def main() -> None:
