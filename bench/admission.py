@@ -25,7 +25,6 @@ import os
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,20 +32,19 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import uvloop
 
 from appliance.base.interpreter import prepare_to_serve
+from bench.gateway_streams import ADMIN_TOKEN, MODEL, cpu_s, started_gateway
 from bench.host_speed import HostSpeed, host_speed
-from bench.rows import row_header, save_row
+from bench.rows import TREE, row_header, save_row
 from tests.support.raw_http import RawHttpClient
 from tests.support.served_model import make_hollow_model
 
-MODEL = "tiny"
 PLAIN = "gh_plainplain_without_admission"
-ADMIN_TOKEN = "gha_token-of-the-bench"
 CLIENTS = 64
 BLOCK_S = 1.0
 SETTLE_S = 0.4  # start of each block, not counted: requests of the previous block end then
@@ -63,8 +61,7 @@ BODY = {
 LIMITS = {"tokens_per_minute": 10**9, "requests_per_minute": 10**7, "concurrent_requests": 10**4, "tokens_per_day": 10**12}
 Rates = dict[str, list[float]]
 Host = dict[str, Any]
-Kind = Literal["with", "without"]
-KINDS: tuple[Kind, ...] = ("with", "without")
+KINDS = ("with", "without")
 T = TypeVar("T")
 
 
@@ -74,6 +71,10 @@ class Samples:
 
     head_ms: list[float] = field(default_factory=list)
     end_ms: list[float] = field(default_factory=list)
+
+
+def make_clients(port: int, key: str) -> list[RawHttpClient]:
+    return [RawHttpClient(port, key) for _ in range(CLIENTS)]
 
 
 async def send_request(wire: RawHttpClient, body: bytes) -> tuple[float, float, float]:
@@ -118,9 +119,7 @@ async def measure_latency(
     port: int, key: str, speed_of_host: HostSpeed, blocks: int, rng: random.Random
 ) -> tuple[dict[str, list[Samples]], Host]:
     """Return the samples of each block of both kinds, and the host's speed meanwhile."""
-    wires = {
-        kind: [RawHttpClient(port, secret) for _ in range(CLIENTS)] for kind, secret in zip(KINDS, (key, PLAIN), strict=True)
-    }
+    wires = {"with": make_clients(port, key), "without": make_clients(port, PLAIN)}
 
     async def run_pair() -> dict[str, Samples]:
         results: dict[str, Samples] = {}
@@ -141,14 +140,16 @@ async def measure_rate(
     """Return answers per second with and without admission, in alternating rounds, the gateway's CPU time of each, and the
     host's speed meanwhile."""
 
+    process = psutil.Process(pid)
+
     async def run_pair() -> dict[str, tuple[float, float]]:
         results: dict[str, tuple[float, float]] = {}
-        for kind, secret in zip(KINDS, (key, PLAIN), strict=True):
-            wires = [RawHttpClient(port, secret) for _ in range(CLIENTS)]
-            before_s = _cpu_s(pid)
+        for kind, secret in (("with", key), ("without", PLAIN)):
+            wires = make_clients(port, secret)
+            before_s = cpu_s(process)
             samples, rate = await run_block(wires, seconds + SETTLE_S, pause_s=0.0, rng=random.Random(0))
             answers = len(samples.end_ms) * (seconds + SETTLE_S) / seconds
-            results[kind] = round(rate, 1), round(1000 * (_cpu_s(pid) - before_s) / answers, 3)
+            results[kind] = round(rate, 1), round(1000 * (cpu_s(process) - before_s) / answers, 3)
             for wire in wires:
                 wire.abort()
         return results
@@ -180,11 +181,6 @@ async def until_undisturbed(speed_of_host: HostSpeed, count: int, measure: Calla
 async def _speed(host: HostSpeed) -> float:
     await asyncio.sleep(SETTLE_S)  # the last requests are answered
     return host.measure()
-
-
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
 
 
 def make_row(latency: dict[str, list[Samples]], rates: Rates, cpu_ms: Rates) -> dict[str, Any]:
@@ -246,23 +242,15 @@ def gateway(folder: Path, answer_s: float, before: str, profile: Path | None = N
         str(answer_s),
         *([str(profile)] if profile else []),
     ]
-    log = (folder / "gateway.log").open("a")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=Path(__file__).parents[1])
+    log = folder / "gateway.log"
     try:
-        assert process.stdout is not None
-        port = int(process.stdout.readline() or "0")
-        if not port:
-            raise RuntimeError((folder / "gateway.log").read_text()[-3000:])
-        yield port, uvloop.run(prepare(port)), process.pid
-        if "[error" in (folder / "gateway.log").read_text():
-            raise RuntimeError("the gateway failed requests: what was measured is something else")
+        with started_gateway(command, TREE, log) as (port, pid):
+            yield port, uvloop.run(prepare(port)), pid
+            if "[error" in log.read_text():
+                raise RuntimeError("the gateway failed requests: what was measured is something else")
     except Exception:
-        sys.stderr.write((folder / "gateway.log").read_text()[-3000:])
+        sys.stderr.write(log.read_text()[-3000:])
         raise
-    finally:
-        process.terminate()
-        process.wait(60)
-        log.close()
 
 
 async def prepare(port: int) -> str:

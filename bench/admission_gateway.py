@@ -7,31 +7,22 @@ python -m bench.admission_gateway --fd N ANSWER_S                is its engine
 from __future__ import annotations
 
 import asyncio
-import cProfile
 import os
 import random
 import signal
-import socket
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from appliance.api import chat
 from appliance.api.auth import authenticate_tenant
-from appliance.app import Started, serve
 from appliance.base.clock import SystemClock
-from appliance.base.interpreter import prepare_to_serve
-from appliance.base.logging import configure_logging
-from appliance.base.settings import Settings, load_settings
-from appliance.serving import model_builder
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations, Order
-from appliance.serving.model_folder import ModelFolder
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
-from bench.admission import ADMIN_TOKEN, MODEL, PLAIN
+from bench.admission import PLAIN
+from bench.gateway_streams import serve_engine, serve_gateway
 from engine.protocol import EngineFrame, FinishReason, GatewayFrame, GenerationRequest, TokenEvent
 from tests.support.fake_engine import FakeEngine, make_event
 
@@ -150,54 +141,20 @@ def install_plain_path(generations: Generations) -> None:
     Generations.start = start_either  # type: ignore[method-assign]
 
 
-def serve_gateway(folder: Path, answer_s: str, profile: str | None) -> None:
-    """Serve until told to stop."""
-
-    def engine_command(_folder: ModelFolder, _settings: Settings, fd: int) -> list[str]:
-        return [sys.executable, "-m", "bench.admission_gateway", "--fd", str(fd), answer_s]
-
-    def announce(started: Started) -> None:
-        prepare_to_serve()  # as `gatehouse serve` does
-        install_plain_path(started.services.generations)
-        sys.stdout.write(f"{started.port}\n")
-        sys.stdout.flush()
-
-    model_builder.engine_command = engine_command  # type: ignore[assignment]
-    settings = {
-        "data_dir": str(folder / "data"),
-        "port": 0,
-        "models": [str(folder / MODEL)],
-        "device": "cpu",
-        "admin_token": ADMIN_TOKEN,
-        "admin_password": "a password of the bench",
-    }
-    configure_logging("warning", json=False)
-    run = uvloop.run
-    loaded = load_settings(options=settings, environ={})
-    if profile is None:
-        run(serve(loaded, on_listening=announce))
-        return
-    profiler = cProfile.Profile()
-    try:
-        profiler.runcall(run, serve(loaded, on_listening=announce))
-    finally:
-        profiler.dump_stats(profile)
-
-
-async def _serve_engine(fd: int, answer_s: float) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
-    await DelayedEngine(reader, writer, step_s=answer_s).run()
-
-
 def main() -> None:
     """Be the gateway or its engine."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if sys.argv[1] == "--fd":
-        prepare_to_serve()  # as an engine does
-        uvloop.run(_serve_engine(int(sys.argv[2]), float(sys.argv[3])))
+        serve_engine(DelayedEngine, int(sys.argv[2]), float(sys.argv[3]))
         return
     os.environ.pop("GATEHOUSE_DATABASE_URL", None)
-    serve_gateway(Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)
+    folder, answer_s, profile = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None
+    serve_gateway(
+        folder,
+        lambda fd: [sys.executable, "-m", "bench.admission_gateway", "--fd", str(fd), answer_s],
+        profile,
+        on_start=lambda started: install_plain_path(started.services.generations),
+    )
 
 
 if __name__ == "__main__":

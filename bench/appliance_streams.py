@@ -14,7 +14,6 @@ import json
 import os
 import random
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.ports import free_port
 from bench.rows import row_header, save_row
 
 MODEL = "gatehouse-demo"
@@ -50,9 +50,7 @@ class Answer:
 def appliance(data_dir: Path, **settings: str) -> Iterator[tuple[str, str, float]]:
     """Start an appliance on a free port; yield its address, an administrator token and the seconds until ready. `settings`:
     environment variables without `GATEHOUSE_`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     token = f"gha_{secrets.token_hex(16)}"
     command = [sys.executable, "-m", "appliance.cli.main", "serve", "--data-dir", str(data_dir), "--port", str(port)]
     started_s = time.perf_counter()
@@ -133,16 +131,14 @@ async def run_round(url: str, key: str, streams: int, rng: random.Random) -> tup
 def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
     """Raise RuntimeError unless the ledger has every answer once, posted, with the tokens that were delivered."""
     posted: dict[str, int] = {}
-    cursor: str | None = None
+    query: dict[str, Any] = {"limit": 100}
     with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}) as admin:
         while True:
-            page = (
-                admin.get("/ledger", params={"limit": 100, **({"cursor": cursor} if cursor else {})}).raise_for_status().json()
-            )
+            page = admin.get("/ledger", params=query).raise_for_status().json()
             posted |= {row["request_id"]: row["completion_tokens"] for row in page["data"] if row["status"] == "posted"}
-            cursor = page["next_cursor"]
             if not page["has_more"]:
                 break
+            query["cursor"] = page["next_cursor"]
     wrong = [answer.request_id for answer in answers if posted.get(answer.request_id) != answer.completion_tokens]
     if wrong:
         raise RuntimeError(f"the ledger disagrees about {len(wrong)} requests, {wrong[0]} among them")

@@ -14,10 +14,11 @@ import argparse
 import json
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.engine_cpu import SIZES, environment, make_model, make_prompts, timed
+from bench.engine_pairs import SIZES, environment, greedy_tokens, make_model, make_prompts, time_pairs
 from bench.rows import row_header, save_row
 from engine import LLM, SamplingParams
 
@@ -33,22 +34,16 @@ def greedy_logprobs(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
 
 
 def ratios(plain: LLM, invariant: LLM, prompts: list[list[int]], max_tokens: int, rounds: int) -> dict[str, Any]:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-
-    def run(llm: LLM) -> list[list[int]]:
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-    run(plain), run(invariant)
-    pairs = []
-    for number in range(rounds):
-        order = [plain, invariant] if number % 2 == 0 else [invariant, plain]
-        costs = {id(llm): timed(lambda llm=llm: run(llm)) for llm in order}
-        pairs.append((costs[id(plain)], costs[id(invariant)]))
-    slower = [theirs.wall_s / ours.wall_s for ours, theirs in pairs]
+    """How many times as long the invariant engine takes; both are warmed up first."""
+    run_plain, run_invariant = (partial(greedy_tokens, llm, prompts, max_tokens) for llm in (plain, invariant))
+    run_plain(), run_invariant()
+    pairs = time_pairs(run_plain, run_invariant, rounds)
+    slower = [invariant_cost.wall_s / plain_cost.wall_s for plain_cost, invariant_cost in pairs]
+    cpu_slower = [invariant_cost.cpu_s / plain_cost.cpu_s for plain_cost, invariant_cost in pairs]
     return {
         "times_slower_median": round(statistics.median(slower), 2),
         "times_slower": [round(ratio, 2) for ratio in slower],
-        "cpu_times_slower_median": round(statistics.median(theirs.cpu_s / ours.cpu_s for ours, theirs in pairs), 2),
+        "cpu_times_slower_median": round(statistics.median(cpu_slower), 2),
     }
 
 

@@ -17,9 +17,11 @@ import argparse
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from bench.rows import table_line
 from kernels.triton.gate.compilation import Compiled
 from kernels.triton.gate.declared import module_names
 from kernels.triton.gate.record import Record, Recorded, read, write
@@ -27,6 +29,7 @@ from tests.support.triton_versions import RECORD, TritonVersion, installed
 
 COLUMNS = ("capability", "triton", "registers", "spill_bytes", "shared_bytes", "programs", "tensor_instructions", "faults")
 LABELS = ("sm", "triton", "regs", "spill", "shared", "programs", "matrix instructions", "faults")
+WIDTHS = (4, 7, 5, 6, 7, 9, 30, 0)
 Row = dict[str, Any]
 
 
@@ -35,20 +38,21 @@ def compile_all(versions: list[TritonVersion], modules: list[str], processes: in
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         jobs = [pool.submit(version.compile_modules, modules, Path(folder, version.version), record) for version in versions]
         rows = [row for job in jobs for row in job.result()]
-    order = {(row["module"], row["name"]): index for index, row in reversed(list(enumerate(rows)))}
-    return sorted(rows, key=lambda row: (order[row["module"], row["name"]], row["capability"], row["triton"]))
+    order = {configuration: place for place, configuration in enumerate(dict.fromkeys(map(_configuration, rows)))}
+    return sorted(rows, key=lambda row: (order[_configuration(row)], row["capability"], row["triton"]))
+
+
+def _configuration(row: Row) -> tuple[str, str]:
+    return row["module"], row["name"]
 
 
 def table(rows: list[Row]) -> str:
     """The rows as text, with a heading for each configuration."""
-    widths = (4, 7, 5, 6, 7, 9, 30)
-    lines = ["  " + " ".join(label.ljust(width) for label, width in zip(LABELS, (*widths, 0), strict=True))]
-    configuration = None
-    for row in rows:
-        if configuration != (configuration := (row["module"], row["name"])):
-            lines.append(f"{row['module']}: {row['name']}  ({row.get('num_warps')} warps, {row.get('num_stages')} stages)")
-        cells = [_cell(row.get(column, "-")) for column in COLUMNS]
-        lines.append("  " + " ".join(cell.ljust(width) for cell, width in zip(cells, (*widths, 0), strict=True)).rstrip())
+    lines = [table_line(LABELS, WIDTHS)]
+    for (module, name), rows_of_configuration in groupby(rows, key=_configuration):
+        cards = list(rows_of_configuration)
+        lines.append(f"{module}: {name}  ({cards[0].get('num_warps')} warps, {cards[0].get('num_stages')} stages)")
+        lines += [table_line([_cell(row.get(column, "-")) for column in COLUMNS], WIDTHS) for row in cards]
     return "\n".join(lines)
 
 

@@ -14,11 +14,10 @@ import json
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from bench.engine_cpu import environment
+from bench.engine_pairs import environment, time_pairs
 from bench.rows import row_header, save_row
 from engine.environment import prepare_environment
 
@@ -61,12 +60,6 @@ def peer_vectors(model: Any, texts: Texts) -> torch.Tensor:
     return vectors
 
 
-def timed(run: Callable[[], object]) -> float:
-    started_s = time.perf_counter()
-    run()
-    return time.perf_counter() - started_s
-
-
 def measure(count: int, rounds: int, threads: int) -> dict[str, Any]:
     texts = make_texts(count)
     torch.manual_seed(5)
@@ -75,19 +68,16 @@ def measure(count: int, rounds: int, threads: int) -> dict[str, Any]:
         model.save_pretrained(folder)
         llm = LLM(folder, device="cpu", threads=threads)
     torch.testing.assert_close(torch.tensor(llm.embed(texts)), peer_vectors(model, texts), rtol=0, atol=TOLERANCE)
-    pairs = []
-    for number in range(rounds):
-        order = [("ours", lambda: llm.embed(texts)), ("peer", lambda: peer_vectors(model, texts))]
-        cost_s = {name: timed(run) for name, run in (order if number % 2 == 0 else order[::-1])}
-        pairs.append((cost_s["ours"], cost_s["peer"]))
+    pairs = time_pairs(lambda: llm.embed(texts), lambda: peer_vectors(model, texts), rounds)
+    ratios = [peer.wall_s / ours.wall_s for ours, peer in pairs]
     num_tokens = sum(map(len, texts))
     return {
         "texts": count,
         "tokens": num_tokens,
-        "ratio_median": round(statistics.median(peer / ours for ours, peer in pairs), 2),
-        "ratios": [round(peer / ours, 2) for ours, peer in pairs],
-        "ours_tokens_per_s": round(num_tokens / min(ours for ours, _ in pairs), 1),
-        "peer_tokens_per_s": round(num_tokens / min(peer for _, peer in pairs), 1),
+        "ratio_median": round(statistics.median(ratios), 2),
+        "ratios": [round(ratio, 2) for ratio in ratios],
+        "ours_tokens_per_s": round(num_tokens / min(ours.wall_s for ours, _ in pairs), 1),
+        "peer_tokens_per_s": round(num_tokens / min(peer.wall_s for _, peer in pairs), 1),
     }
 
 

@@ -11,42 +11,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.rows import row_header, save_row
 from engine.environment import prepare_environment
 
 prepare_environment()
 
 import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
+from bench.chat_lengths import OUTPUT_LENS, PROMPT_LENS, draw_length  # noqa: E402
+from bench.engine_pairs import SIZES, OtherWork, environment, make_model, time_pairs  # noqa: E402
+from bench.rows import row_header, save_row  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 SEATS = 16
 NUM_REQUESTS = 48
-MAX_MODEL_LEN = 1024
-SIZES: dict[str, dict[str, Any]] = {
-    "8m": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
-           "intermediate_size": 768, "vocab_size": 4096},
-    "100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-             "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": True},
-}  # fmt: skip
-
-# Percentiles of a ShareGPT sample (0, 10, 25, 50, 75, 90, 97), in tokens, divided by LENGTH_DIVISOR to suit two cores.
-PERCENTILES = (0, 10, 25, 50, 75, 90, 97)
-PROMPT_LENS = (4, 9, 15, 36, 163, 842, 1800)
-OUTPUT_LENS = (8, 39, 134, 281, 450, 685, 860)
 LENGTH_DIVISOR = 4
+"""Lengths of conversations are divided by this, to suit two cores."""
 
 
 @dataclass(frozen=True)
@@ -61,34 +51,15 @@ class Workload:
         return sum(self.output_lens)
 
 
-def draw_length(rng: random.Random, values: Sequence[int]) -> int:
-    """Draw a length from the piecewise linear distribution through the percentiles."""
-    rank = rng.uniform(0, PERCENTILES[-1])
-    upper = next(i for i, percentile in enumerate(PERCENTILES) if rank <= percentile and i)
-    low, high = PERCENTILES[upper - 1], PERCENTILES[upper]
-    value = values[upper - 1] + (values[upper] - values[upper - 1]) * (rank - low) / (high - low)
-    return max(2, round(value / LENGTH_DIVISOR))
-
-
-def make_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """Random tokens, the same for every engine."""
-    rng = random.Random(5)
-    return [[rng.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
-
-
 def make_workload(vocab_size: int, count: int) -> Workload:
+    """Prompts of random tokens, with the lengths of conversations."""
     rng = random.Random(5)
-    prompts = [[rng.randrange(3, vocab_size) for _ in range(draw_length(rng, PROMPT_LENS))] for _ in range(count)]
-    return Workload(prompts, [draw_length(rng, OUTPUT_LENS) for _ in prompts])
 
+    def length(lens: Sequence[int]) -> int:
+        return max(2, round(draw_length(rng, lens) / LENGTH_DIVISOR))
 
-def make_model(size: str, directory: Path) -> Any:
-    """A seeded random Llama whose logits are spread wide enough for greedy choices to be clear."""
-    torch.manual_seed(0)
-    config = LlamaConfig(max_position_embeddings=MAX_MODEL_LEN, initializer_range=0.1, **SIZES[size])
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(directory)
-    return model
+    prompts = [[rng.randrange(3, vocab_size) for _ in range(length(PROMPT_LENS))] for _ in range(count)]
+    return Workload(prompts, [length(OUTPUT_LENS) for _ in prompts])
 
 
 def run_ours(llm: LLM, work: Workload) -> list[list[int]]:
@@ -132,62 +103,30 @@ def run_continuous(model: Any, work: Workload) -> list[list[int]]:
     return [answers[str(index)] for index in range(len(work.prompts))]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Time of a run. CPU seconds cover all threads of this process: a busy neighbour affects them less than wall-clock time."""
-
-    wall_s: float
-    cpu_s: float
-
-
-def timed(run: Callable[[], list[list[int]]]) -> Cost:
-    started_s, started_cpu_s = time.perf_counter(), cpu_seconds()[1]
-    run()
-    return Cost(time.perf_counter() - started_s, cpu_seconds()[1] - started_cpu_s)
-
-
 def equal_share(ours: list[list[int]], theirs: list[list[int]]) -> float:
     """Share of requests whose tokens are all equal; at a near-tie two float32 programs may differ."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-def other_cpu(started: tuple[float, float]) -> float:
-    """Cores that other processes used since `started` = (machine busy seconds, own seconds)."""
-    busy, own = cpu_seconds()
-    return max(0.0, (busy - started[0]) - (own - started[1]))
-
-
-def cpu_seconds() -> tuple[float, float]:
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    ticks = os.sysconf("SC_CLK_TCK")
-    busy = (sum(map(int, fields[:3])) + sum(map(int, fields[5:8]))) / ticks
-    own = os.times()
-    return busy, own.user + own.system
-
-
 def compare(
     peer: str, rounds: int, ours: Callable[[], list[list[int]]], theirs: Callable[[], list[list[int]]], tokens: int
 ) -> dict[str, Any]:
-    """Compare outputs, then time `rounds` interleaved pairs, in swapped order every other time."""
+    """Compare outputs, then time `rounds` pairs."""
     equal = equal_share(ours(), theirs())
-    pairs = []
-    started, started_s = cpu_seconds(), time.perf_counter()
-    for number in range(rounds):
-        order = [("ours", ours), ("theirs", theirs)]
-        costs = {name: timed(run) for name, run in (order if number % 2 == 0 else order[::-1])}
-        pairs.append((costs["ours"], costs["theirs"]))
-    ratios = [theirs_cost.wall_s / ours_cost.wall_s for ours_cost, theirs_cost in pairs]
+    other_work = OtherWork()
+    pairs = time_pairs(ours, theirs, rounds)
+    ratios = [their_cost.wall_s / our_cost.wall_s for our_cost, their_cost in pairs]
     return {
         "peer": peer,
         "equal_requests": round(equal, 3),
         "ratio_median": round(statistics.median(ratios), 2),
         "ratios": [round(ratio, 2) for ratio in ratios],
-        "ours_tokens_per_s": round(tokens / min(pair[0].wall_s for pair in pairs), 1),
-        "peer_tokens_per_s": round(tokens / min(pair[1].wall_s for pair in pairs), 1),
-        "cpu_ratio_median": round(statistics.median(pair[1].cpu_s / pair[0].cpu_s for pair in pairs), 2),
-        "ours_tokens_per_cpu_s": round(tokens / min(pair[0].cpu_s for pair in pairs), 1),
-        "peer_tokens_per_cpu_s": round(tokens / min(pair[1].cpu_s for pair in pairs), 1),
-        "other_cpu_cores": round(other_cpu(started) / (time.perf_counter() - started_s), 2),
+        "ours_tokens_per_s": round(tokens / min(our_cost.wall_s for our_cost, _ in pairs), 1),
+        "peer_tokens_per_s": round(tokens / min(their_cost.wall_s for _, their_cost in pairs), 1),
+        "cpu_ratio_median": round(statistics.median(their_cost.cpu_s / our_cost.cpu_s for our_cost, their_cost in pairs), 2),
+        "ours_tokens_per_cpu_s": round(tokens / min(our_cost.cpu_s for our_cost, _ in pairs), 1),
+        "peer_tokens_per_cpu_s": round(tokens / min(their_cost.cpu_s for _, their_cost in pairs), 1),
+        "other_cpu_cores": round(other_work.cores(), 2),
     }
 
 
@@ -196,53 +135,22 @@ def measure(size: str, rounds: int, peers: Sequence[str], count: int) -> list[di
         directory = Path(folder)
         model = make_model(size, directory)
         work = make_workload(SIZES[size]["vocab_size"], count)
+        one = Workload([work.prompts[0]], [128])
         llm = LLM(directory, device="cpu", max_num_seqs=SEATS, enable_prefix_caching=False, threads=torch.get_num_threads())
         rows = []
-        if "static" in peers:
-            rows.append(
-                compare(
-                    "transformers generate, batches of 16",
-                    rounds,
-                    lambda: run_ours(llm, work),
-                    lambda: run_static(model, work),
-                    work.num_output_tokens,
-                )
-            )
-        if "single" in peers:
-            one = Workload([work.prompts[0]], [128])
-            rows.append(
-                compare(
-                    "transformers generate, one request",
-                    rounds,
-                    lambda: run_ours(llm, one),
-                    lambda: run_static(model, one),
-                    128,
-                )
-            )
-            rows[-1]["ours_ms_per_token"] = round(1000 / rows[-1]["ours_tokens_per_s"], 2)
-            rows[-1]["peer_ms_per_token"] = round(1000 / rows[-1]["peer_tokens_per_s"], 2)
-        if "continuous" in peers:
-            rows.append(
-                compare(
-                    "transformers continuous batching, tuned",
-                    rounds,
-                    lambda: run_ours(llm, work),
-                    lambda: run_continuous(model, work),
-                    work.num_output_tokens,
-                )
-            )
+        for peer, name, run_peer, peer_work in (
+            ("static", "transformers generate, batches of 16", run_static, work),
+            ("single", "transformers generate, one request", run_static, one),
+            ("continuous", "transformers continuous batching, tuned", run_continuous, work),
+        ):
+            if peer not in peers:
+                continue
+            ours, theirs = partial(run_ours, llm, peer_work), partial(run_peer, model, peer_work)
+            rows.append(compare(name, rounds, ours, theirs, peer_work.num_output_tokens))
+            if peer == "single":
+                for side in ("ours", "peer"):
+                    rows[-1][f"{side}_ms_per_token"] = round(1000 / rows[-1][f"{side}_tokens_per_s"], 2)
         return rows
-
-
-def environment(threads: int) -> dict[str, Any]:
-    """Facts besides the machine on which torch's figures depend."""
-    return {
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": threads,
-        "mkl_cbwr": os.environ.get("MKL_CBWR"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from bench.peers.plan import OURS, PEERS, VLLM_SERVED, Comparison, comparisons, 
 from bench.peers.request_sets import request_set
 from bench.peers.rounds import equal_tokens, make_row, measure
 from bench.peers.workers import PEERS_FOLDER, EngineSetup, PeerFailed, Worker, running_worker
-from bench.rows import row_header, save_row
+from bench.rows import row_header, save_row, table_line
 
 EQUAL_MIN = 0.2
 """A smaller share of tokens before the first difference cannot be rounding: another model was measured."""
@@ -125,19 +125,18 @@ def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.N
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
     """The rows as text for people to read."""
-    lines = [format_line(HEADER)]
-    for row in (row for report in reports for row in report["rows"]):
-        numbers = [
-            "-" if row[key] is None else f"{row[key]:.{digits}f}" for key, digits in (("value", 0), ("peer", 0), ("ratio", 2))
-        ]
-        lines.append(format_line((row["name"], *numbers[:2], row["unit"], numbers[2], row["must_show"], row["verdict"])))
-        if row["error"] or row["note"]:
-            lines.append(f"      {row['error'] or row['note']}")
+    lines = [table_line(HEADER, WIDTHS)]
+    for report in reports:
+        for row in report["rows"]:
+            ours, peer, ratio = (
+                "-" if row[key] is None else f"{row[key]:.{digits}f}"
+                for key, digits in (("value", 0), ("peer", 0), ("ratio", 2))
+            )
+            cells = (row["name"], ours, peer, row["unit"], ratio, row["must_show"], row["verdict"])
+            lines.append(table_line(cells, WIDTHS))
+            if row["error"] or row["note"]:
+                lines.append(f"      {row['error'] or row['note']}")
     return "\n".join(lines)
-
-
-def format_line(cells: Sequence[str]) -> str:
-    return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
 def log(message: str) -> None:
@@ -194,10 +193,8 @@ def parser() -> argparse.ArgumentParser:
 def missing(options: argparse.Namespace) -> list[str]:
     """Missing prerequisites, as the commands that create them."""
     found = []
-    kinds = [each.peer for model in options.models for each in select_comparisons(model, options)] + [
-        VLLM_SERVED
-    ] * options.served
-    for kind in kinds:
+    kinds = [each.peer for model in options.models for each in select_comparisons(model, options)]
+    for kind in [*kinds, VLLM_SERVED] if options.served else kinds:
         try:
             kind.interpreter(options.folder)
         except PeerFailed as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from bench.ports import free_port
 from bench.rows import TREE, row_header, save_row
 
 READY_TIMEOUT_S = 600.0
@@ -27,9 +27,7 @@ READY_TIMEOUT_S = 600.0
 
 def seconds_to_ready(clone: Path, home: Path) -> float:
     """Run `up` until the appliance says that it is ready, then stop it with Ctrl-C. Raises RuntimeError if that fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     kept = {name: value for name, value in os.environ.items() if name == "PATH" or name.startswith("PIP_")}
     started_s = time.perf_counter()
     process = subprocess.Popen(

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.served_model import make_hollow_model
 
 HERE = Path(__file__).resolve().parents[1]
+"""This checkout. With --beside, this file also runs with the packages of the other one, `bench` included: it imports from that
+only what older checkouts have."""
 MODEL = "tiny"
 ADMIN_TOKEN = "gha_token-of-the-bench"
 STATUS_S = 0.25
@@ -122,12 +124,12 @@ async def run_round(gateway: Gateway, streams: int, tokens: int) -> Round:
     request = _request("POST", "/v1/chat/completions", gateway.key, json.dumps(body).encode())
     loop = asyncio.get_running_loop()
     process = psutil.Process(gateway.pid)
-    before_s, began_s = _cpu_s(process), time.perf_counter()
+    before_s, began_s = cpu_s(process), time.perf_counter()
     opened = [await loop.create_connection(lambda: Client(request), "127.0.0.1", gateway.port) for _ in range(streams)]
     await asyncio.gather(*(client.done for _, client in opened))
     wall_s = time.perf_counter() - began_s
     await asyncio.sleep(0.3)  # the last settlements belong to the round
-    result = Round(wall_s, _cpu_s(process) - before_s, sum(client.num_frames - 1 for _, client in opened))
+    result = Round(wall_s, cpu_s(process) - before_s, sum(client.num_frames - 1 for _, client in opened))
     for transport, _ in opened:
         transport.close()
     return result
@@ -148,15 +150,25 @@ def gateway(tree: Path, folder: Path, step_s: float, profile: Path | None = None
     folder.mkdir()
     make_hollow_model(folder / MODEL)
     command = [sys.executable, __file__, "--gateway", str(folder), str(step_s), *([str(profile)] if profile else [])]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    with (folder / "gateway.log").open("a") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=tree, env=environment)
+    with started_gateway(command, tree, folder / "gateway.log", {"PYTHONPATH": str(tree)}) as (port, pid):
+        yield Gateway(port, pid, uvloop.run(_make_key(port)))
+
+
+@contextmanager
+def started_gateway(
+    command: Sequence[str], tree: Path, log_path: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, int]]:
+    """Run in `tree` a command that prints its port as `serve_gateway` does; yield port and process id. Raises RuntimeError."""
+    with log_path.open("a") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=tree, env={**os.environ, **(variables or {})}
+        )
         try:
             assert process.stdout is not None
             port = int(process.stdout.readline() or "0")
             if not port:
-                raise RuntimeError((folder / "gateway.log").read_text()[-3000:])
-            yield Gateway(port, process.pid, uvloop.run(_make_key(port)))
+                raise RuntimeError(log_path.read_text()[-3000:])
+            yield port, process.pid
         finally:
             process.terminate()
             process.wait(60)
@@ -189,19 +201,27 @@ def _request(method: str, path: str, key: str, content: bytes, *, close: bool = 
     return head.encode() + (b"connection: close\r\n" if close else b"") + b"\r\n" + content
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
-def serve_gateway(folder: Path, step_s: str, profile: str | None) -> None:
-    """Serve until told to stop; the port is the first line of the output."""
+def serve_gateway(
+    folder: Path,
+    command_of_engine: Callable[[int], list[str]],
+    profile: str | None,
+    on_start: Callable[[Started], None] = lambda _: None,
+) -> None:
+    """Serve until told to stop; the port is the first line of the output. `command_of_engine`: starts the stand-in that serves
+    on a file descriptor. profile: a file for cProfile's figures."""
 
     def engine_command(_folder: ModelFolder, _settings: Settings, fd: int) -> list[str]:
-        return [sys.executable, __file__, "--engine", str(fd), step_s]
+        return command_of_engine(fd)
 
     def announce(started: Started) -> None:
         prepare_to_serve()  # as `gatehouse serve` does
+        on_start(started)
         sys.stdout.write(f"{started.port}\n")
         sys.stdout.flush()
 
@@ -226,9 +246,15 @@ def serve_gateway(folder: Path, step_s: str, profile: str | None) -> None:
         profiler.dump_stats(profile)
 
 
-async def _serve_engine(fd: int, step_s: float) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
-    await SteppingEngine(reader, writer, step_s=step_s).run()
+def serve_engine(kind: type[FakeEngine], fd: int, step_s: float) -> None:
+    """Be the engine on a file descriptor until the gateway closes it."""
+
+    async def run() -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+        await kind(reader, writer, step_s=step_s).run()
+
+    prepare_to_serve()  # as an engine does
+    uvloop.run(run())
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -269,12 +295,12 @@ def main() -> None:
     """Measure, print the row and keep it; or be the gateway or its engine."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if sys.argv[1:2] == ["--engine"]:
-        prepare_to_serve()  # as an engine does
-        uvloop.run(_serve_engine(int(sys.argv[2]), float(sys.argv[3])))
+        serve_engine(SteppingEngine, int(sys.argv[2]), float(sys.argv[3]))
         return
     if sys.argv[1:2] == ["--gateway"]:
         os.environ.pop("GATEHOUSE_DATABASE_URL", None)
-        serve_gateway(Path(sys.argv[2]), sys.argv[3], sys.argv[4] if len(sys.argv) > 4 else None)
+        folder, step_s, profile = Path(sys.argv[2]), sys.argv[3], sys.argv[4] if len(sys.argv) > 4 else None
+        serve_gateway(folder, lambda fd: [sys.executable, __file__, "--engine", str(fd), step_s], profile)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256, help="requests at once")

@@ -51,6 +51,7 @@ WARM_STEPS = 60
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
 PROMPT_LEN = 8
+VOCAB_SIZE = 1 << 17
 CHUNK_ROWS = 960  # rows of the largest captured step with chunks, as for Llama-3.1-8B
 DEVICE = torch.device("cpu")
 
@@ -143,6 +144,19 @@ def no_grammars() -> GrammarQueue:
     return GrammarQueue(LazyCompiler(compiler), GrammarMasks(2))
 
 
+def engine_without_model(limits: SchedulerLimits, num_blocks: int, runner: Any) -> tuple[Engine, Scheduler]:
+    """An engine over `runner`, which computes nothing, and its scheduler."""
+    pool = BlockPool(num_blocks)
+    prefix_cache = PrefixCache(pool, limits.block_size)
+    scheduler = Scheduler(limits, pool, clock=time.monotonic, prefix_cache=prefix_cache)
+    info = EngineInfo(
+        model="none", architecture="None", max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=[1],
+        block_size=limits.block_size, num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none",
+        kernels="none", max_num_seqs=limits.max_num_seqs, num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
+    )  # fmt: skip
+    return Engine(scheduler, runner, info, no_grammars()), scheduler
+
+
 def make_engine(
     batch: int, *, calls: Calls | None = None, max_model_len: int = MAX_MODEL_LEN, budget: int = 8192
 ) -> tuple[Engine, PartTimes]:
@@ -151,13 +165,6 @@ def make_engine(
     limits = SchedulerLimits(
         max_num_seqs=batch, max_num_batched_tokens=budget, max_model_len=max_model_len, block_size=BLOCK_SIZE
     )
-    pool = BlockPool(batch * max_model_len // BLOCK_SIZE)
-    scheduler = Scheduler(limits, pool, clock=time.monotonic, prefix_cache=PrefixCache(pool, BLOCK_SIZE))
-    info = EngineInfo(
-        model="none", architecture="None", max_model_len=max_model_len, vocab_size=1 << 17, eos_token_ids=[1],
-        block_size=BLOCK_SIZE, num_kv_blocks=pool.num_blocks, dtype="none", device="none", device_name="none", kernels="none",
-        max_num_seqs=batch, num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
-    )  # fmt: skip
     steps: Any = SlotSteps(
         NoDecoder(),  # type: ignore[arg-type]
         NoSampler(batch, 1, DEVICE, make_words=partial(slot_words, num_slots=batch, max_blocks=limits.max_blocks)),
@@ -170,13 +177,14 @@ def make_engine(
     steps.decodes.step.host_sampled = None  # as on a GPU, whose memory the host cannot read
     steps.state.words.on_host = None
     runner: Any = SlotRunner(NoPlainRunner(), steps)  # type: ignore[arg-type]
-    engine = Engine(scheduler, runner, info, no_grammars())
+    engine, scheduler = engine_without_model(limits, batch * max_model_len // BLOCK_SIZE, runner)
     parts = PartTimes()
-    for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):
-        parts.wrap(holder, name, name)
-    parts.wrap(runner, "launch", "launch")
+    for name in ("schedule", "advance", "settle"):
+        parts.wrap(scheduler, name, name)
+    for name in ("plain_reason", "launch"):
+        parts.wrap(runner, name, name)
     assert engine._overlapped is not None
-    engine._overlapped._advance = scheduler.advance
+    engine._overlapped._advance = scheduler.advance  # the engine holds the method from before it was wrapped
     return engine, parts
 
 
@@ -300,13 +308,7 @@ def main() -> None:
     cells = [
         measure(int(batch), phase, options.steps) for batch in options.batches.split(",") for phase in ("steady", "turnover")
     ]
-    row = {
-        **row_header("host_step"),
-        "torch": torch.__version__,
-        "steps": options.steps,
-        "results": cells,
-    }
-    save_row(row)
+    save_row({**row_header("host_step"), "torch": torch.__version__, "steps": options.steps, "results": cells})
     for cell in cells:
         print(cell)
 

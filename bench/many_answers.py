@@ -15,20 +15,14 @@ import gc
 import time
 from collections.abc import Sequence
 
-from bench.host_step import no_grammars
+from bench.host_step import BLOCK_SIZE, VOCAB_SIZE, engine_without_model
 from bench.rows import row_header, save_row
-from engine.loop import Engine
-from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
-from engine.scheduling.block_pool import BlockPool
+from engine.protocol import GenerationRequest, SamplingParams
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler
 
-BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
 STEP_TOKENS = 8192
-VOCAB_SIZE = 1 << 17
 OUTPUT_LEN = 40
 
 
@@ -41,23 +35,13 @@ class NoDevice:
         return [StepOutput([5]) if item.samples else StepOutput() for item in items]
 
 
-def make_engine(max_model_len: int, num_blocks: int) -> Engine:
-    info = EngineInfo(
-        model="none", architecture="None", max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=[1],
-        block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none",
-        num_parameters=0, max_num_seqs=MAX_NUM_SEQS, weights_bytes=0, kv_bytes=0, load_s=0.0,
-    )  # fmt: skip
+def measure(answers: int, prompt_len: int) -> tuple[float, list[float]]:
+    """Seconds that queueing took, and seconds of each step until all answers have ended."""
+    max_model_len, num_blocks = prompt_len + 2 * OUTPUT_LEN, prompt_len // BLOCK_SIZE + answers * 8
     limits = SchedulerLimits(
         max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=STEP_TOKENS, max_model_len=max_model_len, block_size=BLOCK_SIZE
     )
-    pool = BlockPool(num_blocks)
-    scheduler = Scheduler(limits, pool, clock=time.monotonic, prefix_cache=PrefixCache(pool, BLOCK_SIZE))
-    return Engine(scheduler, NoDevice(), info, no_grammars())
-
-
-def measure(answers: int, prompt_len: int) -> tuple[float, list[float]]:
-    """Seconds that queueing took, and seconds of each step until all answers have ended."""
-    engine = make_engine(prompt_len + 2 * OUTPUT_LEN, prompt_len // BLOCK_SIZE + answers * 8)
+    engine, _ = engine_without_model(limits, num_blocks, NoDevice())
     sampling = SamplingParams(temperature=0.0, seed=1, ignore_eos=True, n=answers, max_tokens=OUTPUT_LEN)
     prompt = [2 + index % (VOCAB_SIZE - 2) for index in range(prompt_len)]
     request = GenerationRequest(request_id="a", tenant_id="alice", prompt_token_ids=prompt, sampling=sampling)

@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,15 @@ prepare_environment()
 
 import torch  # noqa: E402 - must see the environment set above
 
-from bench.engine_cpu import (  # noqa: E402
+from bench.engine_pairs import (  # noqa: E402
     MAX_MODEL_LEN,
     SIZES,
-    cpu_seconds,
+    OtherWork,
     environment,
+    greedy_tokens,
     make_model,
     make_prompts,
-    other_cpu,
-    timed,
+    time_pairs,
 )
 from bench.int4_checkpoint import write_int4  # noqa: E402
 from bench.rows import row_header, save_row  # noqa: E402
@@ -43,25 +42,12 @@ from engine import LLM, SamplingParams  # noqa: E402
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 
 
-def decode(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def prefill(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def compare(plain: LLM, quantised: LLM, run: Any, prompts: list[list[int]], rounds: int, tokens: int) -> dict[str, Any]:
-    """Run both once to warm up, then `rounds` interleaved pairs."""
-    run(plain, prompts), run(quantised, prompts)
-    pairs = []
-    started, started_s = cpu_seconds(), time.perf_counter()
-    for number in range(rounds):
-        order = [("plain", plain), ("quantised", quantised)]
-        costs = {name: timed(partial(run, llm, prompts)) for name, llm in (order if number % 2 == 0 else order[::-1])}
-        pairs.append((costs["plain"], costs["quantised"]))
+def compare(plain: LLM, quantised: LLM, prompts: list[list[int]], num_outputs: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """Run both once to warm up, then `rounds` pairs. tokens: those of a run that count for its rate."""
+    run_plain, run_quantised = (partial(greedy_tokens, llm, prompts, num_outputs) for llm in (plain, quantised))
+    run_plain(), run_quantised()
+    other_work = OtherWork()
+    pairs = time_pairs(run_plain, run_quantised, rounds)
     return {
         "ratio_median": round(statistics.median(a.wall_s / b.wall_s for a, b in pairs), 2),
         "ratios": [round(a.wall_s / b.wall_s, 2) for a, b in pairs],
@@ -70,7 +56,7 @@ def compare(plain: LLM, quantised: LLM, run: Any, prompts: list[list[int]], roun
         "quantised_wall_s": [round(b.wall_s, 3) for _, b in pairs],
         "plain_tokens_per_s": round(tokens / min(a.wall_s for a, _ in pairs), 1),
         "quantised_tokens_per_s": round(tokens / min(b.wall_s for _, b in pairs), 1),
-        "other_cpu_cores": round(other_cpu(started) / (time.perf_counter() - started_s), 2),
+        "other_cpu_cores": round(other_work.cores(), 2),
     }
 
 
@@ -105,12 +91,17 @@ def measure(size: str, quantization: str, rounds: int, batches: list[int], threa
         infos = [llm._generating_engine().info for llm in (plain, quantised)]
         results: dict[str, Any] = {
             f"decode, {count} at once": compare(
-                plain, quantised, decode, make_prompts(vocab_size, count, PROMPT_TOKENS), rounds, count * OUTPUT_TOKENS
+                plain,
+                quantised,
+                make_prompts(vocab_size, count, PROMPT_TOKENS),
+                OUTPUT_TOKENS,
+                rounds,
+                tokens=count * OUTPUT_TOKENS,
             )
             for count in batches
         }
         long = make_prompts(vocab_size, 1, 512)
-        results["prefill, 512 tokens"] = compare(plain, quantised, prefill, long, rounds, 512)
+        results["prefill, 512 tokens"] = compare(plain, quantised, long, 1, rounds, tokens=512)
         return {
             "results": results,
             "kernels": [info.kernels for info in infos],

@@ -1,4 +1,5 @@
-"""The rows that benches write to bench/results, one JSON object per line: their common fields and files. Knows no bench."""
+"""The rows that benches write to bench/results, one JSON object per line: their common fields and files, and their tables for
+people. Knows no bench."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Append `row` to the rows in the file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def table_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of a table: each cell padded to its width."""
+    return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def machine() -> dict[str, Any]:

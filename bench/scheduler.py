@@ -17,9 +17,8 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import count, cycle, islice, product
 from typing import Any
 
 from bench.rows import row_header, save_row
@@ -138,8 +137,7 @@ class CellState:
 def measure(cell: Cell, steps: int) -> dict[str, Any]:
     state = CellState(cell)
     scheduler = state.scheduler
-    updated = list(scheduler.accounts.running_requests) * CALIBRATOR_UPDATES
-    updated = updated[:CALIBRATOR_UPDATES]
+    updated = list(islice(cycle(scheduler.accounts.running_requests), CALIBRATOR_UPDATES))
     schedule_s: list[float] = []
     apply_s: list[float] = []
     calibrator_s: list[float] = []
@@ -226,24 +224,31 @@ def cells(grid: dict[str, tuple[int, ...]], phases: tuple[str, ...], *, full: bo
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Time of a step relative to the base cell of its phase, factor by factor."""
+    bases = {row["phase"]: row for row in rows if not _changed_factors(row)}
     found = []
     for row in rows:
-        changed = [factor for factor, value in BASE.items() if row[factor] != value]
-        base = next((r for r in rows if r["phase"] == row["phase"] and all(r[f] == v for f, v in BASE.items())), None)
+        base, changed = bases.get(row["phase"]), _changed_factors(row)
         if base is not None and len(changed) == 1 and changed[0] != "running":
-            total, base_total = (r["schedule_us_p50"] + r["apply_us_p50"] for r in (row, base))
             found.append(
                 {
                     "phase": row["phase"],
                     changed[0]: row[changed[0]],
                     "schedule": round(row["schedule_us_p50"] / base["schedule_us_p50"], 2),
-                    "step": round(total / base_total, 2),
+                    "step": round(_step_us(row) / _step_us(base), 2),
                 }
             )
     return found
 
 
-def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
+def _changed_factors(row: dict[str, Any]) -> list[str]:
+    return [factor for factor, value in BASE.items() if row[factor] != value]
+
+
+def _step_us(row: dict[str, Any]) -> float:
+    return float(row["schedule_us_p50"] + row["apply_us_p50"])
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cells and steps: about a minute")
     parser.add_argument("--steps", type=int, default=None)
@@ -253,7 +258,7 @@ def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
     steps = options.steps or (400 if options.quick else 2000)
     rows = []
     for cell in cells(grid, tuple(options.phases.split(",")), full=not options.quick):
-        rows.append(run(cell, steps))
+        rows.append(measure(cell, steps))
         print(json.dumps(rows[-1]), flush=True)
     row = {
         **row_header("scheduler"),

@@ -19,7 +19,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 
 from litestar import Litestar, get
 from litestar.response import Stream
@@ -27,7 +26,8 @@ from litestar.response import Stream
 from appliance.api.chat_answers import ChunkFramer
 from appliance.api.sse import EventStream
 from appliance.serving.text_output import Chunk
-from bench.rows import row_header, save_row
+from bench.ports import free_port
+from bench.rows import TREE, row_header, save_row
 
 FRAMES_PER_STREAM = 400
 ROUNDS = 7
@@ -99,9 +99,9 @@ def compare(streams: int, ports: Mapping[str, int]) -> dict[str, object]:
 @contextmanager
 def running(name: str) -> Iterator[int]:
     """Yield the port of a server that answers."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, *SERVERS[name], "--host", "127.0.0.1", "--port", str(port), "bench.serving_http:app"]
-    server = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+    server = subprocess.Popen(command, cwd=TREE)
     try:
         _wait_for(port)
         asyncio.run(frames_per_second(port, 1))
@@ -109,11 +109,6 @@ def running(name: str) -> Iterator[int]:
     finally:
         server.terminate()
         server.wait(20)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _wait_for(port: int) -> None:

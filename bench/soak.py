@@ -237,13 +237,13 @@ def growth(series: list[Sample]) -> float:
 async def ledger_mismatches(admin: httpx.AsyncClient, results: ClientResults) -> list[str]:
     """Ids of requests whose tokens in the ledger differ from those reported to the client, once no request runs."""
     posted: dict[str, int] = {}
-    cursor = None
+    query: dict[str, Any] = {"limit": 100}
     while True:
-        page = (await admin.get("/ledger", params={"limit": 100, **({"cursor": cursor} if cursor else {})})).json()
+        page = (await admin.get("/ledger", params=query)).json()
         posted |= {row["request_id"]: row["completion_tokens"] for row in page["data"] if row["kind"] == "usage"}
-        cursor = page["next_cursor"]
         if not page["has_more"]:
             return [name for name, tokens in results.completion_tokens.items() if posted.get(name) != tokens]
+        query["cursor"] = page["next_cursor"]
 
 
 async def soak(url: str, token: str, minutes: float, clients: int, seed: int) -> dict[str, Any]:
@@ -276,26 +276,22 @@ async def soak(url: str, token: str, minutes: float, clients: int, seed: int) ->
         "faults": results.faults[:20],
         "ledger_wrong": wrong[:20],
         "held_against_ledger": len(results.completion_tokens),
-        "grown": {
-            role: {
-                "anonymous_mib_first": round(series[0].anonymous / MIB, 1),
-                "anonymous_mib_half": round(series[len(series) // 2].anonymous / MIB, 1),
-                "anonymous_mib_last": round(series[-1].anonymous / MIB, 1),
-                "kib_per_1000_answers": round(growth(series) / 1024, 1),
-                "files": [
-                    series[0].num_fds,
-                    max(each.num_fds for each in series),
-                    series[-1].num_fds,
-                ],
-                "threads": [
-                    series[0].num_threads,
-                    max(each.num_threads for each in series),
-                    series[-1].num_threads,
-                ],
-                "samples": [[round(each.at_s), each.num_answers, round(each.anonymous / MIB, 1)] for each in series],
-            }
-            for role, series in samples.items()
-        },
+        "grown": {role: growth_figures(series) for role, series in samples.items()},
+    }
+
+
+def growth_figures(series: list[Sample]) -> dict[str, Any]:
+    """What a process held at the beginning, in the middle and at the end; files and threads: at the beginning, most, at the
+    end."""
+    files, threads = [each.num_fds for each in series], [each.num_threads for each in series]
+    return {
+        "anonymous_mib_first": round(series[0].anonymous / MIB, 1),
+        "anonymous_mib_half": round(series[len(series) // 2].anonymous / MIB, 1),
+        "anonymous_mib_last": round(series[-1].anonymous / MIB, 1),
+        "kib_per_1000_answers": round(growth(series) / 1024, 1),
+        "files": [files[0], max(files), files[-1]],
+        "threads": [threads[0], max(threads), threads[-1]],
+        "samples": [[round(each.at_s), each.num_answers, round(each.anonymous / MIB, 1)] for each in series],
     }
 
 

@@ -19,8 +19,7 @@ import json
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,11 @@ import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from bench.engine_cpu import environment  # noqa: E402
-from bench.rows import row_header, save_row  # noqa: E402
-from engine import LLM, SamplingParams  # noqa: E402
+from bench.engine_pairs import environment, greedy_tokens, time_pairs  # noqa: E402
+from bench.rows import TREE, row_header, save_row  # noqa: E402
+from engine import LLM  # noqa: E402
 
-DEMO = Path(__file__).parents[1] / "engine" / "demo" / "gatehouse-demo"
+DEMO = TREE / "engine" / "demo" / "gatehouse-demo"
 RANDOM_SIZES: dict[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
     "intermediate_size": 2048, "vocab_size": 8192, "max_position_embeddings": 1024,
@@ -109,35 +108,22 @@ def cases(folder: Path, models: list[str]) -> Iterator[Case]:
         yield Case("random 100m model, its first layer as draft model", large, prompts, repeats=False, draft=first)
 
 
-def seconds(run: Callable[[], object]) -> tuple[float, float]:
-    """Wall-clock and CPU seconds that `run` takes this process."""
-    started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    run()
-    return time.perf_counter() - started_s, time.process_time() - started_cpu_s
-
-
 def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str, Any]:
     options: dict[str, Any] = {"device": "cpu", "threads": threads, "max_num_seqs": 8, "enable_prefix_caching": False}
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     with (
         LLM(case.model, **options) as plain,
         LLM(case.model, speculative_config=case.speculative_config, **options) as guessing,
     ):
 
         def answers(llm: LLM) -> list[list[int]]:
-            return [llm.generate([p], sampling, use_tqdm=False)[0].outputs[0].token_ids for p in case.prompts]
+            return [greedy_tokens(llm, [prompt], num_tokens)[0] for prompt in case.prompts]
 
-        expected, found = answers(plain), answers(guessing)
-        if expected != found:
+        if answers(plain) != answers(guessing):
             raise SystemExit(f"{case.name}: the tokens differ, so no speed is reported")
         before = guessing.status()
-        pairs = []
-        for number in range(rounds):
-            order = [plain, guessing] if number % 2 == 0 else [guessing, plain]
-            costs = {id(llm): seconds(lambda llm=llm: answers(llm)) for llm in order}
-            pairs.append((costs[id(plain)], costs[id(guessing)]))
+        pairs = time_pairs(lambda: answers(plain), lambda: answers(guessing), rounds)
         after = guessing.status()
-    ratios = [slow[0] / fast[0] for slow, fast in pairs]
+    ratios = [slow.wall_s / fast.wall_s for slow, fast in pairs]
     total = num_tokens * len(case.prompts)
     drafted = after.draft_tokens_total - before.draft_tokens_total
     return {
@@ -148,9 +134,9 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
         "ratio_median": round(statistics.median(ratios), 2),
         "ratio_interval_95": bootstrap_interval(ratios),
         "ratios": [round(ratio, 2) for ratio in ratios],
-        "cpu_ratio_median": round(statistics.median(slow[1] / fast[1] for slow, fast in pairs), 2),
-        "plain_tokens_per_s": round(total / min(slow[0] for slow, _ in pairs), 1),
-        "guessing_tokens_per_s": round(total / min(fast[0] for _, fast in pairs), 1),
+        "cpu_ratio_median": round(statistics.median(slow.cpu_s / fast.cpu_s for slow, fast in pairs), 2),
+        "plain_tokens_per_s": round(total / min(slow.wall_s for slow, _ in pairs), 1),
+        "guessing_tokens_per_s": round(total / min(fast.wall_s for _, fast in pairs), 1),
         "tokens_per_step": round(rounds * total / (after.steps_total - before.steps_total), 2),
         "accepted_share": round((after.accepted_draft_tokens_total - before.accepted_draft_tokens_total) / max(1, drafted), 2),
         "drafted_per_token": round(drafted / (rounds * total), 2),

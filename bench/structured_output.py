@@ -33,10 +33,9 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.grammar_libraries import LIBRARIES, Follower, Library, Refused, Stopped
-from bench.rows import row_header, save_row
+from bench.rows import TREE, row_header, save_row
 from engine.grammar.vocabulary import Vocabulary, vocabulary_of
 
-REPO = Path(__file__).resolve().parents[1]
 TRAINING_BYTES = 12_000_000
 SCHEMA_DEADLINE_S = 30.0
 SAMPLE_TOKENS_MAX = 600
@@ -47,13 +46,14 @@ PATIENCE_TOKENS = 60
 def training_text() -> Iterator[str]:
     """Text available on every machine: Python's standard library and this repository."""
     size = 0
-    folders = [REPO / "docs", REPO / "engine", REPO / "appliance", Path(sysconfig.get_paths()["stdlib"])]
-    for path in (path for folder in folders for path in sorted(folder.glob("*.[pm][yd]"))):
-        text = path.read_text("utf-8", errors="replace")
-        size += len(text)
-        yield text
-        if size > TRAINING_BYTES:
-            return
+    folders = [TREE / "docs", TREE / "engine", TREE / "appliance", Path(sysconfig.get_paths()["stdlib"])]
+    for folder in folders:
+        for path in sorted(folder.glob("*.[pm][yd]")):
+            text = path.read_text("utf-8", errors="replace")
+            size += len(text)
+            yield text
+            if size > TRAINING_BYTES:
+                return
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
@@ -118,11 +118,9 @@ class SchemaChecker:
     def accepts(self, compiled: Any, text: str) -> bool:
         follower = self.library.follow(compiled)
         for token_id in self.tokenizer.encode(text).ids:
-            row = self.mask(follower)
-            if not row[token_id // 32] >> token_id % 32 & 1 or not follower.accept(token_id):
+            if not allows(self.mask(follower), token_id) or not follower.accept(token_id):
                 return False
-        eos = self.vocabulary.eos_token_ids[0]
-        return bool(self.mask(follower)[eos // 32] >> eos % 32 & 1)
+        return allows(self.mask(follower), self.vocabulary.eos_token_ids[0])
 
     def sample(self, compiled: Any, schema: Any, rng: random.Random) -> dict[str, Any]:
         """Draw random documents: how many ended, and those that `jsonschema` rejects."""
@@ -147,8 +145,7 @@ class SchemaChecker:
         follower = self.library.follow(compiled)
         written = bytearray()
         for step in range(SAMPLE_TOKENS_MAX):
-            row = self.mask(follower)
-            allowed = [32 * w + b for w, word in enumerate(row) if word for b in range(32) if word >> b & 1]
+            allowed = allowed_ids(self.mask(follower))
             if not allowed:
                 return None
             prefers_end = step > PATIENCE_TOKENS * rng.random()
@@ -161,6 +158,16 @@ class SchemaChecker:
                 return None
             written += self.vocabulary.tokens[token_id]
         return None
+
+
+def allows(mask: Sequence[int], token_id: int) -> bool:
+    """Whether a mask, 32 tokens a word, allows a token."""
+    return bool(mask[token_id // 32] >> token_id % 32 & 1)
+
+
+def allowed_ids(mask: Sequence[int]) -> list[int]:
+    """All tokens that a mask allows; most words of a mask are zero."""
+    return [32 * index + bit for index, word in enumerate(mask) if word for bit in range(32) if word >> bit & 1]
 
 
 def reorder_properties(schema: Any, data: Any) -> Any:
@@ -213,7 +220,7 @@ class Runner:
 
     def check(self, line: bytes) -> dict[str, Any]:
         if self._process is None:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO)
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=TREE)
             self._read(600.0)
         assert self._process.stdin is not None
         self._process.stdin.write(line)

@@ -36,26 +36,28 @@ def resolve(pyproject: str, extras: tuple[str, ...], constraints: str) -> list[s
         project, limits = Path(folder, "pyproject.toml"), Path(folder, "constraints.txt")
         project.write_text(pyproject, "utf-8")
         limits.write_text(constraints, "utf-8")
-        command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--universal", "--annotation-style", "line"]
-        command += ["--python-version", PYTHON, "--constraint", str(limits), str(project)]
-        command += [part for extra in extras for part in ("--extra", extra)]
-        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        options = ["--universal", "--annotation-style", "line", "--constraint", str(limits)]
+        options += [part for extra in extras for part in ("--extra", extra)]
+        lines = _uv_compile([*options, str(project)], folder=folder).splitlines()
+    return [line for line in lines if line and not line.startswith("#") and not _ELSEWHERE.search(line)]
+
+
+def _uv_compile(arguments: list[str], *, folder: str | None = None, text: str | None = None) -> str:
+    """The output of `uv pip compile`, which reads `text` as its input. Exits with uv's message if it fails."""
+    command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--python-version", PYTHON, *arguments]
+    answer = subprocess.run(command, cwd=folder, input=text, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         sys.exit(answer.stderr)
-    return [line for line in answer.stdout.splitlines() if line and not line.startswith("#") and not _ELSEWHERE.search(line)]
+    return answer.stdout
 
 
 def ends_of_range(requirement: str) -> tuple[str, str]:
     """Return the oldest and the newest version that `requirement` allows, as lines `name==version`."""
-    lines = []
-    for preference in ("lowest-direct", "highest"):
-        command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate", "--no-deps"]
-        command += ["--python-version", PYTHON, "--resolution", preference, "-"]
-        answer = subprocess.run(command, input=requirement, capture_output=True, text=True, check=False)
-        if answer.returncode != 0:
-            sys.exit(answer.stderr)
-        lines.append(answer.stdout.strip())
-    return lines[0], lines[1]
+    oldest, newest = (
+        _uv_compile(["--no-annotate", "--no-deps", "--resolution", preference, "-"], text=requirement).strip()
+        for preference in ("lowest-direct", "highest")
+    )
+    return oldest, newest
 
 
 def triton_text(pyproject: str, why: dict[str, str]) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 
 from bench.gpu import requirements
 from bench.gpu.plan import PARTS, TOTAL_S, stages
-from bench.gpu.processes import Outcome, results_folder, run_stages
+from bench.gpu.processes import Outcome, run_stages
 from bench.gpu.report import complete_rows, document, status, table
 from bench.gpu.result_files import ResultFiles
 from bench.gpu.summary import summary
+from bench.rows import RESULTS
 
 REHEARSAL_S = 900.0
 
@@ -39,18 +40,21 @@ def main() -> int:
     planned = stages(only, rehearse=options.rehearse)
     path = options.out
     if path is None and not options.rehearse:
-        path = results_folder() / f"gpu-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+        path = RESULTS / f"gpu-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
 
-    def told(outcome: Outcome, parts: set[str]) -> dict[str, Any]:
-        rows = complete_rows(outcome, parts)
+    def make_report(outcome: Outcome, targets: set[str]) -> dict[str, Any]:
+        rows = complete_rows(outcome, targets)
         return document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
+
+    def is_kept(outcome: Outcome) -> bool:  # without a GPU there is no result to keep
+        return bool(outcome.rows) or options.out is not None
 
     signal.signal(signal.SIGTERM, _break_off)
     with ResultFiles(path, options.logs) as files:
 
         def keep(outcome: Outcome) -> None:
-            if outcome.rows or options.out is not None:  # without a GPU there is no result to keep
-                files.write(told(outcome, {target for part in outcome.parts for target in part["targets"]}))
+            if is_kept(outcome):
+                files.write(make_report(outcome, {target for part in outcome.parts for target in part["targets"]}))
 
         outcome = run_stages(
             planned,
@@ -61,12 +65,11 @@ def main() -> int:
             logs=files.logs,
             keep=keep,
         )
-        report = told(outcome, {part.target for stage in planned for job in stage for part in job.parts})
-        is_kept = outcome.rows or options.out is not None
-        if is_kept:  # before anything is printed, which might fail
+        report = make_report(outcome, {part.target for stage in planned for job in stage for part in job.parts})
+        if is_kept(outcome):  # before anything is printed, which might fail
             files.write(report)
         print(table(report))
-        if is_kept and path is not None:
+        if is_kept(outcome) and path is not None:
             print(f"\nwritten to {path}")
         print(summary(report))
     return status(report)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from bench.gpu.context import Context
 from bench.gpu.errors import ResultPair, ResultTriple, check_equal, check_errors, check_invariant
 from bench.gpu.inputs import FP8, normal, rope_angles
+from bench.gpu.timing import capture
 from kernels.host_tokens import HostTokens
 from kernels.reference import blocks as exact_blocks
 from kernels.reference import decode_inputs as exact_inputs
@@ -24,8 +25,6 @@ from kernels.triton.fp8_rows import quantize_rows_fp8
 from kernels.triton.rope_and_cache import rope_and_cache
 
 EPS = 1e-6
-
-
 HOST_TOKENS = "tokens left for the host"
 REPLAYED = 64
 """Steps of a graph that write tokens: far more than there are places."""
@@ -263,7 +262,8 @@ def _host_tokens_of_graph(context: Context) -> ResultPair:
         tokens.add_(7)
         decode_inputs.advance_slots(slots, tokens, last, lens, host=host)
 
-    replay, first = _capture(step) if on_card else step, 2 if on_card else 1
+    replay = capture(step) if on_card else step
+    first = 2 if on_card else 1  # the capture has run a step
     read_back: list[torch.Tensor] = []
 
     def read(number: int, event: torch.cuda.Event | None) -> None:
@@ -285,19 +285,6 @@ def _host_tokens_of_graph(context: Context) -> ResultPair:
         read(*each)
     expected = [[number, *(row + 7 * number for row in range(size))] for number in numbers]
     return torch.stack(read_back), torch.tensor(expected)
-
-
-def _capture(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture the step after running it once; return a function that replays it."""
-    side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream):
-        step()
-    torch.cuda.current_stream().wait_stream(side_stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def _caches(context: Context) -> list[torch.Tensor]:

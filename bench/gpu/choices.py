@@ -8,17 +8,18 @@ are those that the machine code alone could not rank. One row is a model's rate 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from types import ModuleType
 from unittest import mock
 
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import Pages, make_pages, make_queries, normal, pack_weight, rope_angles
-from bench.gpu.layer import CHOSEN, LLAMA, TINY, emit_choice
+from bench.gpu.inputs import LLAMA, TINY, Pages, make_pages, make_queries, normal, pack_weight, rope_angles
+from bench.gpu.layer import CHOSEN, emit_choice
 from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
@@ -103,7 +104,7 @@ def _candidate_times(
     times_s = {CHOSEN: median(seconds(calls, context.device))}
     for label, tiles in _candidates(context, weights[0], outputs, gated=is_gated).items():
         if tiles != chosen:
-            with mock.patch.object(fused_linear, "choose_tiles", mock.Mock(return_value=tiles)):
+            with _returning(fused_linear, "choose_tiles", tiles):
                 times_s[label] = median(seconds(calls, context.device, samples=3))
     return times_s
 
@@ -136,10 +137,7 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
     }
 
     def median_s(tiling: DecodeTiling) -> float:
-        fixed_tiling = mock.Mock(return_value=tiling)
-        with ExitStack() as stack:
-            for module in (attention_splits, attention_decode):
-                stack.enter_context(mock.patch.object(module, "shape_tiling", fixed_tiling))
+        with _returning(attention_splits, "shape_tiling", tiling), _returning(attention_decode, "shape_tiling", tiling):
             width = caches[0].tables.shape[1]
             workspace = attention_decode.decode_workspace(shape, len(lengths), width, context.dtype, device)
             decode = attention_decode.paged_decode
@@ -215,10 +213,7 @@ def _prefill(context: Context) -> None:
     )
     times_s = {}
     for case, tiling in cases.items():
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(attention_prefill, "prefill_tiling", mock.Mock(return_value=tiling)))
-            if case != CHOSEN:
-                stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
+        with _returning(attention_prefill, "prefill_tiling", tiling), nullcontext() if case == CHOSEN else _not_overlapped():
             times_s[case] = median(seconds([prefill], context.device, samples=3))
     emit_choice(context, PREFILL, times_s)
     rows, card = attention_prefill_hopper.ROWS, capability(context.device)
@@ -241,13 +236,11 @@ def _chat_turn(context: Context) -> None:
     choose, split_keys = chunk_splits.chunk_splits, context.size(chunk_splits.SPLIT_KEYS, 32)
 
     def median_s(splits: Callable[[int], int], *, overlapped: bool = True) -> float:
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(chunk_splits, "SPLIT_KEYS", split_keys))
-            stack.enter_context(
-                mock.patch.object(chunk_splits, "chunk_splits", lambda *sizes, **known: splits(choose(*sizes, **known)))
-            )
-            if not overlapped:
-                stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
+        with (
+            mock.patch.object(chunk_splits, "SPLIT_KEYS", split_keys),
+            mock.patch.object(chunk_splits, "chunk_splits", lambda *sizes, **known: splits(choose(*sizes, **known))),
+            nullcontext() if overlapped else _not_overlapped(),
+        ):
             return median(seconds([chat_turn], context.device, samples=3))
 
     cases = {
@@ -258,3 +251,13 @@ def _chat_turn(context: Context) -> None:
         "no overlap": median_s(lambda chosen: chosen, overlapped=False),
     }
     emit_choice(context, CHAT_TURN, cases)
+
+
+def _returning(module: ModuleType, name: str, value: object) -> AbstractContextManager[object]:
+    """Inside the block the function `name` of a module returns `value`."""
+    return mock.patch.object(module, name, mock.Mock(return_value=value))
+
+
+def _not_overlapped() -> AbstractContextManager[object]:
+    """Inside the block a prefill on Hopper is served by the kernel of the other cards."""
+    return _returning(attention_prefill_hopper, "is_overlapped", False)

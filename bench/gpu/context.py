@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -77,6 +78,12 @@ class Context:
             row.limit = compute()
         except FactMissing as missing:
             row.note = "; ".join(note for note in (f"no limit: {missing}", row.note) if note)
+
+    def bandwidth_row(self, name: str, num_bytes: int, times_s: Sequence[float]) -> Row:
+        """A row in GB/s for calls that moved `num_bytes` in each of these times; its limit is the calibrated bandwidth. Raises
+        `FactMissing`."""
+        rates = [num_bytes / time_s / 1e9 for time_s in times_s]
+        return Row(name=name, value=median(rates), limit=self.bandwidth / 1e9, samples=rates)
 
     def emit(self, row: Row) -> None:
         if not row.error:

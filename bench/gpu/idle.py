@@ -39,6 +39,7 @@ from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 OVERLAP_MAX = 0.01
 """Allowed overlap in a trace: input copies run alongside a kernel. Kernels that are launched early overlap by more."""
+KERNELS_NAMED = 12
 LONG_US = 5.0
 """Longer gaps are waits for the host; shorter ones lie between two kernels of a graph."""
 
@@ -202,7 +203,8 @@ def idle_of(events: list[dict[str, Any]], kinds: tuple[str, ...]) -> Idle:
         end = max(end, until)
         of_kernel[name] = of_kernel.get(name, 0.0) + until - begin
     span = max(end - first, 1e-9)
-    top = dict(sorted(((name[:60], busy_us / span) for name, busy_us in of_kernel.items()), key=lambda pair: -pair[1])[:12])
+    longest = sorted(of_kernel, key=lambda name: -of_kernel[name])[:KERNELS_NAMED]
+    top = {name[:60]: of_kernel[name] / span for name in longest}
     long = sum(gap for gap in gaps if gap > LONG_US)
     overlap = sum(of_kernel.values()) - (span - sum(gaps))
     return Idle(sum(gaps) / span, long / span, span, len(work), max(gaps, default=0.0), top, overlap / span)

@@ -16,6 +16,8 @@ from kernels.triton.linear_int4 import linear_int4
 from kernels.triton.linear_int8 import linear_int8
 
 FP8 = torch.float8_e4m3fn
+LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)
+"""Attention of Llama-3.1-8B, and what a rehearsal has in its place."""
 PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "bf16": linear, "int8": linear_int8, "fp8": linear_fp8, "int4": linear_int4,
 }  # fmt: skip

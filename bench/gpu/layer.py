@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import make_pages, normal
+from bench.gpu.inputs import LLAMA, TINY, make_pages, normal
 from bench.gpu.rows import Row
 from bench.gpu.targets import LAYER_ROWS, layer_row
 from bench.gpu.timing import seconds
@@ -27,7 +27,6 @@ from kernels.triton.norm import add_rms_norm
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
 
-LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)
 MODELS = {
     "Llama-8B": (LLAMA, 4096, 14_336, 4),
     "Qwen3-0.6B": (AttentionShape(16, 16, 8, 128), 1024, 3072, 28),

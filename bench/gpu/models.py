@@ -75,13 +75,18 @@ def config_of(context: Context, name: str, *, int4: bool = False, layers: int | 
     return config
 
 
+def model_directory(folder: Path, name: str, *, int4: bool = False, layers: int | None = None) -> Path:
+    """Where `random_engine` writes the config.json of a model."""
+    return folder / f"{name}{'-int4' if int4 else ''}-{layers or 'all'}"
+
+
 @contextmanager
 def random_engine(
     context: Context, folder: Path, name: str, *, int4: bool = False, layers: int | None = None, **options: Any
 ) -> Iterator[Engine]:
     """An engine over a model of random weights; it is closed and its memory released at the end."""
     config = config_of(context, name, int4=int4, layers=layers)
-    directory = folder / f"{name}{'-int4' if int4 else ''}-{layers or 'all'}"
+    directory = model_directory(folder, name, int4=int4, layers=layers)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config), "utf-8")
     shapes = tensor_shapes(config)

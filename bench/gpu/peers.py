@@ -48,6 +48,10 @@ LIBRARIES = (
 """Imported before the part's time begins."""
 
 
+END_S = 3.0
+"""Reserved for the end of the part, when its rows have been emitted."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerResult:
     """Tokens requested and returned, the number of conversations, and how they ran. `longest_s`: time of the slowest batch."""
@@ -60,8 +64,6 @@ class PeerResult:
     longest_s: float = 0.0
 
 
-END_S = 3.0
-"""Reserved for the end of the part, when its rows have been emitted."""
 Run = Callable[[Context, Any, list[BenchRequest]], PeerResult]
 
 
@@ -76,8 +78,10 @@ def against_transformers(context: Context) -> None:
         return
     models: list[Any] = []
     context.guard(NAMES, lambda: models.append(_model(context)))
+    if not models:
+        return
     emitted: dict[str, tuple[Row, PeerResult]] = {}
-    for name, run in ((STATIC, _run_static), (CONTINUOUS, _run_continuous)) if models else ():
+    for name, run in ((STATIC, _run_static), (CONTINUOUS, _run_continuous)):
         context.guard(name, partial(_row, context, name, run, models[0], emitted))
     if STATIC in emitted:
         _single_batch(context, models[0], *emitted[STATIC])

@@ -113,13 +113,13 @@ def allotted_s(stages: Sequence[Stage], left_s: float) -> float:
 
 def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list[Job]]:
     """The stages of a run. `only` names targets' parts; the calibration and what the chosen parts need are always included."""
-    selected = _selected(only, rehearse=rehearse)
     found: list[list[Job]] = []
-    for part in selected:
-        before = found[-1][0].parts[0].family if found else None
-        if rehearse and before is not None and (before == part.family or before not in ("calibrate", "checks")):
+    for part in _selected(only, rehearse=rehearse):
+        family = found[-1][0].parts[0].family if found else None
+        is_after_checks = family not in (None, "calibrate", "checks")
+        if rehearse and (family == part.family or is_after_checks):
             found[-1] = [Job((*found[-1][0].parts, part))]
-        elif before == part.family and part.concurrent:
+        elif family == part.family and part.concurrent:
             found[-1].append(Job((part,)))
         else:
             found.append([Job((part,))])
@@ -128,7 +128,13 @@ def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list
 
 def _selected(only: set[str] | None, *, rehearse: bool) -> list[Part]:
     """Chosen parts, in the order of the plan. Without `only`, a rehearsal has all of them."""
-    names = {part.name for part in PARTS if (rehearse or not part.on_request if only is None else part.target in only)}
+
+    def is_chosen(part: Part) -> bool:
+        if only is not None:
+            return part.target in only
+        return rehearse or not part.on_request
+
+    names = {part.name for part in PARTS if is_chosen(part)}
     for part in reversed(PARTS):  # needed parts come earlier
         if part.name in names:
             names |= set(part.needs)

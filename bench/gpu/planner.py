@@ -7,6 +7,7 @@ with the shares that the planner expects for the prediction.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +18,16 @@ from engine.scheduling.step_time import DeviceSpeed, Efficiency, StepTimeModel
 from engine.simulator.models import find_model
 
 LINK = 50e9
+"""Bytes per second between host and card; no step here uses it."""
+
+
+@dataclass(slots=True)
+class PlannedRequest:
+    """A request in the plan of a run."""
+
+    prompt_len: int
+    outputs_left: int
+    num_computed: int = 0
 
 
 class Planner:
@@ -50,37 +61,36 @@ class Planner:
 
     def offline_rate(self, requests: Sequence[BenchRequest], seats: int, budget: int) -> float:
         """Output tokens per second of all requests submitted at once, prompts in chunks alongside decodes."""
-        waiting = [[len(request.prompt), 0, request.num_outputs] for request in requests]  # prompt, computed part, outputs left
-        waiting.reverse()
-        running: list[list[int]] = []
+        waiting = [PlannedRequest(len(request.prompt), request.num_outputs) for request in reversed(requests)]
+        running: list[PlannedRequest] = []
         seconds, tokens = 0.0, sum(request.num_outputs for request in requests)
         while waiting or running:
             while waiting and len(running) < seats:
                 running.append(waiting.pop())
             seconds += self._step(running, budget)
-            running = [each for each in running if each[2] > 0]
+            running = [request for request in running if request.outputs_left > 0]
         return tokens / seconds
 
-    def _step(self, running: list[list[int]], budget: int) -> float:
+    def _step(self, running: list[PlannedRequest], budget: int) -> float:
         """One step: every decode, then prompts in order while the budget lasts."""
-        decodes = [each for each in running if each[1] >= each[0]]
+        decodes = [request for request in running if request.num_computed >= request.prompt_len]
         left, num_tokens, rows = budget - len(decodes), len(decodes), len(decodes)
-        seen, pairs = sum(each[1] for each in decodes), 0.0
-        for each in decodes:
-            each[1] += 1
-            each[2] -= 1
-        for each in running:
-            chunk = min(left, each[0] - each[1])
+        seen, pairs = sum(request.num_computed for request in decodes), 0.0
+        for request in decodes:
+            request.num_computed += 1
+            request.outputs_left -= 1
+        for request in running:
+            chunk = min(left, request.prompt_len - request.num_computed)
             if chunk <= 0:
                 continue
-            pairs += chunk * (each[1] + chunk / 2)
-            seen += each[1]
-            each[1] += chunk
+            pairs += chunk * (request.num_computed + chunk / 2)
+            seen += request.num_computed
+            request.num_computed += chunk
             left -= chunk
             num_tokens += chunk
-            if each[1] == each[0]:
+            if request.num_computed == request.prompt_len:
                 rows += 1
-                each[2] -= 1
+                request.outputs_left -= 1
         return self.model.step_s(num_tokens=num_tokens, num_rows=rows, context_tokens=seen, attention_pairs=pairs)
 
     def saturated_rate(self, in_len: int, out_len: int, seats: int) -> float:

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from bench.gpu.plan import Job, Stage, allotted_s
 from bench.gpu.rows import Row
+from bench.rows import TREE
 from engine.environment import FP_FUSION
 
 HEAD_CHARS, TAIL_CHARS = 2000, 6000
@@ -137,6 +138,53 @@ class Process:
         return status
 
 
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Collects in `outcome` what processes say. `show` gets a line for each row and each part that ends; `logs` is a directory
+    for everything that parts print besides rows; `keep` receives the outcome so far."""
+
+    outcome: Outcome
+    show: Callable[[str], None]
+    logs: Path | None = None
+    keep: Callable[[Outcome], None] = lambda _: None
+
+    def add_line(self, process: Process, line: str) -> None:
+        if not line.endswith("\n"):
+            return  # cut off when the process was killed
+        message = json.loads(line)
+        if "row" in message:
+            message["row"]["came_s"] = round(process.elapsed_s, 1)
+            self.outcome.rows.append(Row(**message["row"]))
+            self.show(json.dumps({key: value for key, value in message["row"].items() if value not in (None, "", [], {})}))
+        elif "facts" in message:
+            self.outcome.facts.update(message["facts"])
+
+    def add_end(self, process: Process) -> None:
+        """Close a process and add its part."""
+        elapsed_s = round(process.elapsed_s, 2)
+        status, log_text = process.close()
+        log_text = log_text.replace(f"{TREE}/", "")
+        record: dict[str, Any] = {**_part_record(process.job), "s": elapsed_s, "limit_s": round(process.limit_s, 1)}
+        if process.ended:
+            record["error"] = f"ended after its limit of {process.limit_s:g} s"
+            if process.abandon_reason:
+                record["error"] += f"; {process.abandon_reason}"
+        elif status is None:
+            record["error"] = process.abandon_reason
+        elif status:
+            record["error"] = f"exit status {status}: {_last_line(log_text)}"
+        record["log"] = shorten_log(log_text)
+        self.outcome.parts.append(record)
+        if self.logs is not None:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            (self.logs / f"{process.job.name.replace(' ', '-')}.txt").write_text(log_text, "utf-8")
+        self.show(f"-- {process.job.name}: {elapsed_s} s{', ' + record['error'] if 'error' in record else ''}")
+
+    def add_skipped(self, process: Process, reason: str) -> None:
+        self.outcome.parts.append({**_part_record(process.job), "error": f"not begun: {reason}"})
+        self.show(f"-- {process.job.name}: not begun, {reason}")
+
+
 def run_stages(
     stages: Sequence[Stage],
     *,
@@ -148,9 +196,10 @@ def run_stages(
     keep: Callable[[Outcome], None] = lambda _: None,
 ) -> Outcome:
     """Run all stages. The next stage's processes import while the current one measures; while the first imports, no other does,
-    because the run would lose that time. `logs`: a directory for everything that parts print besides rows. `keep` receives the
-    outcome so far after each stage, and when the run is broken off."""
+    because the run would lose that time. `show`, `logs` and `keep`: of the `Recorder`; `keep` is called after each stage, and
+    when the run is broken off."""
     outcome = Outcome(facts=dict(facts))
+    recorder = Recorder(outcome, show, logs, keep)
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
     prepared: list[Process] = []
@@ -165,13 +214,12 @@ def run_stages(
                 prepared = [Process(job, rehearse=rehearse, environment=environment) for job in stages[index + 1]]
             left_s = end_s - time.monotonic()
             if index and BASE_FACT not in outcome.facts:
-                _skip(processes, outcome, "the card could not be calibrated", show)
-                continue
-            if left_s < STAGE_MIN_S:
-                _skip(processes, outcome, "the time of the run was used up", show)
-                continue
-            _run(processes, lines, allotted_s(stages[index:], left_s), outcome, show, logs, keep)
-            keep(outcome)
+                _skip(processes, recorder, "the card could not be calibrated")
+            elif left_s < STAGE_MIN_S:
+                _skip(processes, recorder, "the time of the run was used up")
+            else:
+                _run(processes, lines, allotted_s(stages[index:], left_s), recorder)
+                keep(outcome)
     finally:
         _end(prepared)
     return outcome
@@ -214,24 +262,16 @@ def _end(processes: Sequence[Process]) -> None:
         process.close()
 
 
-def _skip(processes: Sequence[Process], outcome: Outcome, reason: str, show: Callable[[str], None]) -> None:
+def _skip(processes: Sequence[Process], recorder: Recorder, reason: str) -> None:
     _end(processes)
     for process in processes:
-        outcome.parts.append({**_part_record(process.job), "error": f"not begun: {reason}"})
-        show(f"-- {process.job.name}: not begun, {reason}")
+        recorder.add_skipped(process, reason)
 
 
-def _run(
-    processes: Sequence[Process],
-    lines: Lines,
-    allotted_s: float,
-    outcome: Outcome,
-    show: Callable[[str], None],
-    logs: Path | None,
-    keep: Callable[[Outcome], None] = lambda _: None,
-) -> None:
+def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder: Recorder) -> None:
+    """Let all processes measure at the same time; return when all have ended or were given up."""
     for process in processes:
-        process.begin(outcome.facts, min(process.allowed_s, allotted_s))
+        process.begin(recorder.outcome.facts, min(process.allowed_s, allotted_s))
     running = list(processes)
     try:
         while running:
@@ -244,53 +284,20 @@ def _run(
                         late.time_out()  # its end then arrives as a line
                     else:  # another process still holds its output open
                         running.remove(late)
-                        _close(late, outcome, show, logs)
+                        recorder.add_end(late)
                 continue
             if process not in running:
                 continue  # it was given up before its output ended
             if line is None:
                 running.remove(process)
-                _close(process, outcome, show, logs)
+                recorder.add_end(process)
             else:
-                _record_line(line, process, outcome, show)
+                recorder.add_line(process, line)
     except BaseException:  # the run is broken off: keep the outcome before waiting for processes to end
-        keep(outcome)
+        recorder.keep(recorder.outcome)
         raise
     finally:
         _end(running)
-
-
-def _record_line(line: str, process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:
-    if not line.endswith("\n"):
-        return  # cut off when the process was killed
-    message = json.loads(line)
-    if "row" in message:
-        message["row"]["came_s"] = round(process.elapsed_s, 1)
-        outcome.rows.append(Row(**message["row"]))
-        show(json.dumps({key: value for key, value in message["row"].items() if value not in (None, "", [], {})}))
-    elif "facts" in message:
-        outcome.facts.update(message["facts"])
-
-
-def _close(process: Process, outcome: Outcome, show: Callable[[str], None], logs: Path | None) -> None:
-    elapsed_s = round(process.elapsed_s, 2)
-    status, log_text = process.close()
-    log_text = log_text.replace(f"{Path(__file__).resolve().parents[2]}/", "")
-    record: dict[str, Any] = {**_part_record(process.job), "s": elapsed_s, "limit_s": round(process.limit_s, 1)}
-    if process.ended:
-        record["error"] = f"ended after its limit of {process.limit_s:g} s"
-        if process.abandon_reason:
-            record["error"] += f"; {process.abandon_reason}"
-    elif status is None:
-        record["error"] = process.abandon_reason
-    elif status:
-        record["error"] = f"exit status {status}: {_last_line(log_text)}"
-    record["log"] = shorten_log(log_text)
-    outcome.parts.append(record)
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
-        (logs / f"{process.job.name.replace(' ', '-')}.txt").write_text(log_text, "utf-8")
-    show(f"-- {process.job.name}: {elapsed_s} s{', ' + record['error'] if 'error' in record else ''}")
 
 
 def shorten_log(words: str) -> str:
@@ -305,7 +312,3 @@ def _part_record(job: Job) -> dict[str, Any]:
 
 def _last_line(log_text: str) -> str:
     return next((line for line in reversed(log_text.splitlines()) if line.strip()), "no words")
-
-
-def results_folder() -> Path:
-    return Path(__file__).resolve().parents[1] / "results"

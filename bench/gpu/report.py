@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
 
 from bench.gpu.processes import Outcome
 from bench.gpu.rows import CARD_SHORT, GOALS_CARD, PEER_MISSING, Row, fill_ratios, invalid_reason, verdict
 from bench.gpu.targets import TARGETS
-from bench.rows import revision
+from bench.rows import revision, table_line
 from engine.switches import SWITCHES
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
@@ -50,11 +52,17 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
     row_records = []
     for row in rows:
         target = targets.get(row.name)
-        row_verdict = "REHEARSAL" if rehearsal else verdict(row, target, card=card.get("name", "")) if target else "told"
-        must_show = {} if target is None else {"unit": target.unit, "part": target.part, "must_show": target.text}
-        row_records.append(
-            {**row.as_dict(), **must_show, "verdict": row_verdict, "invalid": invalid_reason(row, has_figures=not rehearsal)}
-        )
+        record = row.as_dict()
+        if target is not None:
+            record |= {"unit": target.unit, "part": target.part, "must_show": target.text}
+        if rehearsal:
+            record["verdict"] = "REHEARSAL"
+        elif target is None:
+            record["verdict"] = "told"
+        else:
+            record["verdict"] = verdict(row, target, card=card.get("name", ""))
+        record["invalid"] = invalid_reason(row, has_figures=not rehearsal)
+        row_records.append(record)
     return {
         "bench": "gpu",
         "rehearsal": rehearsal,
@@ -96,19 +104,22 @@ def table(report: dict[str, Any]) -> str:
         lines.append(_goals(report))
     if report["switches"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in report["switches"].items()))
-    part = None
-    for row in report["rows"]:
-        if part != (part := row.get("part", "others")):
-            lines += ["", f"{part}", _line(HEADER)]
-        lines.append(_line(_cells(row, rehearsal)))
-        if row["error"] or row["invalid"] or (row["note"] and not rehearsal and not row["error"]):
-            lines.append(f"    {row['error'] or row['invalid'] or row['note']}"[:240])
+    for part, rows in groupby(report["rows"], key=lambda row: row.get("part", "others")):
+        lines += ["", part, table_line(HEADER, WIDTHS)]
+        for row in rows:
+            lines.append(table_line(_cells(row, rehearsal), WIDTHS))
+            remark = row["error"] or row["invalid"] or ("" if rehearsal else row["note"])
+            if remark:
+                lines.append(f"    {remark}"[:240])
     lines += _failures(report)
-    counts: dict[str, int] = {}
-    for row in report["rows"]:
-        counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
-    lines += ["", ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) + f"; {report['taken_s']} s"]
+    lines += ["", f"{count_verdicts(report['rows'])}; {report['taken_s']} s"]
     return "\n".join(lines)
+
+
+def count_verdicts(rows: Sequence[dict[str, Any]]) -> str:
+    """`2 below, 31 pass`; empty without rows."""
+    counts = Counter(row["verdict"] for row in rows)
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 def _card(card: dict[str, Any]) -> str:
@@ -145,10 +156,6 @@ def _cells(row: dict[str, Any], rehearsal: bool) -> tuple[str, ...]:
     value, limit, fraction, peer, ratio = numbers
     row_verdict = ("failed" if row["error"] else "came") if rehearsal else row["verdict"]
     return row["name"], value, row.get("unit", ""), limit, fraction, peer, ratio, row.get("must_show", "-"), row_verdict
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
 def format_figure(value: float | None) -> str:

@@ -42,7 +42,8 @@ class Target:
         if self.pass_at is None:
             return "-"
         both = f"{self.pass_at:g}" + ("" if self.stretch_at is None else f" / {self.stretch_at:g}")
-        of = {"value": f" ({CARD_SHORT})" * self.card_specific, "fraction": " of limit", "ratio": " × peer"}[self.judged]
+        of_value = f" ({CARD_SHORT})" if self.card_specific else ""
+        of = {"value": of_value, "fraction": " of limit", "ratio": " × peer"}[self.judged]
         also = "" if self.stretch_value is None else f", {self.stretch_value:g} ({CARD_SHORT})"
         return f"{'≥' if self.higher else '≤'} {both}{of}{also}"
 

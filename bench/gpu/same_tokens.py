@@ -122,7 +122,7 @@ def _check(context: Context) -> None:
         row.facts = {
             label: {"requests": each.requests, "ties": each.ties, "wrong": each.wrong[:3]} for label, each in found.items()
         }
-        num_requests, ties = (sum(getattr(each, name) for each in found.values()) for name in ("requests", "ties"))
+        num_requests, ties = sum(each.requests for each in found.values()), sum(each.ties for each in found.values())
         row.note = f"of {num_requests} requests; {ties} more by a tie of less than {TIE:g} of a logit"
         if wrong:
             row.note = f"{found[wrong[0]].wrong[0]}; {row.note}"

@@ -17,7 +17,7 @@ from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.graph_use import count_graph_use
 from bench.gpu.idle import StepSpan
-from bench.gpu.models import random_engine
+from bench.gpu.models import model_directory, random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
 from bench.gpu.serve_chunks import measure_chunk
@@ -52,7 +52,7 @@ def llama_8b(context: Context) -> None:
             start = Row(name="start of Llama-3.1-8B beyond reading weights, warm cache", value=time.perf_counter() - started_s)
             start.note = f"{engine.info.kernels}; random weights are made meanwhile; cache of kernels filled by the warm-up"
             context.emit(start)
-            directory = folder / f"{name}-all"
+            directory = model_directory(folder, name)
             context.guard("planner: KV blocks", lambda: _planned_blocks(context, engine))
             row = "Llama-3.1-8B bf16, batch 1"
             context.guard(
@@ -102,10 +102,11 @@ def _small(context: Context, folder: Path, name: str, rows: list[str]) -> None:
         "kv_cache_bytes": 62 * GB if len(rows) > 1 else FEW_KV_BYTES,
     }
     with random_engine(context, folder, name, **options) as engine:
-        _batch_one(context, engine, folder / f"{name}-all", rows[0])
+        directory = model_directory(folder, name)
+        _batch_one(context, engine, directory, rows[0])
         for row in rows[1:]:
             warm_sizes(context, engine)
-            context.guard(row, partial(_mixed, context, engine, folder / f"{name}-all", row))
+            context.guard(row, partial(_mixed, context, engine, directory, row))
 
 
 def formats(context: Context) -> None:
@@ -133,7 +134,7 @@ def _format(
 ) -> None:
     options |= {"max_num_seqs": FEW_SEATS, "max_model_len": FORMATS_LEN, "kv_cache_bytes": FEW_KV_BYTES}
     with random_engine(context, folder, name, **options) as engine:
-        directory = folder / f"{name}{'-int4' if options.get('int4') else ''}-all"
+        directory = model_directory(folder, name, int4=options.get("int4", False))
         _batch_one(context, engine, directory, row)
         if prefill is not None:
             context.guard(prefill, lambda: _prefill(context, engine, directory, prefill))
@@ -160,7 +161,8 @@ def saturated(context: Context) -> None:
     row = "Llama-3.1-8B, 1000/1000 saturated"
     options: dict[str, Any] = {"max_num_seqs": MANY_SEATS, "max_model_len": 2048}
     with _folder() as folder, random_engine(context, folder, "llama-3.1-8b", **options) as engine:
-        context.guard([row, SLOTS_USED], lambda: _saturated(context, engine, folder / "llama-3.1-8b-all", row))
+        directory = model_directory(folder, "llama-3.1-8b")
+        context.guard([row, SLOTS_USED], lambda: _saturated(context, engine, directory, row))
 
 
 def num_seats(kv_tokens: int, in_len: int, out_len: int, block_size: int, seats_max: int) -> int:
@@ -246,9 +248,8 @@ def _steady(
     traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == num_requests)
     at = progress(engine)
     window = traffic.steps(engine, _after_steps(num_steps))
-    row = Row(
-        name=name, value=window.rate, samples=[tokens / s for tokens, s in zip(window.tokens, window.step_s, strict=True)]
-    )
+    rates = [tokens / step_s for tokens, step_s in zip(window.tokens, window.step_s, strict=True)]
+    row = Row(name=name, value=window.rate, samples=rates)
     planner = Planner(context, directory, engine.info, expected=False)
     context.limit(row, lambda: planner.decode_rate(num_requests, in_len + num_steps))
     row.facts = {"step_ms": median(window.step_s) * 1e3}
@@ -307,9 +308,8 @@ def _turnover(context: Context, engine: Engine, name: str) -> None:
 def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
     """256 requests of 100 to 1024 tokens in and out, all at once: nano-vllm's bench."""
     vocab = engine.info.vocab_size
-    requests = (
-        traffic.uniform_requests(256, 100, 1024, vocab) if not context.rehearsal else traffic.uniform_requests(6, 3, 12, vocab)
-    )
+    num_requests, low, high = (6, 3, 12) if context.rehearsal else (256, 100, 1024)
+    requests = traffic.uniform_requests(num_requests, low, high, vocab)
     result = traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="m")
     row = Row(name=name, value=result.rate, samples=[result.rate], counted=result.counted, returned=result.returned)
     seats, budget = context.size(SEATS, 4), context.size(8192, 32)
@@ -342,25 +342,27 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
     rng, vocab, request_ids = random.Random(3), engine.info.vocab_size, count()
 
     def submit_next(length: int) -> None:
-        traffic.submit(engine, f"f{next(request_ids)}", BenchRequest(traffic.random_prompt(rng, in_len, vocab), max(2, length)),
-                       temperature=MIXED_TEMPERATURE)  # fmt: skip
+        request = BenchRequest(traffic.random_prompt(rng, in_len, vocab), max(2, length))
+        traffic.submit(engine, f"f{next(request_ids)}", request, temperature=MIXED_TEMPERATURE)
+
+    def replace(_: str) -> None:
+        submit_next(out_len)
+
+    def is_filled(window: Window) -> bool:
+        return bool(window.tokens) and window.tokens[-1] >= 0.9 * seats
 
     for place in range(seats):
         submit_next(out_len * (place + 1) // seats)
-    filling = traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] >= 0.9 * seats,
-                            on_finish=lambda _: submit_next(out_len))  # fmt: skip
+    filling = traffic.steps(engine, is_filled, on_finish=replace)
     end_s = time.perf_counter() + min(window_s, max(2.0, context.left_s - 6))
     before, used = engine.status(), [_slots_used(engine)]
-    window = traffic.steps(engine, lambda _: time.perf_counter() > end_s, on_finish=lambda _: submit_next(out_len))
+    window = traffic.steps(engine, lambda _: time.perf_counter() > end_s, on_finish=replace)
     after, used = engine.status(), [*used, _slots_used(engine)]
     row = Row(name=name, value=window.rate, returned=sum(window.tokens))
     row.counted = after.generation_tokens_total - before.generation_tokens_total
     half = len(window.tokens) // 2
-    row.samples = [
-        sum(t) / sum(s)
-        for t, s in ((window.tokens[:half], window.step_s[:half]), (window.tokens[half:], window.step_s[half:]))
-        if t
-    ]
+    halves = (slice(None, half), slice(half, None))
+    row.samples = [sum(window.tokens[each]) / sum(window.step_s[each]) for each in halves if window.tokens[each]]
     planner = Planner(context, directory, engine.info, expected=False)
     row.facts = {
         "seats": seats, "window_s": sum(window.step_s), "filled_s": sum(filling.step_s),

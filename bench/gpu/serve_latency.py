@@ -12,7 +12,7 @@ from typing import Any
 from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.graph_use import GraphUse
-from bench.gpu.models import random_engine
+from bench.gpu.models import model_directory, random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
 from bench.gpu.traffic import BenchRequest
@@ -33,7 +33,7 @@ def latency(context: Context) -> None:
         options: dict[str, Any] = {"max_num_seqs": SEATS, "max_model_len": 34_816, "inter_token_target_ms": TARGET_MS}
         with random_engine(context, Path(folder), "llama-3.1-8b", **options) as engine:
             context.guard("warm", lambda: _warm(context, engine))
-            context.guard([GAP, TTFT], lambda: _among_decoders(context, engine, Path(folder) / "llama-3.1-8b-all"))
+            context.guard([GAP, TTFT], lambda: _among_decoders(context, engine, model_directory(Path(folder), "llama-3.1-8b")))
 
 
 def _prefix(context: Context, folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import FP8, Pages, gather_kv, make_pages, make_queries, normal, rope_angles
+from bench.gpu.inputs import FP8, LLAMA, TINY, Pages, gather_kv, make_pages, make_queries, normal, rope_angles
 from bench.gpu.rows import Row
 from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
@@ -24,8 +24,7 @@ from kernels.triton.attention_decode import decode_workspace, paged_decode
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.rotated_decode import rotated_decode
 
-LLAMA, SLIM, QWEN = AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128)
-TINY = AttentionShape(16, 4, 2, 32)
+SLIM, QWEN = AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128)
 LIBRARIES = ("torch._dynamo", "torch._inductor.compile_fx")
 """What compiles flex_attention, imported before the part's time begins."""
 BACKENDS = {
@@ -92,8 +91,7 @@ def _decode_row(
 ) -> None:
     lengths = _batch(context, lengths)
     times_s, pages = decode_seconds(context, _shape(context, shape), lengths, copies=copies)
-    rates = [pages.kv_bytes / time_s / 1e9 for time_s in times_s]
-    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row = context.bandwidth_row(name, pages.kv_bytes, times_s)
     row.facts = {"us": median(times_s) * 1e6, "kv_bytes": pages.kv_bytes, "caches": copies}
     if peer:
         with suppress(RuntimeError):
@@ -114,8 +112,7 @@ def _rotated_row(context: Context, name: str, shape: AttentionShape, lengths: Se
         return partial(rotated_decode, *args, rotary_dim=shape.head_dim, workspace=workspace)
 
     times_s = seconds([call(pages) for pages in caches], device)
-    rates = [caches[0].kv_bytes / time_s / 1e9 for time_s in times_s]
-    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row = context.bandwidth_row(name, caches[0].kv_bytes, times_s)
     row.facts = {"us": median(times_s) * 1e6, "kv_bytes": caches[0].kv_bytes, "caches": copies}
     context.emit(row)
 

@@ -14,6 +14,7 @@ from bench.gpu.context import Context
 from bench.gpu.inputs import PRODUCTS, normal, pack_weight, stored_bytes
 from bench.gpu.layer import measure_layers
 from bench.gpu.rows import Row
+from bench.gpu.targets import PRODUCT_GOALS, PRODUCT_ROWS, fused_products_row, products_row
 from bench.gpu.timing import Call, seconds
 from kernels.quantised_weights import Weight, pack_fp8
 from kernels.triton.fp8_rows import quantize_rows_fp8
@@ -27,18 +28,14 @@ LAYERS = 4
 
 
 def measure(context: Context) -> None:
-    for kind in ("bf16", "int8", "fp8", "int4"):
-        names = [_name(kind, rows) for rows in (1, 16)]
+    for kind in PRODUCT_GOALS:
+        names = [products_row(kind, rows) for rows in PRODUCT_ROWS]
         context.guard(names, partial(_layer, context, kind))
-    for kind in ("bf16", "int8", "fp8", "int4"):
-        fused = f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row"
+    for kind in PRODUCT_GOALS:
+        fused = fused_products_row(kind)
         context.guard(fused, partial(_fused, context, fused, kind))
     context.guard("product fp8 rows, 4096 rows", lambda: _many_rows(context))
     measure_layers(context)  # last: kernels that are launched in turn may have to be compiled
-
-
-def _name(kind: str, rows: int) -> str:
-    return f"products of Llama-8B, {kind}, {rows} row{'s' * (rows > 1)}"
 
 
 def _shapes(context: Context) -> dict[str, tuple[int, int]]:
@@ -56,11 +53,10 @@ def _layer(context: Context, kind: str) -> None:
     weights = [(weight.shape[1], pack_weight(kind, weight)) for weight in _weights(context)]
     plain = list(_weights(context)) if kind == "bf16" else []
     num_bytes = sum(stored_bytes(weight) for _, weight in weights)
-    for rows in (1, 16):
+    for rows in PRODUCT_ROWS:
         inputs = {columns: normal(rows, columns, dtype=context.dtype, device=context.device) for columns, _ in weights}
         times_s = _total(context, [partial(PRODUCTS[kind], inputs[columns], weight) for columns, weight in weights])
-        rates = [num_bytes / time_s / 1e9 for time_s in times_s]
-        row = Row(name=_name(kind, rows), value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+        row = context.bandwidth_row(products_row(kind, rows), num_bytes, times_s)
         row.facts = {"us_layer": median(times_s) * 1e6 / max(1, len(weights) / len(_shapes(context))), "bytes": num_bytes}
         if plain:
             theirs = _total(context, [partial(functional.linear, inputs[weight.shape[1]], weight) for weight in plain])
@@ -96,8 +92,7 @@ def _fused(context: Context, name: str, kind: str) -> None:
 
     num_bytes = sum(stored_bytes(weight) for weight in layers[0].values())
     times_s = seconds([call(layer) for layer in layers], device)
-    rates = [num_bytes / time_s / 1e9 for time_s in times_s]
-    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row = context.bandwidth_row(name, num_bytes, times_s)
     row.facts = {"us_layer": median(times_s) * 1e6}
     context.emit(row)
 
@@ -107,7 +102,7 @@ def _many_rows(context: Context) -> None:
     m, n, k = (8, 16, 32) if context.rehearsal else (4096, 28_672, 4096)
     weight = pack_fp8(normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5))
     values, scales = quantize_rows_fp8(normal(m, k, dtype=context.dtype, device=context.device))
-    call = lambda: linear_fp8(values, weight, x_scales=scales, out_dtype=context.dtype)  # noqa: E731
+    call = partial(linear_fp8, values, weight, x_scales=scales, out_dtype=context.dtype)
     times_s = seconds([call], context.device)
     rates = [2 * m * n * k / time_s / 1e12 for time_s in times_s]
     row = Row(name="product fp8 rows, 4096 rows", value=median(rates), samples=rates)

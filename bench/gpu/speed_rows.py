@@ -50,9 +50,9 @@ def measure(context: Context) -> None:
 def _bytes_row(context: Context, name: str, make: Callable[[Context], tuple[Call, int]]) -> None:
     calls = [make(context) for _ in range(1 if context.rehearsal else COPIES)]
     times_s = seconds([call for call, _ in calls], context.device)
-    rates = [calls[0][1] / time_s / 1e9 for time_s in times_s]
-    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
-    row.facts = {"us": median(times_s) * 1e6, "bytes": calls[0][1]}
+    num_bytes = calls[0][1]
+    row = context.bandwidth_row(name, num_bytes, times_s)
+    row.facts = {"us": median(times_s) * 1e6, "bytes": num_bytes}
     context.emit(row)
 
 
@@ -80,8 +80,7 @@ def _rope(context: Context) -> tuple[Call, int]:
     token = size * qkv.element_size()
     tables = token  # half of each cosine and sine table: the other half has the same numbers
     moved = rows * (token * (heads + 2 * kv_heads) + token * (heads + kv_heads) + token * 2 * kv_heads + tables)
-    call = lambda: rope_and_cache(qkv, cos, sin, cache, slots, num_kv_heads=kv_heads, rotary_dim=size)  # noqa: E731
-    return call, moved
+    return partial(rope_and_cache, qkv, cos, sin, cache, slots, num_kv_heads=kv_heads, rotary_dim=size), moved
 
 
 def _copy(context: Context) -> tuple[Call, int]:
@@ -121,7 +120,7 @@ def _sampler(context: Context, name: str, against: str) -> None:
     columns = sampling_columns([{"top_k": 50, "top_p": 0.9, "temperature": 0.8}] * rows, vocab, device)
     slots, positions = torch.arange(rows, dtype=torch.int32, device=device), torch.arange(rows, device=device)
     workspace, out = sampling_workspace(rows, vocab, device), torch.empty(rows, dtype=torch.int64, device=device)
-    call = lambda: sample(logits, slots, positions, columns, out=out, workspace=workspace)  # noqa: E731
+    call = partial(sample, logits, slots, positions, columns, out=out, workspace=workspace)
     times_us = [1e6 * time_s for time_s in seconds([call], device)]
     limit = logits.nbytes / context.bandwidth * 1e6
     row = Row(name=name, value=median(times_us), limit=limit, samples=times_us)

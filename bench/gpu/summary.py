@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
-from bench.gpu.report import format_figure
+from bench.gpu.report import count_verdicts, format_figure
 
 CHARS_MAX = 6000
 COUNTED_PARTS = ("checks", "invariant")
@@ -22,18 +21,15 @@ def summary(report: dict[str, Any]) -> str:
     for part in COUNTED_PARTS:
         lines += _counted(part, [row for row in judged if row["part"] == part])
     lines += [_line(row) for row in judged if row["part"] not in COUNTED_PARTS]
-    counts = Counter(row["verdict"] for row in judged)
-    words = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no row has a goal"
-    last = f"{words}; {report['taken_s']} s"
+    last = f"{count_verdicts(judged) or 'no row has a goal'}; {report['taken_s']} s"
     return "\n".join([*_truncated(lines, CHARS_MAX - len(last) - 1), last])
 
 
 def _counted(part: str, rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
-    counts = Counter(row["verdict"] for row in rows)
     wrong = [row for row in rows if row["verdict"] not in (*PASSING, "REHEARSAL")]
-    lines = [f"{part}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}"]
+    lines = [f"{part}: {count_verdicts(rows)}"]
     lines += [_line(row) for row in wrong[:NAMED_MAX]]
     return lines + ([f"and {len(wrong) - NAMED_MAX} more of {part}"] if len(wrong) > NAMED_MAX else [])
 

@@ -14,6 +14,7 @@ from bench.gpu.rows import Judged, Target
 ERROR_RATIO_MAX = 2.0
 PRODUCT_GOALS = {"bf16": (0.85, 0.92), "int8": (0.75, 0.85), "fp8": (0.75, 0.85), "int4": (0.65, 0.78)}
 """Fractions of the bandwidth, by the format of the weights."""
+PRODUCT_ROWS = (1, 16)
 
 LAYER_ROWS = {"Llama-8B": (1, 16, 64, 256), "Qwen3-0.6B": (1,)}
 """Step sizes, in rows, at which a layer is timed both ways: launched early and launched in turn."""
@@ -58,8 +59,21 @@ def chunk_row(size: int) -> str:
     return f"chunk of {size} tokens: captured over one by one"
 
 
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
+def products_row(kind: str, rows: int) -> str:
+    """Name of the row for the products of Llama-8B with weights of a format."""
+    return f"products of Llama-8B, {kind}, {_rows(rows)}"
+
+
+def fused_products_row(kind: str) -> str:
+    return f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row"
+
+
 def layer_row(model: str, rows: int) -> str:
-    return f"layer of {model}, {rows} row{'s' * (rows > 1)}: launches as they are over the faster way"
+    return f"layer of {model}, {_rows(rows)}: launches as they are over the faster way"
 
 
 def invariance_row(name: str) -> str:
@@ -118,10 +132,8 @@ TARGETS: list[Target] = [
     *_targets("kernels", "TFLOP/s", ("prefill 8k, head 128, against compiled flex_attention", 1.0), judged="ratio"),
     *_targets(
         "kernels", "GB/s",
-        *[(f"products of Llama-8B, {kind}, {rows} row{'s' * (rows > 1)}", *limits)
-          for kind, limits in PRODUCT_GOALS.items() for rows in (1, 16)],
-        *[(f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row", *limits)
-          for kind, limits in PRODUCT_GOALS.items()],
+        *[(products_row(kind, rows), *goals) for kind, goals in PRODUCT_GOALS.items() for rows in PRODUCT_ROWS],
+        *[(fused_products_row(kind), *goals) for kind, goals in PRODUCT_GOALS.items()],
         ("add + rms norm, 8k rows", 0.85, 0.92),
         ("rope and KV write, 8k rows", 0.85, 0.92),
         ("silu·mul, 8k rows", 0.85, 0.92),

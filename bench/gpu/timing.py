@@ -48,18 +48,26 @@ def synchronize(device: torch.device) -> None:
 
 
 def _captured(calls: Sequence[Call]) -> Call:
+    def call_all() -> None:  # each result is freed before the next call: a later one may use its memory
+        for call in calls:
+            call()
+
+    replay = capture(call_all)
+    replay()
+    torch.cuda.synchronize()
+    return replay
+
+
+def capture(call: Call) -> Call:
+    """Capture a call into a graph, after running it once on a stream of its own; return the graph's replay."""
     side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
-        for call in calls:
-            call()
+        call()
     torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
+        call()
     return graph.replay
 
 

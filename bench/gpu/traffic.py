@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from bench.chat_lengths import OUTPUT_LENS, PROMPT_LENS, draw_length
 from bench.gpu.context import Context
 from bench.gpu.graph_use import GraphUse, count_graph_use
 from bench.gpu.token_waits import time_token_waits
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
 
-# Percentiles of a ShareGPT sample, in tokens: those of bench/engine_cpu.py, not divided.
-PERCENTILES = (0, 10, 25, 50, 75, 90, 97)
-PROMPT_LENS = (4, 9, 15, 36, 163, 842, 1800)
-OUTPUT_LENS = (8, 39, 134, 281, 450, 685, 860)
 CHAT_LEN_MAX = 512
 """Longer prompts and answers are cut: a peer that takes 40 ms a step is done in half a minute."""
 CONVERSATIONS = 128
@@ -60,14 +57,11 @@ def uniform_requests(count: int, low: int, high: int, vocab: int, *, seed: int =
 
 
 def chat_requests(count: int, longest: int, vocab: int) -> list[BenchRequest]:
-    """Requests with the lengths of conversations, by the percentiles above; none longer than `longest`, in or out."""
+    """Requests with the lengths of conversations; none longer than `longest`, in or out."""
     rng = random.Random(5)
 
-    def length(values: Sequence[int]) -> int:
-        at = rng.uniform(0, PERCENTILES[-1])
-        upper = next(i for i, percentile in enumerate(PERCENTILES) if at <= percentile and i)
-        share = (at - PERCENTILES[upper - 1]) / (PERCENTILES[upper] - PERCENTILES[upper - 1])
-        return max(2, min(longest, round(values[upper - 1] + (values[upper] - values[upper - 1]) * share)))
+    def length(lens: Sequence[int]) -> int:
+        return max(2, min(longest, round(draw_length(rng, lens))))
 
     return [BenchRequest(random_prompt(rng, length(PROMPT_LENS), vocab), length(OUTPUT_LENS)) for _ in range(count)]
 

@@ -96,10 +96,9 @@ def invariant(context: Context) -> None:
 
 
 def _invariant(context: Context, name: str) -> None:
-    options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "batch_invariant": True}
+    options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "batch_invariant": True, "layers": context.size(4, 2)}
     if not context.rehearsal:
         options["kv_cache_bytes"] = KV_BYTES
-    options["layers"] = context.size(4, 2)
     with tempfile.TemporaryDirectory() as folder, random_engine(context, Path(folder), "llama-3.2-1b", **options) as engine:
         rng, vocab = random.Random(5), engine.info.vocab_size
         lens = [5, 3, 9] if context.rehearsal else [100, 17, 300, 1, 64, 33, 128, 511, 15, 16, 31, 200]
@@ -120,10 +119,8 @@ def _scored_tokens(context: Context, engine: Engine, prompts: list[tuple[int, ..
             GenerationRequest(request_id=str(number), tenant_id="bench", prompt_token_ids=list(prompt), sampling=sampling)
         )
         assert not refused, f"a request was refused: {refused}"
-    with traffic.watched(engine) as (
-        check_fallbacks,
-        _,
-    ):  # the plain path gives the same bits, and would hide that the fast one fails
+    # The plain path gives the same bits, and would hide that the fast one fails.
+    with traffic.watched(engine) as (check_fallbacks, _):
         while engine.has_requests:
             events = engine.step()
             traffic.check_events(events)

@@ -13,7 +13,6 @@ import os
 import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from bench.peers.protocol import REPOSITORY
 from bench.peers.request_sets import RequestSet, request_set
 from bench.peers.rounds import make_row, measure
 from bench.peers.workers import PeerFailed, Sample
+from bench.ports import free_port
 from tests.support.raw_http import ConnectionLost, RawHttpClient
 
 MODEL = "8M"
@@ -202,12 +202,6 @@ def healthy(url: str) -> bool:
         return httpx.get(url).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def open_log(logs: Path, name: str) -> Any:

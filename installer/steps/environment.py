@@ -61,11 +61,11 @@ def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
         state = stamp.state(venv, run, test)
         if state == "foreign":
             raise Refusal(f"{venv} was not made by this installer.", "Move it away, then run the same command again.")
-        needed = _NEEDED_TEST_MIB if state == "untested" else _NEEDED_MIB[profile] + (_NEEDED_TEST_MIB if test else 0)
         if state in ("broken", "stale"):
             _remove(venv, "left by an interrupted run" if state == "broken" else "made for an older version")
         if state != "ready":
-            machine.check_disk(venv, needed * machine.MIB, "the environment")
+            needed_mib = (0 if state == "untested" else _NEEDED_MIB[profile]) + (_NEEDED_TEST_MIB if with_tests else 0)
+            machine.check_disk(venv, needed_mib * machine.MIB, "the environment")
             _build(venv, run, test, add_tests_only=state == "untested")
 
 

@@ -59,13 +59,12 @@ class Outcome:
     def line(self) -> str:
         """The result in one line."""
         results = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no test was run"
-        ended = (
-            ""
-            if self.status in (0, 1)
-            else f"; ended by signal {-self.status}"
-            if self.status < 0
-            else f"; status {self.status}"
-        )
+        if self.status in (0, 1):
+            ended = ""
+        elif self.status < 0:
+            ended = f"; ended by signal {-self.status}"
+        else:
+            ended = f"; status {self.status}"
         return f"{self.part.name}: {results}{ended} ({self.wall_s:.0f} s)"
 
     def failed(self) -> list[str]:

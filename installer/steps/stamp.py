@@ -5,6 +5,7 @@ An environment is in one of these states:
   foreign  a `.venv` without our marks: somebody else's, never touched
   broken   the marker `incomplete` is there (an interrupted run), or its interpreter is gone
   stale    complete, but for other locks, another place or another Python
+  untested complete and current, but without the test packages that are wanted, or with other ones
   ready    complete and current
 """
 

@@ -223,7 +223,7 @@ def _attend_group(
     if shape.softcap is None:
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=shape.scale)
     else:
-        probabilities = _capped(queries @ keys.transpose(-1, -2), shape).add_(group.mask).softmax(dim=-1)
+        probabilities = capped_scores(queries @ keys.transpose(-1, -2), shape).add_(group.mask).softmax(dim=-1)
         attended = probabilities.to(values.dtype) @ values
     out[group.first : group.end] = attended.flatten(1, 2)
 
@@ -273,7 +273,7 @@ def _attend_explicitly(
     for first in range(0, num_queries, step):
         chunk = queries[:, first : first + step]
         stacked = chunk.reshape(shape.num_kv_heads, -1, shape.head_dim)  # query heads of one key head, stacked
-        scores = _capped(stacked @ keys.transpose(-1, -2), shape).view(shape.num_heads, -1, num_keys)
+        scores = capped_scores(stacked @ keys.transpose(-1, -2), shape).view(shape.num_heads, -1, num_keys)
         if mask is not None:
             scores.masked_fill_(~mask[first : first + step], float("-inf"))
         probabilities = scores.softmax(dim=-1).to(values.dtype).view(shape.num_kv_heads, -1, num_keys)
@@ -281,7 +281,7 @@ def _attend_explicitly(
     return torch.cat(chunks, dim=1)
 
 
-def _capped(products: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+def capped_scores(products: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Products of queries and keys → bounded scores in float32."""
     assert shape.softcap is not None
     return products.float().mul_(shape.product_scale / shape.softcap).tanh_().mul_(shape.softcap)

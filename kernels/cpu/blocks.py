@@ -13,22 +13,22 @@ def copy_blocks(caches: Sequence[torch.Tensor], sources: torch.Tensor, targets: 
     sources, targets: [n] int64 block ids; no target is a source of another pair
     """
     for cache in caches:
-        blocks = _bytes(cache)
+        blocks = indexable(cache)
         blocks.index_copy_(0, targets, blocks.index_select(0, sources))
 
 
 def gather_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor) -> None:
     """Copy block `blocks[i]` of every layer to staging[rows[i]]. staging: [R, layers, ...one block], rows: [n] int64."""
     for layer, cache in enumerate(caches):
-        _bytes(staging[:, layer]).index_copy_(0, rows, _bytes(cache).index_select(0, blocks))
+        indexable(staging[:, layer]).index_copy_(0, rows, indexable(cache).index_select(0, blocks))
 
 
 def scatter_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor) -> None:
     """Copy staging[rows[i]] back to block `blocks[i]` of every layer."""
     for layer, cache in enumerate(caches):
-        _bytes(cache).index_copy_(0, blocks, _bytes(staging[:, layer]).index_select(0, rows))
+        indexable(cache).index_copy_(0, blocks, indexable(staging[:, layer]).index_select(0, rows))
 
 
-def _bytes(blocks: torch.Tensor) -> torch.Tensor:
+def indexable(blocks: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that torch can index: e4m3 has no indexing."""
     return blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks

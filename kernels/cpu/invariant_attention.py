@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from kernels.attention_rows import AttentionRow, AttentionShape
+from kernels.cpu.attention import capped_scores
 from kernels.cpu.fp8_decode import decode_kv
 
 QUERY_TILE = 8
@@ -136,8 +137,7 @@ def _attend_tile(qkv: torch.Tensor, slots: torch.Tensor, shape: AttentionShape, 
     if shape.softcap is None:
         attended = functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=tile.mask, scale=shape.scale)
     else:
-        products = (stacked @ keys.transpose(-1, -2)).float()
-        scores = products.mul_(shape.product_scale / shape.softcap).tanh_().mul_(shape.softcap)
+        scores = capped_scores(stacked @ keys.transpose(-1, -2), shape)
         attended = scores.add_(tile.mask).softmax(dim=-1).to(values.dtype) @ values
     heads_first = attended.view(shape.num_heads, QUERY_TILE, size)
     out[tile.first : tile.end] = heads_first[:, tile.offset : tile.offset + count].transpose(0, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.cpu.blocks import indexable
 
 
 def no_workspace(
@@ -77,7 +78,7 @@ def _attend(
     kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """queries: [Q, H, D], the newest of `context_len` tokens → [Q, H, D]"""
-    slots = _indexable(kv_cache).index_select(0, blocks).view(kv_cache.dtype).flatten(0, 1)[:context_len]  # [C, 2, K, D]
+    slots = indexable(kv_cache).index_select(0, blocks).view(kv_cache.dtype).flatten(0, 1)[:context_len]  # [C, 2, K, D]
     slots = slots.to(queries.dtype) if kv_scales is None else (slots.float() * kv_scales[:, None, None]).to(queries.dtype)
     keys, values = (slots[:, i].transpose(0, 1).repeat_interleave(shape.group, 0) for i in (0, 1))  # [H, C, D]
     scores = (queries.transpose(0, 1) @ keys.transpose(1, 2)).float() * shape.product_scale
@@ -90,8 +91,3 @@ def _attend(
         hidden |= positions[None, :] <= query_positions - shape.sliding_window
     weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
     return (weights.to(values.dtype) @ values).transpose(0, 1)
-
-
-def _indexable(kv_cache: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that torch can index: e4m3 has no indexing."""
-    return kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache

@@ -17,7 +17,7 @@ import pytest
 
 from bench.gpu import part, processes
 from bench.gpu.plan import BY_NAME, Job
-from bench.gpu.processes import Outcome
+from bench.gpu.processes import Outcome, Recorder
 from bench.gpu.report import complete_rows, document, table
 from bench.gpu.rows import Row, invalid_reason
 from tests.support.triton_versions import REPO
@@ -49,7 +49,7 @@ class Stuck:
 def test_a_process_that_cannot_be_ended_is_noted_and_the_run_goes_on() -> None:
     stuck, outcome, shown = Stuck(Job((BY_NAME["latency"],))), Outcome(), list[str]()
     lines: Any = queue.Queue()
-    processes._run([stuck], lines, 1.0, outcome, shown.append, None)  # type: ignore[list-item]
+    processes._run([stuck], lines, 1.0, Recorder(outcome, shown.append))  # type: ignore[list-item]
     assert stuck.ends == 1
     assert outcome.parts[0]["error"] == "ended after its limit of 1 s; it does not end"
     assert outcome.parts[0]["log"] == "its log"
@@ -71,7 +71,7 @@ def test_what_a_process_says_after_it_was_given_up_is_left_out_while_others_run(
     row = json.dumps({"row": Row(name="late").as_dict()}) + "\n"
     lines: Any = Script([queue.Empty(), queue.Empty(), (stuck, row), (stuck, None), (other, None)])
     outcome = Outcome()
-    processes._run([stuck, other], lines, 1.0, outcome, lambda _: None, None)  # type: ignore[list-item]
+    processes._run([stuck, other], lines, 1.0, Recorder(outcome, lambda _: None))  # type: ignore[list-item]
     assert [entry["part"] for entry in outcome.parts] == ["latency", "formats"]
     assert not outcome.rows
 
@@ -132,7 +132,7 @@ def test_processes_that_hang_in_the_driver_are_waited_for_at_the_same_time(monke
         patch.setattr(subprocess, "Popen", Hanging)
         hanging = [processes.Process(Job((part,)), rehearse=False, environment={}) for part in BY_NAME.values()]
     outcome = Outcome()
-    processes._run(hanging, lines, 20.0, outcome, lambda _: None, None)
+    processes._run(hanging, lines, 20.0, Recorder(outcome, lambda _: None))
     assert now_s[0] < 20.0 + processes.KILL_WAIT_S + 1.0
     assert len(killed) == len(hanging)
     assert all("does not end" in entry["error"] for entry in outcome.parts)
@@ -164,11 +164,9 @@ def test_a_run_that_is_broken_off_keeps_the_rows_of_the_stage_under_way_before_i
     process = Measuring(Job((BY_NAME["latency"],)))
     row = json.dumps({"row": Row(name="decode 1 × 32k", value=1.0).as_dict()}) + "\n"
     lines: Any = Script([(process, row), SystemExit(143)])
+    recorder = Recorder(Outcome(), lambda _: None, keep=lambda outcome: notes.append(f"kept {len(outcome.rows)}"))
     with pytest.raises(SystemExit):
-        processes._run(
-            [process], lines, 1.0, Outcome(), lambda _: None, None,  # type: ignore[list-item]
-            keep=lambda outcome: notes.append(f"kept {len(outcome.rows)}"),
-        )  # fmt: skip
+        processes._run([process], lines, 1.0, recorder)  # type: ignore[list-item]
     assert notes == ["kept 1", "killed"]
 
 

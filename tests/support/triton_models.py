@@ -105,7 +105,7 @@ def key_of(kernel: str, passed: Mapping[str, str], constants: Mapping[str, objec
 def compiled_keys(capability: int) -> set[Key]:
     """The keys of all variants that the gate compiles for `capability`."""
     return {
-        key_of(c.kernel.__name__, c.signature, c.constexprs, c.num_warps, c.num_stages, c.fp_fusion, c.registers_max)
+        key_of(c.kernel.__name__, c.passed, c.constants, c.num_warps, c.num_stages, c.fp_fusion, c.registers_max)
         for module in module_names()
         for c in declared(module)
         if capability in c.capabilities

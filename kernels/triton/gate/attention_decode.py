@@ -84,19 +84,17 @@ def _compilation(
     """One per tiling, as cards differ in their limits. rotary: the rotated dimensions of `rotated_decode`, which is for few
     requests; 0 is `paged_decode`. qk_norm: dtype of its weights."""
     requests = requests or (32 if rotary else 256)
-    passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
-    absent: dict[str, object] = {"ROTARY": rotary}
-    optional = [("query_starts", "*i32", max_query_len > 1), ("kv_scales", "*fp32", "fp8" in kv_dtype)]
-    optional += [(name, f"*{dtype}", rotary > 0) for name in ("cos", "sin")]
-    optional += [(name, f"*{qk_norm}", qk_norm is not None) for name in ("q_weight", "k_weight")]
-    for tensor, kind, is_present in [*optional, ("slot_mapping", "*i64", rotary > 0)]:
-        if is_present:
-            passed[tensor] = kind
-        else:
-            absent[tensor] = None
-    passed |= {"out": f"*{dtype}", "partial_out": "*fp32", "partial_lse": "*fp32", "num_requests": "i32", "scale": "fp32"}
-    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits", "resident_groups"), "i32")
-    passed["eps"] = "fp32"
+    signature: dict[str, str | None] = {
+        "q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32",
+        "query_starts": "*i32" if max_query_len > 1 else None,
+        "kv_scales": "*fp32" if "fp8" in kv_dtype else None,
+        **dict.fromkeys(("cos", "sin"), f"*{dtype}" if rotary else None),
+        **dict.fromkeys(("q_weight", "k_weight"), f"*{qk_norm}" if qk_norm else None),
+        "slot_mapping": "*i64" if rotary else None,
+        "out": f"*{dtype}", "partial_out": "*fp32", "partial_lse": "*fp32", "num_requests": "i32", "scale": "fp32",
+        **dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits", "resident_groups"), "i32"),
+        "eps": "fp32",
+    }  # fmt: skip
     kv_bytes = TYPE_BYTES[kv_dtype]
     tilings: dict[DecodeTiling, list[int]] = {}
     rows = query_rows(shape, max_query_len)
@@ -107,8 +105,8 @@ def _compilation(
         Compilation(
             f"{'rotated' if rotary else 'paged'} decode {name}, tiles of {tiling.tile}, {tiling.programs} at a time",
             split_kernel,
-            passed,
-            {**absent, **split_constants(shape, max_query_len, kv_bytes, tiling), "REQUESTS": requests},
+            signature,
+            {"ROTARY": rotary, **split_constants(shape, max_query_len, kv_bytes, tiling), "REQUESTS": requests},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers),

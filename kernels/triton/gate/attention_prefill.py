@@ -80,17 +80,10 @@ def _compilation(
     is_split: bool = False,
 ) -> list[Compilation]:
     """One per tiling, as cards differ in their limits, without those that another kernel serves on Hopper."""
-    tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
+    tensors: dict[str, str | None] = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
-    absent: dict[str, object] = {}
-    if is_split:
-        tensors |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
-    else:
-        absent |= dict.fromkeys(("partial_out", "partial_lse"))
-    if "fp8" in kv_dtype:
-        tensors["kv_scales"] = "*fp32"
-    else:
-        absent["kv_scales"] = None
+    tensors |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32" if is_split else None)
+    tensors["kv_scales"] = "*fp32" if "fp8" in kv_dtype else None
     numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride", "max_splits"), "i32")
     rows = max_query_len * shape.group
     kv_bytes = TYPE_BYTES[kv_dtype]
@@ -104,7 +97,7 @@ def _compilation(
             f"paged prefill {name}, tiles of {tiling.rows} by {tiling.keys}",
             prefill_kernel,
             {**tensors, **numbers, "scale": "fp32"},
-            {**absent, **prefill_constants(shape, tiling, is_split=is_split), "REQUESTS": requests},
+            {**prefill_constants(shape, tiling, is_split=is_split), "REQUESTS": requests},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers_of),

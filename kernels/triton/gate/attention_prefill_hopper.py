@@ -26,16 +26,15 @@ def compilations() -> list[Compilation]:
 
 
 def _compilation(name: str, shape: AttentionShape, *, is_split: bool) -> Compilation:
-    tensors = dict.fromkeys(("q", "kv_cache", "out"), f"*{name.rpartition(' ')[2]}")
+    tensors: dict[str, str | None] = dict.fromkeys(("q", "kv_cache", "out"), f"*{name.rpartition(' ')[2]}")
+    tensors |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32" if is_split else None)
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride", "max_splits"), "i32")
-    partials = ("partial_out", "partial_lse")
-    absent: dict[str, object] = {} if is_split else dict.fromkeys(partials)
     return Compilation(
         f"overlapped prefill{', splits,' if is_split else ''} {name}",
         overlapped_kernel,
-        tensors | (dict.fromkeys(partials, "*fp32") if is_split else {}) | numbers | {"scale": "fp32"},
-        {**absent, **overlapped_constants(shape, is_split=is_split), "REQUESTS": FEW_REQUESTS if is_split else 256},
+        tensors | numbers | {"scale": "fp32"},
+        {**overlapped_constants(shape, is_split=is_split), "REQUESTS": FEW_REQUESTS if is_split else 256},
         num_warps=NUM_WARPS,
         capabilities=(HOPPER,),
         tensor_cores=True,

@@ -45,16 +45,15 @@ def _compilation(shape: AttentionShape, kv_bytes: int, queries: int, capabilitie
     """kv_bytes: of an element of the cache; capabilities: of cards with the same tiles."""
     tiling = decode_tiling(shape.head_dim, kv_bytes, query_rows(shape, queries), capabilities[-1])
     constants = split_constants(shape, queries, kv_bytes, tiling)
-    types = {"context_lens": "*i32", "out": "*bf16", "partial_out": "*fp32", "partial_lse": "*fp32"}
+    types: dict[str, str | None] = {"context_lens": "*i32", "query_starts": None if queries == 1 else "*i32", "out": "*bf16"}
+    types |= {"partial_out": "*fp32", "partial_lse": "*fp32"}
     types |= {"num_requests": "i32", "max_splits": "i32", "resident_groups": "i32"}
-    absent: dict[str, object] = {"query_starts": None} if queries == 1 else {}
     return Compilation(
         f"merge of splits of {tiling.split}, tiles of {tiling.tile}, head size {shape.head_dim}, "
         f"window {shape.sliding_window}, {queries} tokens",
         merge_kernel,
-        types if queries == 1 else types | {"query_starts": "*i32"},
+        types,
         {
-            **absent,
             "REQUESTS": 1 if queries == 1 else 256,
             "CHUNK": MERGE_CHUNK,
             **{name: constants[name] for name in MERGE_CONSTANTS},

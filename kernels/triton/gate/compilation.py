@@ -42,10 +42,10 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 class Compilation:
     """One kernel in one configuration that serving uses.
 
-    `signature` names the types of the arguments that are passed at a launch (`*bf16`, `*fp8e4nv`, `i32`, `fp32` …), pointers
-    assumed to be aligned to 16 bytes, as torch's are; `constexprs` holds the values of all others: tile sizes, None for an
-    absent tensor, 1 for an integer that is 1 (a launch specialises it). `divisible` names the integers that are multiples of
-    16. A kernel's EARLY (`kernels.triton.early_launch`) is set as a launch on that card sets it.
+    `signature` names the types of the arguments that are passed at a launch (`*bf16`, `*fp8e4nv`, `i32`, `fp32` …), None for a
+    tensor that is absent; pointers are assumed to be aligned to 16 bytes, as torch's are. `constexprs` holds the values of all
+    other arguments: tile sizes, 1 for an integer that is 1 (a launch specialises it). `divisible` names the integers that are
+    multiples of 16. A kernel's EARLY (`kernels.triton.early_launch`) is set as a launch on that card sets it.
 
     `tensor_cores`: the card's own kind of matrix instruction must be used: mma.sync on 80 and 89, wgmma on 90, tcgen05 on 100;
     and no product of the kernel may be computed without matrix instructions.
@@ -58,7 +58,7 @@ class Compilation:
 
     name: str
     kernel: Any
-    signature: Mapping[str, str]
+    signature: Mapping[str, str | None]
     constexprs: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 3
@@ -77,7 +77,17 @@ class Compilation:
         declared = [*self.signature, *self.constexprs]
         assert len(declared) == len(set(declared)), f"{self.name}: an argument is both passed and constant"
         assert set(declared) == names, f"{self.name}: missing {names - set(declared)}, unknown {set(declared) - names}"
-        assert set(self.divisible) <= set(self.signature), f"{self.name}: divisible names what is not passed"
+        assert set(self.divisible) <= set(self.passed), f"{self.name}: divisible names what is not passed"
+
+    @property
+    def passed(self) -> dict[str, str]:
+        """The types of the arguments that are passed."""
+        return {name: kind for name, kind in self.signature.items() if kind is not None}
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """The values of the arguments that are compiled in: None for an absent tensor."""
+        return {**{name: None for name, kind in self.signature.items() if kind is None}, **self.constexprs}
 
 
 @dataclass(frozen=True)
@@ -219,12 +229,12 @@ def _options(compilation: Compilation) -> dict[str, object]:
 
 def _source(compilation: Compilation, capability: int) -> Any:
     names = compilation.kernel.arg_names
-    constants = dict(compilation.constexprs)
+    passed, constants = compilation.passed, compilation.constants
     if "EARLY" in names:
         constants["EARLY"] = _is_early(compilation, capability)
-    signature = {name: compilation.signature.get(name, "constexpr") for name in names}
+    signature = {name: passed.get(name, "constexpr") for name in names}
     any_alignment = {param.name for param in compilation.kernel.params if param.do_not_specialize_on_alignment}
-    aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} - any_alignment
+    aligned = {name for name, kind in passed.items() if kind.startswith("*")} - any_alignment
     aligned |= set(compilation.divisible)
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in aligned}
     language = GluonASTSource if isinstance(compilation.kernel, GluonJITFunction) else ASTSource

@@ -8,15 +8,13 @@ LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), 
 """For each product of a layer of Llama-3.1-8B: columns of out (half the weight's rows for the gated one), and columns of x."""
 
 
-def epilogue_types(
-    kernel: Any, name: str, row_type: str, *, splits: int = 1, has_bias: bool = False
-) -> tuple[dict[str, str], dict[str, None]]:
-    """For `Compilation`, by the name of a layer's product: the types of the epilogue's tensors, and None for absent ones that
-    the kernel has parameters for. `row_type` is the type of its rows."""
+def epilogue_types(kernel: Any, name: str, row_type: str, *, splits: int = 1, has_bias: bool = False) -> dict[str, str | None]:
+    """The epilogue's part of a `Compilation.signature`, by the name of a layer's product: None for tensors that the kernel has
+    parameters for and this product lacks. `row_type` is the type of its rows."""
     residual_types = {"residual": row_type, "norm_weight": row_type, "weighted": row_type, "squares_out": "*fp32"}
     norm_types = {"squares": "*fp32"}
     split_types = {"partials": "*fp32", "arrivals": "*i32"}
     passed = (residual_types if name in ("out", "down") else norm_types) | (split_types if splits > 1 else {})
     passed |= {"bias": row_type} if has_bias else {}
     absent = ({"bias", *residual_types, *norm_types, *split_types} - set(passed)) & set(kernel.arg_names)
-    return {"out": row_type, **passed}, dict.fromkeys(sorted(absent))
+    return {"out": row_type, **passed, **dict.fromkeys(sorted(absent))}

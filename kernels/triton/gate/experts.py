@@ -58,19 +58,17 @@ def _compilation(
 ) -> Compilation:
     tiles = group_tiles(assignments / experts, capability, gated=activation != "")
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out")
-    passed = {} if activation else {"factors_ptr": f"*{dtype}"}
-    passed |= {} if codes is None else {"scales_ptr": "*i64"}
-    absent = {"factors_ptr", "scales_ptr"} - set(passed)
     stored = "" if codes is None else f"_{codes.name}"
     return Compilation(
         f"grouped_{'gated' if activation else 'down'}_{dtype}{stored}_{experts}experts_{assignments}_sm{capability}",
         grouped_kernel,
         {
             "x_ptr": f"*{dtype}", "weights_ptr": "*i64", "order_ptr": "*i32", "offsets_ptr": "*i32",
-            "out_ptr": f"*{dtype}", **passed, **dict.fromkeys((*sizes, "row_tiles"), "i32"),
+            "out_ptr": f"*{dtype}", "factors_ptr": None if activation else f"*{dtype}",
+            "scales_ptr": None if codes is None else "*i64", **dict.fromkeys((*sizes, "row_tiles"), "i32"),
         },
         {
-            **dict.fromkeys(sorted(absent)), "NUM_CHOSEN": chosen, "ACTIVATION": activation, "CODE_DTYPE": codes,
+            "NUM_CHOSEN": chosen, "ACTIVATION": activation, "CODE_DTYPE": codes,
             "EXPERTS": experts, "EXPERTS_BLOCK": power_of_two(experts), "EVEN_K": True, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         },

@@ -22,16 +22,16 @@ def compilations() -> list[Compilation]:
 def _compilation(capability: int, group: int, tokens_per_expert: int, activation: str) -> Compilation:
     tiles = group_int4_tiles(tokens_per_expert, capability, gated=activation != "")
     sizes = ("N", "K", "stride_x", "stride_out")
-    passed = {} if activation else {"factors_ptr": "*bf16"}
     return Compilation(
         f"grouped_{'gated' if activation else 'down'}_int4_group{group}_128experts_{tokens_per_expert * 128}_sm{capability}",
         grouped_int4_kernel,
         {
             "x_ptr": "*bf16", "words_ptr": "*i64", "scales_zeros_ptr": "*i64", "order_ptr": "*i32", "offsets_ptr": "*i32",
-            "out_ptr": "*bf16", **passed, **dict.fromkeys((*sizes, "num_chunks", "row_tiles"), "i32"),
+            "out_ptr": "*bf16", "factors_ptr": None if activation else "*bf16",
+            **dict.fromkeys((*sizes, "num_chunks", "row_tiles"), "i32"),
         },
         {
-            **({"factors_ptr": None} if activation else {}), "NUM_CHOSEN": 8, "ACTIVATION": activation, "EXPERTS": 128,
+            "NUM_CHOSEN": 8, "ACTIVATION": activation, "EXPERTS": 128,
             "EXPERTS_BLOCK": 128, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
         },

@@ -25,7 +25,7 @@ def _compilation(
     """`row` and `kind` are the types of x and of the weight."""
     gated, row_type = name == "gate_up", f"*{row}"
     tiles = hopper_gemv_tiles(gated=gated)
-    epilogue, absent = epilogue_types(fused_byte_row_kernel, name, row_type, has_bias=has_bias)
+    epilogue = epilogue_types(fused_byte_row_kernel, name, row_type, has_bias=has_bias)
     constants = {
         "GATE": gate if gated else None, "COLUMN_SCALES": column_scales, "SQUARES_BLOCK": power_of_two(4096 // tiles.block_n),
         "WARPS": tiles.num_warps,
@@ -36,7 +36,7 @@ def _compilation(
         fused_byte_row_kernel,
         {"x": row_type, "weight": f"*{kind}", "weight_scales": "*fp32", **epilogue,
          **dict.fromkeys(("N", "K", "num_squares"), "i32"), "eps": "fp32", "alpha": "fp32"},
-        {**absent, **constants},
+        constants,
         num_warps=tiles.num_warps,
         capabilities=(HOPPER,),
         tensor_cores=True,

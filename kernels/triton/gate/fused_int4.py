@@ -21,14 +21,13 @@ def _compilation(name: str, dtype: str, group: int, capability: int) -> Compilat
     outputs, columns = LLAMA_8B[name]
     gated, row_type = name == "gate_up", f"*{dtype}"
     tiles = fused_int4_tiles(outputs, columns, 132, gated=gated)
-    epilogue, absent = epilogue_types(fused_int4_kernel, name, row_type, splits=tiles.splits)
+    epilogue = epilogue_types(fused_int4_kernel, name, row_type, splits=tiles.splits)
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_chunks", "split_chunks", "num_squares"), "i32")
     return Compilation(
         f"fused_int4_llama_8b_{name}_{dtype}_group{group}_sm{capability}",
         fused_int4_kernel,
         {"x": row_type, "words": "*i16", "scales_zeros": "*i32", **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
-        absent
-        | {
+        {
             "GATE": "silu" if gated else None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True,
             "SQUARES_BLOCK": power_of_two(4096 // OUTPUTS), "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,

@@ -29,7 +29,7 @@ def _compilation(
     """chunks: per group"""
     gated, row_type = name == "gate_up", f"*{dtype}"
     tiles = hopper_gemv_tiles(gated=gated)
-    epilogue, absent = epilogue_types(fused_int4_row_kernel, name, row_type, has_bias=has_bias)
+    epilogue = epilogue_types(fused_int4_row_kernel, name, row_type, has_bias=has_bias)
     numbers = dict.fromkeys(("N", "K", "num_chunks", "num_squares"), "i32")
     constants = {
         "GATE": gate if gated else None, "GROUP_CHUNKS": chunks, "BFLOAT_SCALES": scales == "bf16",
@@ -39,7 +39,7 @@ def _compilation(
         f"fused_int4_row_llama_8b_{name}{'_bias' * has_bias}{f'_{gate}' * gated}_{dtype}_scales_{scales}_group{128 * chunks}",
         fused_int4_row_kernel,
         {"x": row_type, "words": "*i16", "scales_zeros": "*i32", **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
-        {**absent, **constants},
+        constants,
         num_warps=tiles.num_warps,
         capabilities=(HOPPER,),
         tensor_cores=True,

@@ -38,11 +38,11 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind:
     type_bytes = {"weight_bytes": TYPE_BYTES[kind], "row_bytes": TYPE_BYTES[rows]}
     tiles = fused_tiles(outputs, columns, capability, 132, gated=name == "gate_up", **type_bytes)
     previous_block_n = fused_tiles(columns, columns, capability, 132, gated=False, **type_bytes).block_n
-    epilogue, absent = epilogue_types(fused_linear_kernel, name, f"*{rows}", splits=tiles.splits)
-    scales = {"weight_scales": "*fp32"} if TYPE_BYTES[kind] == 1 else {}
+    epilogue = epilogue_types(fused_linear_kernel, name, f"*{rows}", splits=tiles.splits)
+    scales = "*fp32" if TYPE_BYTES[kind] == 1 else None
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
     constants = {
-        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": True,
+        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": scales is not None, "EVEN_K": True,
         "SQUARES_BLOCK": power_of_two(-(-columns // previous_block_n)), "SPLITS": tiles.splits, "STAGES": tiles.num_stages,
         "WARPS": tiles.column_warps,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
@@ -50,8 +50,8 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind:
     return Compilation(
         f"fused_linear_{label}",
         fused_linear_kernel,
-        {"x": f"*{rows}", "weight": f"*{kind}", **scales, **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
-        {**({} if scales else {"weight_scales": None}), **absent, **constants},
+        {"x": f"*{rows}", "weight": f"*{kind}", "weight_scales": scales, **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
+        constants,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         capabilities=(capability,),

@@ -31,18 +31,19 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], row: str, kind: 
     weight_bytes = TYPE_BYTES[kind]
     tiles = gemv_tiles(columns, gated=name == "gate_up", has_squares_out=has_squares_out, weight_bytes=weight_bytes)
     previous_block_n = gemv_tiles(columns, gated=False, has_squares_out=True, weight_bytes=weight_bytes).block_n
-    epilogue, absent = epilogue_types(fused_row_kernel, name, f"*{row}")
-    scales = {"weight_scales": "*fp32"} if weight_bytes == 1 else {}
+    epilogue = epilogue_types(fused_row_kernel, name, f"*{row}")
+    scales = "*fp32" if weight_bytes == 1 else None
     numbers = dict.fromkeys(("N", "K", "num_squares"), "i32")
     constants = {
-        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": columns % tiles.block_k == 0,
-        "SQUARES_BLOCK": power_of_two(-(-columns // previous_block_n)), "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": scales is not None,
+        "EVEN_K": columns % tiles.block_k == 0, "SQUARES_BLOCK": power_of_two(-(-columns // previous_block_n)),
+        "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
     return Compilation(
         f"fused_row_{label}",
         fused_row_kernel,
-        {"x": f"*{row}", "weight": f"*{kind}", **scales, **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
-        {**({} if scales else {"weight_scales": None}), **absent, **constants},
+        {"x": f"*{row}", "weight": f"*{kind}", "weight_scales": scales, **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
+        constants,
         num_warps=tiles.num_warps,
         capabilities=(capability,),
         divisible=("N", "K", "num_squares"),

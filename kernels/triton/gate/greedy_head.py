@@ -24,13 +24,13 @@ def compilations() -> list[Compilation]:
 def _compilation(rows: str, weight: str, capability: int) -> Compilation:
     """`rows` and `weight` are types."""
     tiles = head_tiles(weight_bytes=TYPE_BYTES[weight], capability=capability, row_bytes=TYPE_BYTES[rows])
-    scales, absent = ({}, {"scales": None}) if weight == rows else ({"scales": "*fp32"}, {})
+    scales = None if weight == rows else "*fp32"
     numbers = dict.fromkeys(("M", "V", "K", "hidden_stride", "weight_stride", "tiles"), "i32")
     return Compilation(
         f"greedy_head_{rows}_{weight}_sm{capability}",
         head_kernel,
-        {"hidden": f"*{rows}", "weight": f"*{weight}", **scales, **PARTS, **numbers},
-        {"TOKENS": tiles.block_n, "COLUMNS": tiles.block_k, **absent},
+        {"hidden": f"*{rows}", "weight": f"*{weight}", "scales": scales, **PARTS, **numbers},
+        {"TOKENS": tiles.block_n, "COLUMNS": tiles.block_k},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         capabilities=(capability,),

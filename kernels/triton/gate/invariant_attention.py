@@ -39,10 +39,9 @@ def compilations() -> list[Compilation]:
 
 
 def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabilities: tuple[int, ...]) -> list[Compilation]:
-    tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv}", "out": f"*{dtype}", "partial_acc": "*fp32", "partial_stats": "*fp32"}
+    tensors: dict[str, str | None] = {"q": f"*{dtype}", "kv_cache": f"*{kv}", "kv_scales": "*fp32" if "fp8" in kv else None}
+    tensors |= {"out": f"*{dtype}", "partial_acc": "*fp32", "partial_stats": "*fp32"}
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
-    absent: dict[str, object] = {} if "fp8" in kv else {"kv_scales": None}
-    scales = {"kv_scales": "*fp32"} if "fp8" in kv else {}
     numbers = dict.fromkeys((*SIZES, "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
     configurations = []
     for number in capabilities:
@@ -51,8 +50,8 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
             Compilation(
                 f"invariant rows {name}, {tiling.keys} keys by {tiling.num_warps} warps, sm{number}",
                 rows_kernel,
-                tensors | scales | numbers | {"scale": "fp32"},
-                {**absent, **rows_constants(shape, tiling), "REQUESTS": 256},
+                tensors | numbers | {"scale": "fp32"},
+                {**rows_constants(shape, tiling), "REQUESTS": 256},
                 num_warps=tiling.num_warps,
                 num_stages=tiling.num_stages,
                 capabilities=(number,),
@@ -66,12 +65,13 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
 
 
 def _merge_compilation(name: str, shape: AttentionShape) -> Compilation:
-    tensors = {"out": "*bf16", "partial_acc": "*fp32", "partial_stats": "*fp32", "query_starts": "*i32", "context_lens": "*i32"}
+    tensors: dict[str, str | None] = {"out": "*bf16", "partial_acc": "*fp32", "partial_stats": "*fp32", "kv_scales": None}
+    tensors |= {"query_starts": "*i32", "context_lens": "*i32"}
     return Compilation(
         name,
         merge_rows_kernel,
         tensors | dict.fromkeys(SIZES, "i32"),
-        {"kv_scales": None, "UNROLL": MERGE_UNROLL, "REQUESTS": 256, **merge_constants(shape)},
+        {"UNROLL": MERGE_UNROLL, "REQUESTS": 256, **merge_constants(shape)},
         num_warps=MERGE_WARPS,
         capabilities=(90, 100),
         spill_bytes_max=SPILL_BYTES_MAX,

@@ -21,11 +21,11 @@ def _compilation(capability: int, dtype: str, group: int) -> Compilation:
         invariant_int4_kernel,
         {
             "x_ptr": f"*{dtype}", "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}",
-            "partials_ptr": "*fp32", "counters_ptr": "*i32",
+            "partials_ptr": "*fp32", "counters_ptr": "*i32", "bias_ptr": None,
             **dict.fromkeys(("M", *sizes, "num_chunks", "split_chunks"), "i32"),
         },
         {
-            "bias_ptr": None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "SPLITS": 4,
+            "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "SPLITS": 4,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
         },
         tiles.num_warps, tiles.num_stages, (capability,), tensor_cores=True, divisible=sizes, spill_bytes_max=SPILL_BYTES_MAX,

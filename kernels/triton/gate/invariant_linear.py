@@ -27,17 +27,17 @@ def compilations() -> list[Compilation]:
 
 
 def _compilation(x: str, weight: str, out: str, tiles: Tiles, capability: int, splits: int) -> Compilation:
-    scaled = {"x_scales_ptr": x == "fp8e4nv", "weight_scales_ptr": "8" in weight, "bias_ptr": False}
-    passed = {name: "*fp32" for name, given in scaled.items() if given}
-    passed |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
-    absent = sorted(set(scaled) - set(passed))
+    scales = {"x_scales_ptr": "*fp32" if x == "fp8e4nv" else None, "weight_scales_ptr": "*fp32" if "8" in weight else None}
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")
     return Compilation(
         f"invariant_linear_{x}_{weight}_split{splits}_sm{capability}",
         invariant_kernel,
-        passed | {"x_ptr": f"*{x}", "weight_ptr": f"*{weight}", "out_ptr": f"*{out}"} | dict.fromkeys(("M", *sizes), "i32"),
         {
-            **dict.fromkeys(absent), "ROW_SCALES": x == "fp8e4nv", "COLUMN_SCALES": "8" in weight, "EVEN_K": True,
+            "x_ptr": f"*{x}", "weight_ptr": f"*{weight}", **scales, "bias_ptr": None, "out_ptr": f"*{out}",
+            "partials_ptr": "*fp32", "counters_ptr": "*i32", **dict.fromkeys(("M", *sizes), "i32"),
+        },
+        {
+            "ROW_SCALES": x == "fp8e4nv", "COLUMN_SCALES": "8" in weight, "EVEN_K": True,
             "SPLITS": splits,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "GROUP_M": GROUP_ROWS,
             "STAGES": tiles.num_stages,

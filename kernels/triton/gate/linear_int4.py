@@ -35,18 +35,17 @@ def _compilation(capability: int, dtype: str, group: int, rows: int) -> Compilat
     tiles = int4_tiles(rows, 4096, 4096, capability, 132)
     tiles = replace(tiles, splits=8 if rows <= SPLIT_K_ROWS_MAX else 1)
     is_split = tiles.splits > 1
-    passed = {"partials_ptr": "*fp32", "counters_ptr": "*i32"} if is_split else {}
-    constants = {} if is_split else {"partials_ptr": None, "counters_ptr": None}
     sizes = ("N", "K", "stride_x", "stride_out")
     return Compilation(
         f"linear_int4_{dtype}_group{group}_{rows}rows_sm{capability}",
         linear_int4_kernel,
         {
-            "x_ptr": f"*{dtype}", "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}", **passed,
+            "x_ptr": f"*{dtype}", "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}",
+            "partials_ptr": "*fp32" if is_split else None, "counters_ptr": "*i32" if is_split else None, "bias_ptr": None,
             **dict.fromkeys(("M", *sizes, "num_chunks", "split_chunks"), "i32"),
         },
         {
-            **constants, "bias_ptr": None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "SPLITS": tiles.splits,
+            "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "SPLITS": tiles.splits,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
         },
         tiles.num_warps, tiles.num_stages, (capability,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,

@@ -21,13 +21,14 @@ def compilation(
     capabilities: tuple[int, ...],
 ) -> Compilation:
     """What `launch` compiles for K divisible by the tile, without bias, with one scale per row."""
-    floats = {"x_scales_ptr": x_scales, "weight_scales_ptr": weight_scales, "partials_ptr": tiles.splits > 1}
-    passed = {name: "*fp32" for name, given in floats.items() if given} | ({"counters_ptr": "*i32"} if tiles.splits > 1 else {})
-    absent = {*floats, "counters_ptr", "bias_ptr"} - set(passed)
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")
-    signature = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out or x, "M": "i32", **dict.fromkeys(sizes, "i32"), **passed}
+    signature = {
+        "x_ptr": x, "weight_ptr": weight, "out_ptr": out or x, "M": "i32", **dict.fromkeys(sizes, "i32"), "bias_ptr": None,
+        "x_scales_ptr": "*fp32" if x_scales else None, "weight_scales_ptr": "*fp32" if weight_scales else None,
+        "partials_ptr": "*fp32" if tiles.splits > 1 else None, "counters_ptr": "*i32" if tiles.splits > 1 else None,
+    }  # fmt: skip
     constants = {
-        **dict.fromkeys(sorted(absent), None), "ROW_SCALES": x_scales, "COLUMN_SCALES": weight_scales, "EVEN_K": True,
+        "ROW_SCALES": x_scales, "COLUMN_SCALES": weight_scales, "EVEN_K": True,
         "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
         "GROUP_M": GROUP_ROWS, "STAGES": tiles.num_stages,
     }  # fmt: skip

@@ -33,24 +33,20 @@ def _compilation(
     name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, rotary: int | None = None, qk_norm: str | None = None
 ) -> Compilation:
     """qk_norm: dtype of its weights; rotary: None if all dimensions are rotated."""
-    passed = {"qkv": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_table": "*i32", "context_lens": "*i32"}
-    absent: dict[str, object] = {"ROTARY": rotary or shape.head_dim}
-    optional = [("kv_scales", "*fp32", "fp8" in kv_dtype)]
-    optional += [(weight, f"*{qk_norm}", qk_norm is not None) for weight in ("q_weight", "k_weight")]
-    for tensor, kind, is_present in optional:
-        if is_present:
-            passed[tensor] = kind
-        else:
-            absent[tensor] = None
-    passed |= {"cos": f"*{dtype}", "sin": f"*{dtype}", "slot_mapping": "*i64", "out": f"*{dtype}"}
-    passed |= {"partial_out": "*fp32", "partial_lse": "*fp32", "arrivals": "*i32"}
-    passed |= {"scale": "fp32", "block_stride": "i32", "max_splits": "i32", "eps": "fp32"}
+    signature: dict[str, str | None] = {
+        "qkv": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_table": "*i32", "context_lens": "*i32",
+        "kv_scales": "*fp32" if "fp8" in kv_dtype else None,
+        **dict.fromkeys(("q_weight", "k_weight"), f"*{qk_norm}" if qk_norm else None),
+        "cos": f"*{dtype}", "sin": f"*{dtype}", "slot_mapping": "*i64", "out": f"*{dtype}",
+        "partial_out": "*fp32", "partial_lse": "*fp32", "arrivals": "*i32",
+        "scale": "fp32", "block_stride": "i32", "max_splits": "i32", "eps": "fp32",
+    }  # fmt: skip
     kv_bytes = TYPE_BYTES[kv_dtype]
     return Compilation(
         f"lone decode {name} {kv_dtype}",
         lone_kernel,
-        passed,
-        {**absent, **lone_constants(shape, kv_bytes)},
+        signature,
+        {"ROTARY": rotary or shape.head_dim, **lone_constants(shape, kv_bytes)},
         num_warps=lone_warps(shape, kv_bytes),
         num_stages=1,
         capabilities=FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES,

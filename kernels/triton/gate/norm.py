@@ -39,12 +39,13 @@ def _compilation(
     fp8: bool = False,
 ) -> Compilation:
     tile = row_tile(width)
+    stored = "fp8e4nv" if fp8 else dtype
     tensors: dict[str, str | None] = {
         "x": dtype,
         "residual": dtype if residual else None,
         "weight": dtype if weight == "" else weight,
         "branch_weight": branch_weight,
-        "normed": None if weight is None else "fp8e4nv" if fp8 else dtype,
+        "normed": None if weight is None else stored,
         "total": dtype if residual else None,
         "scales": "fp32" if fp8 else None,
     }
@@ -52,8 +53,8 @@ def _compilation(
     return Compilation(
         f"{'add_' if residual else ''}rms_norm_{name}",
         rms_norm_kernel,
-        {key: f"*{kind}" for key, kind in tensors.items() if kind is not None} | numbers | {"eps": "fp32", "alpha": "fp32"},
-        {key: None for key, kind in tensors.items() if kind is None} | {"WIDTH": width, "BLOCK": tile.block, "ROWS": tile.rows},
+        {key: kind and f"*{kind}" for key, kind in tensors.items()} | numbers | {"eps": "fp32", "alpha": "fp32"},
+        {"WIDTH": width, "BLOCK": tile.block, "ROWS": tile.rows},
         num_warps=tile.num_warps,
         capabilities=FP8_CAPABILITIES if fp8 else CAPABILITIES,
         divisible=("x_stride", "residual_stride", "normed_stride"),

@@ -24,20 +24,23 @@ def _compilation(
 ) -> Compilation:
     heads, kv_heads, head_dim, rotary_dim = shape
     tile = head_tile(num_tokens, heads, kv_heads, rotary_dim)
-    tensors = {"qkv": f"*{dtype}", "cos": f"*{dtype}", "sin": f"*{dtype}", "kv_cache": f"*{cache or dtype}"}
-    numbers = {"num_tokens": "i32", "qkv_stride": "i32", "block_stride": "i32", "slot_stride": "i32", "eps": "fp32"}
-    optional = {
+    tensors: dict[str, str | None] = {
+        "qkv": f"*{dtype}",
+        "cos": f"*{dtype}",
+        "sin": f"*{dtype}",
+        "kv_cache": f"*{cache or dtype}",
+        "slot_mapping": "*i64",
         "q_weight": f"*{dtype}" if norm else None,
         "k_weight": f"*{dtype}" if norm else None,
         "kv_scales": "*fp32" if cache else None,
     }
+    numbers = {"num_tokens": "i32", "qkv_stride": "i32", "block_stride": "i32", "slot_stride": "i32", "eps": "fp32"}
     words = "_".join(str(part) for part in (dtype, *shape, num_tokens, "norm" if norm else "", cache or "") if part != "")
     return Compilation(
         f"rope_and_cache_{words}",
         rope_and_cache_kernel,
-        {**tensors, "slot_mapping": "*i64", **{key: kind for key, kind in optional.items() if kind is not None}, **numbers},
-        {key: None for key, kind in optional.items() if kind is None}
-        | kernel_sizes(heads, kv_heads, head_dim, rotary_dim, 16, tile),
+        {**tensors, **numbers},
+        kernel_sizes(heads, kv_heads, head_dim, rotary_dim, 16, tile),
         num_warps=tile.num_warps,
         capabilities=FP8_CAPABILITIES if cache else CAPABILITIES,
         divisible=("qkv_stride", "block_stride", "slot_stride"),

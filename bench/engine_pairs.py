@@ -1,0 +1,110 @@
+"""What the benches of engines on a CPU share: random models, prompts, and the costs of two engines that run by turns.
+
+Both run in this process, one right after the other, in swapped order every other round, so that other work on the machine
+affects both. Compare them within a round only.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.environment import prepare_environment
+
+prepare_environment()
+
+import torch  # noqa: E402 - must see the environment set above
+import transformers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from engine import LLM, SamplingParams  # noqa: E402
+
+MAX_MODEL_LEN = 1024
+SIZES: dict[str, dict[str, Any]] = {
+    "8m": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+           "intermediate_size": 768, "vocab_size": 4096},
+    "100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+             "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Time of a run. CPU seconds cover all threads of this process: a busy neighbour affects them less than wall-clock time."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(run: Callable[[], object]) -> Cost:
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    run()
+    return Cost(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
+
+
+def time_pairs(first: Callable[[], object], second: Callable[[], object], rounds: int) -> list[tuple[Cost, Cost]]:
+    """The costs of both in each round. `first` is first in even rounds, counted from 0."""
+    pairs = []
+    for number in range(rounds):
+        if number % 2 == 0:
+            first_cost, second_cost = timed(first), timed(second)
+        else:
+            second_cost, first_cost = timed(second), timed(first)
+        pairs.append((first_cost, second_cost))
+    return pairs
+
+
+def make_model(size: str, directory: Path) -> Any:
+    """A seeded random Llama whose logits are spread wide enough for greedy choices to be clear."""
+    torch.manual_seed(0)
+    config = LlamaConfig(max_position_embeddings=MAX_MODEL_LEN, initializer_range=0.1, **SIZES[size])
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def make_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """Random tokens, the same for every engine."""
+    rng = random.Random(5)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def greedy_tokens(llm: LLM, prompts: list[Any], num_tokens: int) -> list[list[int]]:
+    """The `num_tokens` likeliest tokens after each prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+class OtherWork:
+    """What other processes used of the machine since this was made. Linux only."""
+
+    def __init__(self) -> None:
+        self._started_s, self._started_cpu_s = time.perf_counter(), self._cpu_s()
+
+    def cores(self) -> float:
+        """Cores, on average."""
+        return max(0.0, self._cpu_s() - self._started_cpu_s) / (time.perf_counter() - self._started_s)
+
+    @staticmethod
+    def _cpu_s() -> float:
+        """CPU seconds of all processes but this one."""
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        ticks = sum(map(int, fields[:3])) + sum(map(int, fields[5:8]))
+        own = os.times()
+        return ticks / os.sysconf("SC_CLK_TCK") - own.user - own.system
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Facts besides the machine on which torch's figures depend."""
+    return {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads,
+        "mkl_cbwr": os.environ.get("MKL_CBWR"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
