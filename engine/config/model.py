@@ -111,13 +111,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_json(directory: Path) -> dict[str, Any]:
-    """`config.json` of a model directory. Raises `NotAModelDirectory`."""
+    """`config.json` of a model directory, with the description of its quantisation where early AutoGPTQ put it into a file of its
+    own. Raises `NotAModelDirectory`."""
     if not directory.is_dir():
         raise NotAModelDirectory(f"{directory} is not a directory; give the folder that holds config.json and the weights")
     path = directory / "config.json"
     if not path.is_file():
         raise NotAModelDirectory(f"{directory} has no config.json; give the folder of a Hugging Face model")
-    return read_json(path)
+    config, quantisation_path = read_json(path), directory / "quantize_config.json"
+    if not config.get("quantization_config") and quantisation_path.is_file():
+        config["quantization_config"] = {"quant_method": "gptq", **read_json(quantisation_path)}
+    return config
 
 
 def load_model_config(directory: Path) -> ModelConfig:

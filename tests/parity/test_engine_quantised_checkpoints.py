@@ -6,6 +6,7 @@ rounded to 8 bits as well, sums in another order may round one of them to the ne
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config.model import load_model_config
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.parity import LOGPROB_TOLERANCE, reference_logprobs
@@ -112,6 +114,19 @@ def test_modules_that_were_not_converted_stay_plain_even_between_those_that_were
         sources["llama"], tmp_path / name, layout, skipped=("lm_head", "k_proj", "up_proj", "layers.0.mlp.down_proj")
     )
     assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
+
+
+def test_gptq_may_be_described_in_a_file_of_its_own(sources: dict[str, Path], tmp_path: Path) -> None:
+    """As the early AutoGPTQ wrote it, which left out the method."""
+    folder = layouts.write(sources["llama"], tmp_path / "gptq", LAYOUTS["gptq"]).directory
+    described = load_model_config(folder).quantization
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model_config(folder).quantization is None
+    del settings["quant_method"]
+    (folder / "quantize_config.json").write_text(json.dumps({**settings, "true_sequential": True}))
+    assert load_model_config(folder).quantization == described
 
 
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "gptq"])
