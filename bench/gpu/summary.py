@@ -15,7 +15,11 @@ JUDGED_BY = {"of limit": "fraction", "× peer": "ratio"}
 
 
 def summary(report: dict[str, Any]) -> str:
-    """One line for every row with a goal: verdict, name, figure, goal. Checks are only counted, unless they fail."""
+    """One line for every row with a goal: verdict, name, figure, goal. Checks are only counted, unless they fail. Without a
+    card: the reason."""
+    if not report["card"] and all(row["value"] is None for row in report["rows"]):
+        reason = next((part["error"] for part in report["parts"] if "error" in part), "no part was run")
+        return f"\nnothing was measured: {reason}; {report['taken_s']} s"
     judged = [row for row in report["rows"] if row.get("must_show", "-") != "-"]
     lines = ["", "judged"]
     for part in COUNTED_PARTS:

@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_json(directory: Path) -> dict[str, Any]:
-    """`config.json` of a model directory, with the description of its quantisation where early AutoGPTQ put it into a file of its
+    """`config.json` of a model directory, with the description of its quantisation where early AutoGPTQ put it in a file of its
     own. Raises `NotAModelDirectory`."""
     if not directory.is_dir():
         raise NotAModelDirectory(f"{directory} is not a directory; give the folder that holds config.json and the weights")

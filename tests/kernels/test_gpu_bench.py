@@ -348,6 +348,8 @@ def test_without_a_gpu_it_says_so_and_begins_nothing_else(tmp_path: Path) -> Non
     assert answer.returncode == 1
     assert "torch finds no NVIDIA GPU here" in answer.stdout
     assert "formats: not begun: the card could not be calibrated" in answer.stdout
+    last = answer.stdout.splitlines()[-1]
+    assert last.startswith("nothing was measured: exit status 1: torch finds no NVIDIA GPU here")
 
 
 def test_what_is_missing_is_named_in_one_message() -> None:
