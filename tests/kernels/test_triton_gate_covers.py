@@ -13,9 +13,12 @@ from tests.support.triton_versions import compiling_process
 ASKED = {
     80: ("llama-8b", "gemma-3-4b"),
     89: ("qwen3-0.6b", "qwen3-30b-a3b"),
-    90: ("llama-8b", "qwen3-0.6b", "qwen3-30b-a3b", "gemma-3-4b"),
+    90: (
+        "llama-8b", "qwen3-0.6b", "qwen3-30b-a3b", "gemma-3-4b", "llama-8b-int8", "llama-8b-fp8", "llama-8b-awq",
+        "llama-8b-invariant", "llama-8b-invariant-awq",
+    ),
     100: ("llama-8b", "gemma-3-4b"),
-}
+}  # fmt: skip
 """Models of each card: all of them on the card that has most kernels of its own, each of the others has two, and each model two
 cards or three."""
 COVERED = {
@@ -23,6 +26,8 @@ COVERED = {
     "partial_logprobs_kernel", "merge_logprobs_kernel", "linear_kernel", "grouped_kernel", "sort_kernel",
     "route_kernel", "combine_kernel", "prepare_decode_kernel", "copy_blocks_kernel", "count_tokens_kernel",
     "split_kernel", "merge_kernel", "prefill_kernel", "bitmask_kernel", "merge_chunks_kernel", "lone_kernel",
+    "overlapped_kernel", "rows_kernel", "merge_rows_kernel", "invariant_kernel", "invariant_int4_kernel", "linear_int4_kernel",
+    "fused_row_kernel", "fused_byte_row_kernel", "fused_int4_row_kernel", "fused_int4_kernel",
 }  # fmt: skip
 """Kernels whose tiles follow from the model. Of those that go over rows of some width the gate has widths alone."""
 

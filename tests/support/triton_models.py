@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -57,6 +56,16 @@ MODELS: dict[str, Case] = {
         "rope_local_base_freq": 10_000.0, "rope_theta": 1_000_000.0,
     }, {**SMALL, "kv_cache_dtype": "fp8"}),
 }  # fmt: skip
+LLAMA = {**MODELS["llama-8b"].model, "tie_word_embeddings": True}
+MODELS |= {
+    "llama-8b-int8": Case(LLAMA, {**SMALL, "quantization": "int8"}),
+    "llama-8b-fp8": Case(LLAMA, {**SMALL, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "llama-8b-awq": triton_variants.quantised_case("awq", "qweight", LLAMA, SMALL, **triton_variants.AWQ),
+    "llama-8b-invariant": Case(LLAMA, {**SMALL, "batch_invariant": True}),
+    "llama-8b-invariant-awq": triton_variants.quantised_case(
+        "awq", "qweight", LLAMA, {**SMALL, "batch_invariant": True}, **triton_variants.AWQ
+    ),
+}
 Key = tuple[str, ...]
 
 
@@ -147,7 +156,6 @@ def report_card(capability: int, names: Sequence[str]) -> None:
         recorder.keys.clear()
         with (
             tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(triton_variants, "write_weights"),
             triton_variants.engine_of(Path(folder), case_for(name, capability)),
         ):
             pass

@@ -28,6 +28,7 @@ def compilations() -> list[Compilation]:
         configurations += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
     configurations += [
         _compilation("llama-8b bf16, few requests", llama, "bf16", "bf16", requests=32),
+        _compilation("llama-8b fp8e4nv, few requests", llama, "bf16", "fp8e4nv", requests=32),
         _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16"),
         _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
         _compilation("window and soft-cap", gemma, "bf16", "bf16"),
@@ -36,6 +37,7 @@ def compilations() -> list[Compilation]:
         _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16),
         _compilation("short chunks, few requests", llama, "bf16", "bf16", max_query_len=16, requests=32),
         _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16),
+        _compilation("short chunks fp8e4nv, few requests", llama, "bf16", "fp8e4nv", max_query_len=16, requests=32),
         _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16),
     ]
     configurations += _split_forms(llama, small_llama, gemma)

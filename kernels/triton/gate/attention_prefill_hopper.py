@@ -22,19 +22,20 @@ def compilations() -> list[Compilation]:
         "7 heads bf16": AttentionShape(16, 28, 4, 128),
     }
     whole = [_compilation(name, shape, is_split=False) for name, shape in shapes.items()]
-    return whole + [_compilation(name, shape, is_split=True) for name, shape in shapes.items()]
+    whole.append(_compilation("llama-8b bf16", llama, is_split=False, requests=FEW_REQUESTS))
+    return whole + [_compilation(name, shape, is_split=True, requests=FEW_REQUESTS) for name, shape in shapes.items()]
 
 
-def _compilation(name: str, shape: AttentionShape, *, is_split: bool) -> Compilation:
+def _compilation(name: str, shape: AttentionShape, *, is_split: bool, requests: int = 256) -> Compilation:
     tensors: dict[str, str | None] = dict.fromkeys(("q", "kv_cache", "out"), f"*{name.rpartition(' ')[2]}")
     tensors |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32" if is_split else None)
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride", "max_splits"), "i32")
     return Compilation(
-        f"overlapped prefill{', splits,' if is_split else ''} {name}",
+        f"overlapped prefill{', splits,' if is_split else ', few requests,' if requests == FEW_REQUESTS else ''} {name}",
         overlapped_kernel,
         tensors | numbers | {"scale": "fp32"},
-        {**overlapped_constants(shape, is_split=is_split), "REQUESTS": FEW_REQUESTS if is_split else 256},
+        {**overlapped_constants(shape, is_split=is_split), "REQUESTS": requests},
         num_warps=NUM_WARPS,
         capabilities=(HOPPER,),
         tensor_cores=True,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kernels.triton.card_properties import HOPPER, power_of_two
+from kernels.triton.card_properties import HOPPER
 from kernels.triton.fused_byte_row import fused_byte_row_kernel
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
+from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types, squares_block
 from kernels.triton.hopper_gemv import hopper_gemv_tiles
 
 
@@ -27,8 +27,8 @@ def _compilation(
     tiles = hopper_gemv_tiles(gated=gated)
     epilogue = epilogue_types(fused_byte_row_kernel, name, row_type, has_bias=has_bias)
     constants = {
-        "GATE": gate if gated else None, "COLUMN_SCALES": column_scales, "SQUARES_BLOCK": power_of_two(4096 // tiles.block_n),
-        "WARPS": tiles.num_warps,
+        "GATE": gate if gated else None, "COLUMN_SCALES": column_scales,
+        "SQUARES_BLOCK": squares_block(name, 4096 // tiles.block_n), "WARPS": tiles.num_warps,
     }  # fmt: skip
     label = f"{name}{'_bias' * has_bias}{f'_{gate}' * gated}_{row}_{kind}{'' if column_scales else '_one_scale'}"
     return Compilation(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kernels.triton.card_properties import power_of_two
 from kernels.triton.fused_int4 import OUTPUTS, fused_int4_kernel, fused_int4_tiles
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
+from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types, squares_block
 
 
 def compilations() -> list[Compilation]:
@@ -29,7 +28,7 @@ def _compilation(name: str, dtype: str, group: int, capability: int) -> Compilat
         {"x": row_type, "words": "*i16", "scales_zeros": "*i32", **epilogue, **numbers, "eps": "fp32", "alpha": "fp32"},
         {
             "GATE": "silu" if gated else None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True,
-            "SQUARES_BLOCK": power_of_two(4096 // OUTPUTS), "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m,
+            "SQUARES_BLOCK": squares_block(name, 4096 // OUTPUTS), "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
         },
         num_warps=tiles.num_warps,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kernels.triton.card_properties import HOPPER, power_of_two
+from kernels.triton.card_properties import HOPPER
 from kernels.triton.fused_int4_row import fused_int4_row_kernel
 from kernels.triton.gate.compilation import Compilation
-from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
+from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types, squares_block
 from kernels.triton.hopper_gemv import hopper_gemv_tiles
 
 
@@ -33,7 +33,7 @@ def _compilation(
     numbers = dict.fromkeys(("N", "K", "num_chunks", "num_squares"), "i32")
     constants = {
         "GATE": gate if gated else None, "GROUP_CHUNKS": chunks, "BFLOAT_SCALES": scales == "bf16",
-        "SQUARES_BLOCK": power_of_two(4096 // tiles.block_n), "WARPS": tiles.num_warps,
+        "SQUARES_BLOCK": squares_block(name, 4096 // tiles.block_n), "WARPS": tiles.num_warps,
     }  # fmt: skip
     return Compilation(
         f"fused_int4_row_llama_8b_{name}{'_bias' * has_bias}{f'_{gate}' * gated}_{dtype}_scales_{scales}_group{128 * chunks}",

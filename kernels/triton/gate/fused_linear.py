@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kernels.triton.card_properties import power_of_two
 from kernels.triton.fused_linear import fused_linear_kernel, fused_tiles
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
-from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types
+from kernels.triton.gate.epilogue import LLAMA_8B, epilogue_types, squares_block
 from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
 
 QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), "down": (1024, 3072)}
@@ -43,8 +42,8 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind:
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
     constants = {
         "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": scales is not None, "EVEN_K": True,
-        "SQUARES_BLOCK": power_of_two(-(-columns // previous_block_n)), "SPLITS": tiles.splits, "STAGES": tiles.num_stages,
-        "WARPS": tiles.column_warps,
+        "SQUARES_BLOCK": squares_block(name, -(-columns // previous_block_n)), "SPLITS": tiles.splits,
+        "STAGES": tiles.num_stages, "WARPS": tiles.column_warps,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
     return Compilation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kernels.attention_rows import AttentionShape
+from kernels.triton.chunk_splits import FEW_REQUESTS
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 from kernels.triton.invariant_attention import MERGE_UNROLL, MERGE_WARPS, merge_constants, rows_constants, rows_tiling
 from kernels.triton.invariant_rows import SIZES, merge_rows_kernel, rows_kernel
@@ -31,14 +32,18 @@ def compilations() -> list[Compilation]:
     }
     for name, shape in others.items():
         configurations += _compilations(name, shape, "bf16", "bf16", H200)
+    configurations += _compilations("llama-8b bf16, few requests", llama, "bf16", "bf16", H200, requests=FEW_REQUESTS)
     configurations += _compilations("float32, window and soft-cap", gemma, "fp32", "fp32", H200)
     configurations += [
         _merge_compilation(f"merge of rows, {name}", shape) for name, shape in {"llama-8b": llama, **others}.items()
     ]
+    configurations.append(_merge_compilation("merge of rows, llama-8b, few requests", llama, requests=FEW_REQUESTS))
     return configurations
 
 
-def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabilities: tuple[int, ...]) -> list[Compilation]:
+def _compilations(
+    name: str, shape: AttentionShape, dtype: str, kv: str, capabilities: tuple[int, ...], *, requests: int = 256
+) -> list[Compilation]:
     tensors: dict[str, str | None] = {"q": f"*{dtype}", "kv_cache": f"*{kv}", "kv_scales": "*fp32" if "fp8" in kv else None}
     tensors |= {"out": f"*{dtype}", "partial_acc": "*fp32", "partial_stats": "*fp32"}
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
@@ -51,7 +56,7 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
                 f"invariant rows {name}, {tiling.keys} keys by {tiling.num_warps} warps, sm{number}",
                 rows_kernel,
                 tensors | numbers | {"scale": "fp32"},
-                {**rows_constants(shape, tiling), "REQUESTS": 256},
+                {**rows_constants(shape, tiling), "REQUESTS": requests},
                 num_warps=tiling.num_warps,
                 num_stages=tiling.num_stages,
                 capabilities=(number,),
@@ -64,14 +69,14 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
     return configurations
 
 
-def _merge_compilation(name: str, shape: AttentionShape) -> Compilation:
+def _merge_compilation(name: str, shape: AttentionShape, *, requests: int = 256) -> Compilation:
     tensors: dict[str, str | None] = {"out": "*bf16", "partial_acc": "*fp32", "partial_stats": "*fp32", "kv_scales": None}
     tensors |= {"query_starts": "*i32", "context_lens": "*i32"}
     return Compilation(
         name,
         merge_rows_kernel,
         tensors | dict.fromkeys(SIZES, "i32"),
-        {"UNROLL": MERGE_UNROLL, "REQUESTS": 256, **merge_constants(shape)},
+        {"UNROLL": MERGE_UNROLL, "REQUESTS": requests, **merge_constants(shape)},
         num_warps=MERGE_WARPS,
         capabilities=(90, 100),
         spill_bytes_max=SPILL_BYTES_MAX,

@@ -22,7 +22,7 @@ def compilations() -> list[Compilation]:
         _compilation(x, weight, out, invariant_tiles((4096, 4096), dtype, 1, capability, 132), capability, splits)
         for x, weight, out, dtype, cards in kinds
         for capability in cards
-        for splits in ((1, 4) if capability == 90 else (4,))
+        for splits in ((1, 4, 8) if capability == 90 else (4,))
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.triton.gate.compilation import TYPE_BYTES, Compilation
-from kernels.triton.gate.linear_tiles import compilation
+from kernels.triton.gate.linear_tiles import compilation, split_counts
 from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles
 
 KINDS = (
@@ -28,5 +28,5 @@ def compilations() -> list[Compilation]:
         for x, out, cards in KINDS
         for capability in cards
         for rows in ((16, 32, 64, 128) if x != "fp32" else (16, 64, 128))
-        for splits in ((8,) if rows <= MEMORY_BOUND_ROWS_MAX else (1,))
+        for splits in (split_counts(x) if rows <= MEMORY_BOUND_ROWS_MAX else (1,))
     ]

@@ -10,7 +10,8 @@ from kernels.triton.linear_int4 import SPLIT_K_ROWS_MAX, dequantise_int4_kernel,
 
 
 def compilations() -> list[Compilation]:
-    """Every tile that `int4_tiles` may choose, groups of 128; smaller groups in the lowest tile; the unpacking."""
+    """Every tile that `int4_tiles` may choose, groups of 128, with splits, for an H200 also without; smaller groups in the
+    lowest tile; the unpacking."""
     kinds = [(80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 128), (90, "bf16", 32), (100, "bf16", 128)]
     return [
         *(
@@ -18,6 +19,7 @@ def compilations() -> list[Compilation]:
             for capability, dtype, group in kinds
             for rows in ((16, 32, 64, 128) if group == 128 else (16,))
         ),
+        *(_compilation(90, "bf16", 128, rows, is_split=False) for rows in (16, 32, 64)),
         Compilation(
             "dequantise_int4_bf16",
             dequantise_int4_kernel,
@@ -31,13 +33,13 @@ def compilations() -> list[Compilation]:
     ]  # fmt: skip
 
 
-def _compilation(capability: int, dtype: str, group: int, rows: int) -> Compilation:
-    tiles = int4_tiles(rows, 4096, 4096, capability, 132)
-    tiles = replace(tiles, splits=8 if rows <= SPLIT_K_ROWS_MAX else 1)
-    is_split = tiles.splits > 1
+def _compilation(capability: int, dtype: str, group: int, rows: int, *, is_split: bool = True) -> Compilation:
+    """Is split only where `rows` are few."""
+    is_split = is_split and rows <= SPLIT_K_ROWS_MAX
+    tiles = replace(int4_tiles(rows, 4096, 4096, capability, 132), splits=8 if is_split else 1)
     sizes = ("N", "K", "stride_x", "stride_out")
     return Compilation(
-        f"linear_int4_{dtype}_group{group}_{rows}rows_sm{capability}",
+        f"linear_int4_{dtype}_group{group}_{rows}rows_split{tiles.splits}_sm{capability}",
         linear_int4_kernel,
         {
             "x_ptr": f"*{dtype}", "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.triton.gate.compilation import TYPE_BYTES, Compilation
-from kernels.triton.gate.linear_tiles import compilation
+from kernels.triton.gate.linear_tiles import compilation, split_counts
 from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles
 
 
@@ -21,5 +21,5 @@ def compilations() -> list[Compilation]:
         for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (80, 90, 100)))
         for capability in cards
         for rows in ((16, 32, 64, 128) if dtype != "fp32" else (16, 64, 128))
-        for splits in ((8,) if rows <= MEMORY_BOUND_ROWS_MAX else (1,))
+        for splits in (split_counts(dtype) if rows <= MEMORY_BOUND_ROWS_MAX else (1,))
     ]

@@ -9,6 +9,11 @@ SPILL_BYTES_MAX = 16
 """An assembler that stops at 64 registers spills one or two numbers from before the loop until after it."""
 
 
+def split_counts(dtype: str) -> tuple[int, ...]:
+    """With how many splits tiles of 8-bit weights are compiled: for the types of rows that are served most also without."""
+    return (8,) if dtype in ("fp16", "fp32") else (1, 4, 8)
+
+
 def compilation(
     name: str,
     tiles: Tiles,

@@ -18,6 +18,7 @@ _TYPES = {
 KINDS = (
     ("bf16", 128_256, False), ("bf16", 128_256, True), ("bf16", 151_936, False), ("bf16", 151_936, True),
     ("bf16", 262_208, False), ("bf16", 262_208, True), ("fp32", 128_256, False),
+    ("fp32", 128_256, True),
 )  # fmt: skip
 """Type of the logits (float32 in batch-invariant steps); vocabularies of Llama 3, Qwen3 and Gemma 3; whether there is a
 grammar."""
