@@ -261,8 +261,11 @@ def overlapped_prefill(
     out: torch.Tensor,
     partials: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """`attention_prefill.paged_prefill` into `out`, where `is_overlapped`. num_tiles: tiles of ROWS rows, of all requests;
-    partials: memory for the partial results of splits, None if no tile is split."""
+    """`attention_prefill.paged_prefill` into `out`, where `is_overlapped`: with its formula, operations, masks and types.
+
+    num_tiles: tiles of ROWS rows, of all requests; partials: memory for the partial results of splits, None if no tile is
+    split. Bytes: the keys and values before a tile's last query, 4 · D per token and KV head, once per tile; with splits also
+    4 · (D + 1) per query, head and split written."""
     partial_out, partial_lse = partials or (None, None)
     num_requests, splits = block_tables.shape[0], 1 if partials is None else partials.partial_out.shape[1]
     overlapped_kernel[(num_tiles * shape.num_kv_heads, splits)](

@@ -149,7 +149,12 @@ def merge_chunks(
     tile: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """Merges the partial results of every split tile, in order, into the rows of `out`. tile: rows and keys."""
+    """out[i, h] = Σ 2^lse[i, s, h] · partial[i, s, h] / Σ 2^lse[i, s, h] over the splits s of the tile of row i, in their order
+    (arXiv 2311.01282). Rows of tiles that are not split are left as they are.
+
+    partials: [T, S, H, D] and [T, S, H] float32; query_starts: [B + 1] int32; context_lens: [B] int32; tile: its rows
+    and keys; out: [T, H, D]. Bytes: 4 · (D + 1) per split, row and head, and the row of `out`; 2 · D operations per split, in
+    float32. Splits beyond a tile's own are not read."""
     rows, keys = tile
     num_requests, queries = context_lens.shape[0], rows // shape.group
     merge_chunks_kernel[out.shape[:2]](

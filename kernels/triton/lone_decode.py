@@ -179,7 +179,9 @@ def lone_decode(
     may write the table, the length, the angles, the slot or the cached tokens: they are read before the wait for that kernel.
 
     A split has as many tiles as it takes for all splits to fit the card at a time; their number depends only on the request's
-    length and the card.
+    length and the card. Bytes: all visible keys and values once, and 4 · (D + 1) per split and query head, written and read
+    again. Operations: 4 · D · H per visible token. What lies outside the window is neither read nor counted; scores, sums and
+    outputs are in float32, weights are rounded to the cache's dtype (float16 for an fp8 cache) for the second product.
     """
     kv_bytes, heads = kv_cache.element_size(), shape.num_heads
     splits = max_lone_splits(shape, block_table.shape[1], kv_bytes, qkv.device)
