@@ -168,7 +168,8 @@ def test_the_same_bound_holds_for_the_box_for_plans_for_simulations_and_for_libr
 def test_four_bits_of_a_checkpoint_are_what_is_planned_for(tmp_path: Path) -> None:
     fit = memory_fit(str(written(tmp_path, FOLDERS["awq"])), replace(find_gpu("a100"), memory_bytes=12 * GIB))
     assert fit.context_len > 0
-    assert fit.needs.weights_bytes / 1e9 == pytest.approx(5.7, rel=0.01)
+    # 3.5 GB of codes, 0.2 of scales and zeros, 2.1 of the rest
+    assert fit.needs.weights_bytes / 1e9 == pytest.approx(5.81, rel=0.005)
 
 
 @pytest.mark.parametrize("name", MODELS)
