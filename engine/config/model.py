@@ -167,9 +167,10 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
     experts = _experts(config, family)
     layers, ropes, windows = _layers(config, family, head_dim, experts)
     attention_bias = family.reads_attention_bias and flag(config, "attention_bias")
+    vocab_size = positive(config, "vocab_size")
     return ModelConfig(
         family=family,
-        vocab_size=positive(config, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=positive(config, "intermediate_size"),
         num_heads=num_heads,
@@ -196,7 +197,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         residual_multiplier=_multiplier(config, family, "residual_multiplier"),
         logits_divisor=_multiplier(config, family, "logits_scaling"),
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        eos_token_ids=_eos_token_ids(config, generation, positive(config, "vocab_size")),
+        eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         quantization=parse_quantization(config),
     )
 

@@ -90,13 +90,9 @@ class CudaGraphs:
         self._failed: dict[Hashable, str] = {}  # why there is no graph
         self._num_captured = 0
         self._driver_bytes = 0
-        self._renew_pool()
-        self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def _renew_pool(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._is_new_pool = True
         self._pool_graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # that still exist
+        self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def is_ready(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -150,9 +146,8 @@ class CudaGraphs:
         return graph
 
     def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
-        if not self._is_new_pool and not self._pool_graphs:  # lost its last graph: torch's allocator would take no other
-            self._renew_pool()
-        self._is_new_pool = False
+        if not self._pool_graphs:  # torch's allocator takes no graph into a pool that has lost its last one
+            self._pool = torch.cuda.graph_pool_handle()
         # Not `torch.cuda.graph`: it waits for the device and empties the allocator's cache, and steps may be under way.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
@@ -167,7 +162,7 @@ class CudaGraphs:
         try:
             graph.capture_end()
         except RuntimeError:  # torch's allocator goes on recording into the pool, and lets no other capture do so
-            self._renew_pool()
+            self._pool_graphs = weakref.WeakSet()  # so that the next capture gets another pool
             raise
         self._pool_graphs.add(graph)
 
