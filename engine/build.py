@@ -163,7 +163,8 @@ def _allocate_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: Loa
         torch.cuda.empty_cache()  # release what loading held temporarily before the rest is counted
     kv_bytes = resolved.forecast.fixed_kv_bytes
     if kv_bytes is None:
-        kv_bytes = free_kv_bytes(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)
+        fit = resolved.forecast.fit
+        kv_bytes = free_kv_bytes(fit.needs, options.gpu_memory_utilization, device, others_bytes=fit.others_bytes)
     plan = resolved.memory_plan(kv_bytes)
     target = _make_paged_decoder(model, resolved, plan)
     draft_decoder = None if draft is None else _make_paged_decoder(draft, resolved, plan)

@@ -37,7 +37,8 @@ SPLIT_TIME_RATIO_MAX = 0.85
 """Splitting must reduce the estimated time (`_fastest_splits`) to this fraction of the unsplit time; the estimate ignores the
 merge."""
 MERGE_PROGRAMS = 32
-"""Programs of MERGE_WARPS warps that a multiprocessor holds at a time: 24 on sm_89, 32 on others."""
+"""The most merging programs for each multiprocessor, which holds 16 to 25 at a time, by their registers: fewer would merge
+many heads one after the other where a few queries are split."""
 _SPLIT_FROM = tl.constexpr(SPLIT_FROM)
 
 
@@ -169,8 +170,8 @@ def merge_chunks(
 
 
 def _merging_programs(num_rows: int, num_heads: int, multiprocessors: int) -> int:
-    """Programs per query, each for some of its heads: only as many as the card holds at a time, because most queries of most
-    steps are not split, and their programs do nothing but start and end."""
+    """Programs per query, each for some of its heads: only as many as the card holds at a time or twice, because most queries
+    of most steps are not split, and their programs do nothing but start and end."""
     return max(1, min(num_heads, MERGE_PROGRAMS * multiprocessors // num_rows))
 
 

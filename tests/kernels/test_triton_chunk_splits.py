@@ -205,7 +205,7 @@ def test_how_many_programs_share_the_heads_of_a_query_changes_no_bit(
 
 
 @pytest.mark.parametrize(("num_rows", "programs"), [(16, 32), (132, 32), (200, 21), (960, 4), (2112, 2), (10_000, 1)])
-def test_the_merging_programs_of_many_queries_run_at_a_time(num_rows: int, programs: int) -> None:
+def test_the_merging_programs_of_many_queries_are_few_at_a_time(num_rows: int, programs: int) -> None:
     assert chunk_splits._merging_programs(num_rows, LLAMA.num_heads, 132) == programs
 
 

@@ -123,9 +123,16 @@ def options_of(folder: Path, **values: Any) -> EngineOptions:
     return _engine_options(parse_arguments(engine_command(ModelFolder.check(folder), settings, 7)[3:]))
 
 
+def test_each_engine_learns_of_the_models_that_share_its_gpu(tmp_path: Path) -> None:
+    first, second, third = (make_hollow_model(tmp_path / name) for name in ("first", "second", "third"))
+    assert options_of(first, models=[str(first), str(second), str(third)]).colocated_models == (second, third)
+    assert options_of(second, models=[str(first), str(second)]).colocated_models == (first,)
+    assert options_of(first, models=[str(first)]).colocated_models == ()
+
+
 def test_every_option_of_an_engine_is_a_setting_but_those_of_one_model() -> None:
     names = {_OPTION_NAMES.get(field.name, field.name) for field in dataclasses.fields(EngineSettings)}
-    assert LIMITS.keys() - names == {"model", "name", "num_kv_blocks"}
+    assert LIMITS.keys() - names == {"model", "name", "num_kv_blocks", "colocated_models"}
     assert names <= LIMITS.keys()
 
 
