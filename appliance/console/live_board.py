@@ -35,6 +35,7 @@ _MEMORY_LABELS = {
     "rotary_tables": "Rotary tables",
     "device_context": "Device context",
     "kv_cache": "KV cache",
+    "other_models": "Other models",
 }
 _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
 

@@ -89,9 +89,11 @@ class MemoryForecast:
         return f"the context is {self.fit.context_len} tokens: {self.name} {self.fit.explain()}"
 
     def parts(self, measured: MeasuredMemory) -> list[MemoryPart]:
-        """Predicted and measured bytes, part by part."""
-        needs = self.fit.needs
-        return [
+        """Predicted and measured bytes, part by part. What the driver reports in use beside this process cannot be told apart
+        from what other models have, so it is not reported beside them."""
+        needs, others_bytes = self.fit.needs, self.fit.others_bytes
+        context_bytes = None if others_bytes else measured.context_bytes
+        parts = [
             MemoryPart(name="weights", predicted_bytes=needs.weights_bytes, measured_bytes=measured.weights_bytes),
             MemoryPart(name="activations", predicted_bytes=needs.activations_bytes, measured_bytes=measured.activations_bytes),
             MemoryPart(
@@ -100,9 +102,12 @@ class MemoryForecast:
             ),
             MemoryPart(name="slots", predicted_bytes=needs.slots_bytes, measured_bytes=measured.slots_bytes),
             MemoryPart(name="rotary_tables", predicted_bytes=needs.rotary_bytes, measured_bytes=measured.rotary_bytes),
-            MemoryPart(name="device_context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
+            MemoryPart(
+                name="device_context", predicted_bytes=needs.context_bytes - others_bytes, measured_bytes=context_bytes
+            ),
             MemoryPart(name="kv_cache", predicted_bytes=self.predicted_kv_bytes, measured_bytes=measured.kv_bytes),
         ]  # fmt: skip
+        return [*parts, MemoryPart(name="other_models", predicted_bytes=others_bytes)] if others_bytes else parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
 from engine.memory.device import WORKSPACE_BYTES, free_kv_bytes
-from engine.memory.forecast import MemoryForecast, forecast_memory
+from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.step_mode import StepMode
@@ -87,6 +87,15 @@ def test_what_other_programs_hold_is_not_divided_once_it_is_seen(card: Card, fol
     card.used += before.fit.others_bytes + 10 * GIB
     beside_it = forecast(folders[0], folders[1])
     assert before.predicted_kv_bytes - beside_it.predicted_kv_bytes == pytest.approx(10 * GIB, rel=0.03)
+
+
+def test_what_is_left_to_others_is_a_part_of_its_own(card: Card, folders: list[Path]) -> None:
+    found = forecast(folders[0], folders[1])
+    measured = MeasuredMemory(weights_bytes=1, kv_bytes=1, rotary_bytes=1, context_bytes=60 * GIB)
+    parts = {part.name: part for part in found.parts(measured)}
+    assert parts["other_models"].predicted_bytes == found.fit.others_bytes
+    assert parts["device_context"].predicted_bytes == CONTEXT_BYTES
+    assert parts["device_context"].measured_bytes is None, "the driver does not tell others' memory apart"
 
 
 def test_seats_that_are_few_beside_others_leave_them_more(card: Card, folders: list[Path]) -> None:
