@@ -146,7 +146,8 @@ class Admission:
         self._kv.release(request, is_preempted=is_preempted, is_failed=is_failed)
 
     def check_invariants(self) -> None:
-        self._forecast.check_invariants()
+        """Raise `AssertionError` unless an end to come is predicted for each running request, and for no other."""
+        self._forecast.check_invariants(self._accounts.running_requests, self._accounts.step)
 
 
 def _shares_prompt(request: Request) -> bool:

@@ -269,6 +269,7 @@ class LaunchedFuzz:
     def submit(self, tenant: int, prompt: list[int], max_tokens: int, *, n: int, min_tokens: int = 0) -> None:
         tenant_id, weight = self.world.tenants[tenant % len(self.world.tenants)]
         rng, name = self.rng, str(len(self.submitted))
+        weight = rng.choice((1, 2, 4)) if rng.random() < 0.05 else weight
         if rng.random() < 0.03:
             self.device.culprits.add(name)
         request = GenerationRequest(
@@ -328,6 +329,7 @@ class LaunchedFuzz:
         self.engine.check_invariants()
         totals, step = self.scheduler.totals, self.scheduler.accounts.step
         assert totals.generation_tokens == sum(map(len, self.delivered.values()))
+        assert self.scheduler.accounts.aggregate.service_at(step) == sum(self.meter.service.values())
         for account in self.scheduler.accounts:
             assert account.service_at(step) == self.meter.service[account], f"{account.tenant_id} was charged otherwise"
         if self.drafter is not None:
