@@ -17,7 +17,16 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from engine.loop import Engine
-from engine.protocol import EngineInfo, FinishReason, GenerationRequest, PlainReason, Priority, SamplingParams, TokenEvent
+from engine.protocol import (
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    PlainReason,
+    Priority,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.fair_policy import FairPolicy
@@ -52,6 +61,11 @@ def extended(prefix: int, token_id: int) -> int:
 def token_after(prefix: int, index: int) -> int:
     """The token that answer `index` of a request has after a prefix."""
     return hash((prefix, index)) % VOCAB_SIZE
+
+
+def score_after(prefix: int) -> TokenLogprob:
+    """The log-probability of whatever token follows a prefix."""
+    return TokenLogprob(logprob=-float(prefix % 1009))
 
 
 def prefix_of(token_ids: Sequence[int]) -> int:
@@ -214,14 +228,26 @@ class FakeDevice:
             prefix = extended(prefix, known)
             self._slots[self._slot(request, position)] = Content(request.tenant_id, known, prefix)
             prefixes.append(prefix)
+        scores = self._prompt_scores(item, prefixes)
         if not item.samples:
-            return StepOutput()
+            return StepOutput(prompt_logprobs=scores)
         drawn = [token_after(each, request.index) for each in prefixes[len(prefixes) - item.num_draft_tokens - 1 :]]
         num_accepted = 0
         while num_accepted < item.num_draft_tokens and drawn[num_accepted] == item.draft_token_ids[num_accepted]:
             num_accepted += 1
         self._last_tokens[request] = drawn[num_accepted]
-        return StepOutput(drawn[: num_accepted + 1]) if item.num_draft_tokens else drawn[0]
+        if not item.num_draft_tokens and request.sampling.logprobs is None and not scores:
+            return drawn[0]
+        ends = prefixes[len(prefixes) - item.num_draft_tokens - 1 :][: num_accepted + 1]
+        logprobs = None if request.sampling.logprobs is None else [score_after(each) for each in ends]
+        return StepOutput(drawn[: num_accepted + 1], logprobs, scores)
+
+    def _prompt_scores(self, item: ScheduledRequest, prefixes: Sequence[int]) -> list[TokenLogprob] | None:
+        """The scores of the prompt tokens that these rows predict."""
+        request = item.request
+        if request.sampling.prompt_logprobs is None or request.index:
+            return None
+        return [score_after(each) for each in prefixes[: max(0, request.num_prompt_tokens - 1 - item.start)]]
 
 
 class LaunchedFuzz:
@@ -259,6 +285,8 @@ class LaunchedFuzz:
         self.scheduler.schedule = self._metered_plan  # type: ignore[method-assign]
         self.submitted: dict[str, GenerationRequest] = {}
         self.delivered: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
+        self.prompt_scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
         self.ended: dict[tuple[str, int], TokenEvent] = {}
 
     def _metered_plan(self) -> ScheduledBatch:
@@ -279,7 +307,15 @@ class LaunchedFuzz:
             priority=rng.choice(list(Priority)) if rng.random() < 0.2 else Priority.STANDARD,
             queue_deadline_s=self.now_s + rng.randint(0, 20) if rng.random() < 0.1 else None,
             prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens, n=n, min_tokens=min_tokens),
+            sampling=SamplingParams(
+                temperature=0.0,
+                seed=1,
+                max_tokens=max_tokens,
+                n=n,
+                min_tokens=min_tokens,
+                logprobs=0 if rng.random() < 0.2 else None,
+                prompt_logprobs=0 if rng.random() < 0.2 else None,
+            ),
         )
         self.submitted[name] = request
         assert self.engine.submit(request) == []
@@ -307,6 +343,8 @@ class LaunchedFuzz:
             answer = event.request_id, event.index
             assert answer not in self.ended, "an event after the last one"
             self.delivered[answer] += event.token_ids
+            self.scores[answer] += event.logprobs or []
+            self.prompt_scores[answer] += event.prompt_logprobs or []
             assert event.num_output_tokens == len(self.delivered[answer])
             if event.finish_reason is not None:
                 self.ended[answer] = event
@@ -315,15 +353,28 @@ class LaunchedFuzz:
     def _check_answer(self, submitted: GenerationRequest, last: TokenEvent) -> None:
         found, expected = self.delivered[last.request_id, last.index], expected_answer(submitted, last.index)
         assert found == expected[: len(found)], f"answer {last.index} of {last.request_id} has other tokens"
+        self._check_scores(submitted, last)
         if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert found == expected, "an answer ended early"
             is_stopped = found[-1] == STOP_TOKEN and len(found) >= submitted.sampling.min_tokens
             assert last.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
             assert last.num_prompt_tokens_computed == len(submitted.prompt_token_ids)
         elif last.finish_reason is FinishReason.ERROR:
-            assert last.request_id in self.device.culprits, last.error
+            assert last.request_id in self.device.culprits
+            assert last.error == "the engine failed while computing this request: RuntimeError: boom"
+            assert last.error_param is None
         elif last.finish_reason is FinishReason.DEADLINE:
             assert not found
+
+    def _check_scores(self, submitted: GenerationRequest, last: TokenEvent) -> None:
+        """Each token has one score, those that were computed again too."""
+        answer, prompt, sampling = (last.request_id, last.index), submitted.prompt_token_ids, submitted.sampling
+        text = prompt + self.delivered[answer]
+        scores = [score_after(prefix_of(text[:end])) for end in range(1, len(text))]
+        assert self.scores[answer] == ([] if sampling.logprobs is None else scores[len(prompt) - 1 :])
+        has_scored = sampling.prompt_logprobs is not None and not last.index
+        num_scored = min(last.num_prompt_tokens_computed, len(prompt) - 1) if has_scored else 0
+        assert self.prompt_scores[answer] == scores[:num_scored]
 
     def check(self) -> None:
         self.engine.check_invariants()
