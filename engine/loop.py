@@ -76,7 +76,7 @@ class Engine:
         self._is_idle_checked = True
         self._overlapped: OverlappedSteps | None = None
         if isinstance(runner, AheadRunner):
-            self._overlapped = OverlappedSteps(runner, scheduler.advance, self._move)
+            self._overlapped = OverlappedSteps(runner, scheduler.advance)
         self._in_flight_step: InFlightStep | None = None
         self._collected_s = 0.0
 
@@ -247,7 +247,12 @@ class Engine:
         return step_events
 
     def _move(self, moves: BlockMoves) -> None:
-        """Move blocks, if need be at a second attempt."""
+        """Move blocks, each kind of move if need be at a second attempt. A kind that is repeated does no harm, but all of them
+        might: a block that was swapped out may have been overwritten by a block that was swapped in."""
+        for kind in moves.kinds():
+            self._move_kind(kind)
+
+    def _move_kind(self, moves: BlockMoves) -> None:
         try:
             self._runner.move(moves)
         except Exception:

@@ -271,6 +271,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless blocks, requests, accounts and limits agree. For tests and for the idle engine."""
         check_scheduler(self)
+        self.admission.check_invariants()
+        self._decodes.check_invariants()
 
 
 def _probe_item(block_id: int) -> ScheduledRequest:

@@ -423,7 +423,8 @@ def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
         assert found == expected(name, 3, 6, stops=False)
 
 
-def test_copies_behind_a_failed_step_are_made_again() -> None:
+def test_copies_are_made_once_although_the_step_behind_them_is_computed_again() -> None:
+    """By then, another request may have what they were copied from."""
     runner = FakeAheadRunner()
     engine = make_engine(runner)
     engine.submit(generation_request("a", [1, 2, 3], max_tokens=6, n=2))
@@ -431,9 +432,8 @@ def test_copies_behind_a_failed_step_are_made_again() -> None:
     runner.not_launched = {"a"}
     engine.step()
     engine.step()
-    copies = [moves.copies for moves in runner.moves]
-    assert len(copies) == 2, "before the step, and once more as the step was not launched"
-    assert copies[0] == copies[1]
+    assert "run 2" in runner.log
+    assert [len(moves.copies) for moves in runner.moves] == [1]
 
 
 def test_a_batch_that_needs_the_host_waits_for_the_step_under_way_and_is_not_launched() -> None:
