@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.config.model import ModelConfig
-from engine.config.quantization import Fp8Weights, Int4Weights
+from engine.config.stored_weights import Fp8Weights, Int4Weights
 from engine.errors import EngineConfigError, UnsupportedModel
 from engine.options import EngineOptions
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.families import FAMILIES, Family
-from engine.config.quantization import KEY as QUANTIZATION
-from engine.config.quantization import CheckpointQuantization, parse_quantization
+from engine.config.quantization import parse_quantization
+from engine.config.quantization_keys import KEY as QUANTIZATION
 from engine.config.rope import RopeConfig, RopeDefaults, parse_rope
+from engine.config.stored_weights import CheckpointQuantization
 from engine.config.values import JsonObject, flag, integers, mapping, number, positive
 from engine.config.windows import layer_windows
 from engine.errors import NotAModelDirectory, UnsupportedModel

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.config.quantization import CheckpointQuantization, Fp8Weights
+from engine.config.stored_weights import CheckpointQuantization, Fp8Weights
 from engine.quantization.products import concat_outputs
 from engine.quantization.stored_fp8 import Fp8Matrix
 from engine.quantization.stored_int4 import Int4Matrix

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.config.quantization import Int4Layout, Int4Weights
+from engine.config.stored_weights import Int4Layout, Int4Weights
 from engine.errors import WeightsError
 from engine.quantization.places import CodesPlace, GroupScalesPlace, OrderPlace
 from engine.weights import WeightPlan

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.config.quantization import Activations, Fp8Weights, Int4Layout, Int4Weights, parse_quantization
+from engine.config.quantization import parse_quantization
+from engine.config.stored_weights import Activations, Fp8Weights, Int4Layout, Int4Weights
 from engine.errors import UnsupportedModel
 from tests.support.quantised_checkpoints import compressed_settings
 
