@@ -18,7 +18,7 @@ from engine.speculation.options import SpeculativeOptions
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fair", "fcfs")
-QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors")
+QUANTIZATIONS = ("int8", "fp8", "none", "awq", "gptq", "compressed-tensors", "modelopt")
 HEAD_QUANTIZATIONS = ("none", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SWAP_SPACE_GIB_MAX = 4096.0
@@ -47,7 +47,8 @@ class EngineOptions:
     gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no step is captured or recorded as a
     whole, and none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may
     make running requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
-    `quantization`: int8 or fp8 quantises the weights while they are read, another one must be what the checkpoint is in.
+    `quantization`: int8 or fp8 quantises the weights while they are read, none keeps or decodes them unquantised, another one
+    must be what the checkpoint is in.
     `head_quantization`: the format of the output head, where it is not to be kept as `quantization` or the checkpoint says.
     `kv_cache_dtype`: auto keeps keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
     """

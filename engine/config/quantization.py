@@ -5,13 +5,22 @@ Which modules are quantised is not read here: the tensors in the files say so, w
 
 from __future__ import annotations
 
-from engine.config.compressed_tensors import parse_compressed
+from engine.config.compressed_tensors import check_kv_scheme, parse_compressed, read_block
 from engine.config.quantization_keys import KEY, group_size, refusal, require_one_of
-from engine.config.stored_weights import Activations, CheckpointQuantization, Fp8Weights, Int4Layout, Int4Weights, StoredWeights
+from engine.config.stored_weights import (
+    Activations,
+    CheckpointQuantization,
+    Fp8BlockWeights,
+    Fp8Weights,
+    GroupLayout,
+    Int4Weights,
+    Int8GroupWeights,
+    StoredWeights,
+)
 from engine.config.values import JsonObject, flag, mapping
 from engine.errors import UnsupportedModel
 
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt")
 
 
 def parse_quantization(config: JsonObject) -> CheckpointQuantization | None:
@@ -28,19 +37,28 @@ def parse_quantization(config: JsonObject) -> CheckpointQuantization | None:
 
 
 def _weights(method: str, settings: JsonObject) -> StoredWeights:
-    if method == "awq":
-        return _awq(settings)
-    if method == "gptq":
-        return _gptq(settings)
-    return _fp8(settings) if method == "fp8" else parse_compressed(settings)
+    parsers = {"fp8": _fp8, "compressed-tensors": parse_compressed, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt}
+    return parsers[method](settings)
 
 
-def _fp8(settings: JsonObject) -> Fp8Weights:
-    """The layout of vLLM's and transformers' `fp8`: weight, weight_scale and, with static activations, input_scale."""
-    require_one_of(settings, "weight_block_size", None)
+def _fp8(settings: JsonObject) -> Fp8Weights | Fp8BlockWeights:
+    """The layout of vLLM's and transformers' `fp8`: weight, weight_scale and, with static activations, input_scale. With blocks
+    it is DeepSeek's: weight and weight_scale_inv, by which codes are multiplied, whatever the name suggests."""
     require_one_of(settings, "fmt", None, "e4m3", "float8_e4m3fn")
-    require_one_of(settings, "activation_scheme", None, "dynamic", "static")
-    return Fp8Weights(activations=Activations(settings.get("activation_scheme") or "dynamic"))
+    if settings.get("weight_block_size") is None:
+        require_one_of(settings, "activation_scheme", None, "dynamic", "static")
+        return Fp8Weights(activations=Activations(settings.get("activation_scheme") or "dynamic"))
+    require_one_of(settings, "activation_scheme", None, "dynamic")
+    block = read_block(settings, "weight_block_size")
+    return Fp8BlockWeights(block=block, marker="weight_scale_inv", key=f"weight_block_size {list(block)}")
+
+
+def _modelopt(settings: JsonObject) -> Fp8Weights:
+    """The layout of ModelOpt's FP8: one weight_scale and one input_scale for each matrix."""
+    require_one_of(settings, "quant_algo", "FP8")
+    require_one_of(settings, "kv_cache_quant_algo", None, "FP8")
+    check_kv_scheme(mapping(settings, "kv_cache_scheme"), None, "tensor")
+    return Fp8Weights(activations=Activations.STATIC)
 
 
 def _awq(settings: JsonObject) -> Int4Weights:
@@ -48,13 +66,13 @@ def _awq(settings: JsonObject) -> Int4Weights:
     require_one_of(settings, "bits", 4)
     if str(settings.get("version") or "gemm").lower() != "gemm":
         raise refusal("version", settings["version"], "gemm")
-    return Int4Weights(layout=Int4Layout.AWQ, group_size=group_size(settings), zero_offset=0)
+    return Int4Weights(layout=GroupLayout.AWQ, group_size=group_size(settings), zero_offset=0)
 
 
-def _gptq(settings: JsonObject) -> Int4Weights:
+def _gptq(settings: JsonObject) -> Int4Weights | Int8GroupWeights:
     """`desc_act` needs nothing here: `g_idx` in the files says which group an input belongs to. Neither do entries of `dynamic`
     that begin with `-:`, which name modules that are not quantised."""
-    require_one_of(settings, "bits", 4)
+    require_one_of(settings, "bits", 4, 8)
     require_one_of(settings, "pack_dtype", None, "int32")
     others = [pattern for pattern in mapping(settings, "dynamic") if not pattern.startswith("-:")]
     if others:
@@ -65,4 +83,7 @@ def _gptq(settings: JsonObject) -> Int4Weights:
     if format_name not in ("gptq", "gptq_v2"):
         raise refusal("checkpoint_format", format_name, "gptq, gptq_v2")
     offset = 1 if format_name == "gptq" else 0  # the first format stores zero - 1
-    return Int4Weights(layout=Int4Layout.GPTQ, group_size=group_size(settings), zero_offset=offset)
+    size = group_size(settings)
+    if settings["bits"] == 4:
+        return Int4Weights(layout=GroupLayout.GPTQ, group_size=size, zero_offset=offset)
+    return Int8GroupWeights(layout=GroupLayout.GPTQ, group_size=size, zero_offset=offset, key="bits 8")

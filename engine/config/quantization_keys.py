@@ -18,8 +18,13 @@ def require_one_of(settings: JsonObject, key: str, *accepted: object, prefix: st
     """Raise `UnsupportedModel` for a value that is none of `accepted`; a missing key and null are `None`."""
     value = settings.get(key)
     if not any(value == each and type(value) is type(each) for each in accepted):
-        allowed = ", ".join("none" if each is None else str(each).lower() for each in accepted)
-        raise refusal(f"{prefix}{key}", value, allowed)
+        raise refusal(f"{prefix}{key}", value, ", ".join(map(_in_json, accepted)))
+
+
+def _in_json(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def group_size(settings: JsonObject, *, prefix: str = "") -> int | None:
