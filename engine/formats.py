@@ -103,8 +103,8 @@ def _check_decoded(stored: DecodedWeights, requested: str | None) -> None:
     raise EngineConfigError(
         "quantization",
         f"{given}: the checkpoint is {stored} (config.json: {KEY}.{stored.key}), which is decoded while it is read. "
-        "int8 rounds its weights to 8-bit integers and is nearly lossless, fp8 rounds them to E4M3 once more, none keeps them "
-        'unquantised (in gatehouse.toml: quantization = "int8"; on the command line: --quantization int8)',
+        "int8 rounds its weights to 8-bit integers (usually closest), fp8 to E4M3 once more, none keeps them unquantised "
+        '(in gatehouse.toml: quantization = "int8"; on the command line: --quantization int8)',
     )
 
 

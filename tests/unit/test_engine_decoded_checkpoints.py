@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.simulator.fitting import memory_fit
 from engine.simulator.models import find_gpu
 from engine.speculation.options import SpeculativeOptions
 from engine.verify import verify_model
+from kernels import ops
 from tests.support import hub_checkpoints as hub
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
@@ -71,7 +73,7 @@ def test_what_the_weights_become_must_be_chosen(name: str, written: dict[str, la
     directory = written[name].directory
     refused = (
         rf"quantization must be chosen: the checkpoint is {STORED_AS[name]} \(config\.json: quantization_config\.{KEYS[name]}\)"
-        r".* int8 rounds .* nearly lossless, fp8 .*, none .* "
+        r".* int8 rounds .* \(usually closest\), fp8 .*, none .* "
         r"\(in gatehouse\.toml: quantization = \"int8\"; on the command line: --quantization int8\)"
     )
     with pytest.raises(EngineConfigError, match=refused):
@@ -190,6 +192,26 @@ def test_nothing_of_the_checkpoint_is_held_once_it_is_decoded(
     small_engine(written["blocks"].directory, quantization="int8")
     assert held[1::2] == [0] * (len(held) // 2)
     assert all(held[0::2])
+
+
+WEIGHTS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
+    "normal": torch.randn,
+    "with outliers": lambda shape: torch.randn(shape) * torch.where(torch.arange(shape[1]) % 100 == 0, 10.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(("weights", "int8_adds", "fp8_adds"), [("normal", 0.11, 0.98), ("with outliers", 2.2, 0.95)])
+def test_rounding_decoded_blocks_again_costs_what_the_documentation_says(
+    weights: str, int8_adds: float, fp8_adds: float
+) -> None:
+    """As shares of the variance of the error of E4M3 in blocks."""
+    torch.manual_seed(0)
+    original = WEIGHTS[weights]((256, 4096))
+    _, decoded = hub.fp8_blocks(block=(128, 128)).store("", original)
+    variance = (decoded - original).square().mean()
+    for packed, adds in ((ops.pack_int8(decoded), int8_adds), (ops.pack_fp8(decoded), fp8_adds)):
+        again = packed.values.float() * packed.scales[:, None]
+        assert float((again - decoded).square().mean() / variance) == pytest.approx(adds, rel=0.1)
 
 
 def damaged(source: layouts.WrittenCheckpoint, directory: Path, **changes: Any) -> Path:
