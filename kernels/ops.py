@@ -41,6 +41,7 @@ from kernels.quantised_linear import (
 from kernels.quantised_weights import (
     Fp8Weight,
     Int4Weight,
+    Int8Weight,
     int4_scale_dtype,
     pack_awq,
     pack_fp8,
@@ -71,6 +72,7 @@ __all__ = [
     "Fp8Weight",
     "HostTokens",
     "Int4Weight",
+    "Int8Weight",
     "LinearKernel",
     "LinearPacker",
     "NotRecordable",

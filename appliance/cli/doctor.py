@@ -236,6 +236,11 @@ def _models(settings: Settings) -> list[Check]:
             facts = check_model(path)
         except CommandFailed as failure:
             checks.append(Check(f"model {path.name}", "wrong", failure.message, "give --model the folder of a model"))
+            continue
+        choices = facts.get("quantization_options", "")
+        if choices and settings.quantization not in choices.split(", "):
+            problem = f"is {facts['quantization']}, and quantization does not say what its weights become"
+            checks.append(Check(f"model {path.name}", "wrong", problem, f"set quantization to one of {choices}"))
         else:
             size = f"{facts['parameters'] / 1e6:.1f} million parameters"
             checks.append(Check(f"model {path.name}", "ok", f"{facts['architecture']}, {size}"))
