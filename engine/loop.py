@@ -39,7 +39,6 @@ from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.token_events import StepEvents, end_unscheduled, refusal_events
 
 FAILED_STEPS_MAX = 3
@@ -60,16 +59,14 @@ class Engine:
         grammars: GrammarQueue,
         *,
         clock: Callable[[], float] = time.monotonic,
-        step_budget: StepBudget | None = None,
     ) -> None:
-        """Steps overlap if `runner` can launch them ahead. `step_budget` observes how long steps took; it should be the
-        scheduler's."""
+        """Steps overlap if `runner` can launch them ahead."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._grammars = grammars
-        self._step_budget = step_budget
+        self._step_budget = scheduler.step_budget
         self._live: dict[str, list[Request]] = {}
         self._figures = StepFigures()
         self._failed_steps = 0

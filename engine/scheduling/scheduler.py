@@ -74,7 +74,7 @@ class Scheduler:
         self.kv = KvBlocks(pool, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
         urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache)
         self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
-        self._step_budget = step_budget
+        self.step_budget = step_budget
         self.admission = Admission(self.accounts, self.kv, max_num_seqs=limits.max_num_seqs, step_budget=step_budget)
         self._rotation = TenantRotation(self.accounts, self.kv, clock)
         self._decodes = DecodeSet(self.accounts, limits.block_size)
@@ -201,8 +201,8 @@ class Scheduler:
     def _schedule_prefills(self, batch: ScheduledBatch) -> None:
         if not self.accounts.prefilling and not (self._lifecycle.has_queued and self.admission.has_seat):
             return
-        if self._step_budget is not None:
-            self._step_budget.begin_step(len(batch.decodes), self.accounts.aggregate.context_at(self.accounts.step))
+        if self.step_budget is not None:
+            self.step_budget.begin_step(len(batch.decodes), self.accounts.aggregate.context_at(self.accounts.step))
         for returning in self._rotation.first_prefills(self.admission.can_return):
             if not self._add_chunk(batch, returning):
                 return
@@ -216,8 +216,8 @@ class Scheduler:
         """Compute the next part of a prompt; False when the step is full."""
         start = self.admission.first_position(request)
         num_tokens = min(self.limits.max_num_batched_tokens - batch.num_tokens, request.num_tokens - start)
-        if self._step_budget is not None:
-            num_tokens = self._step_budget.chunk(start, num_tokens)
+        if self.step_budget is not None:
+            num_tokens = self.step_budget.chunk(start, num_tokens)
             if not num_tokens:
                 return False
         if request.status is RequestStatus.QUEUED:
