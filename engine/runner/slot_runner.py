@@ -97,21 +97,15 @@ class SlotRunner:
         return None
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Begin a step."""
+        """Begin a step. Where some rows verify guesses, all before it is settled."""
         with self._inference:
             self.steps.token_return.begin_step()
-            self._decodes = batch.decodes
+            if not batch.num_draft_tokens:
+                self._decodes = batch.decodes
+                return self._launch_decodes(batch) if _has_no_chunks(batch) else self._launch_chunks(batch)
             if _has_no_chunks(batch):
-                return self._launch_decodes(batch)
-            return self._launch_chunks(batch)
-
-    @torch.inference_mode()
-    def launch_verification(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Begin a step in which some rows verify guesses; all before it is settled."""
-        self.steps.token_return.begin_step()
-        if _has_no_chunks(batch):
-            return self._launch_verification(batch.items)
-        return self._launch_verification_with_chunks(batch)
+                return self._launch_verification(batch.items)
+            return self._launch_verification_with_chunks(batch)
 
     @property
     @torch.inference_mode()
