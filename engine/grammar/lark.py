@@ -15,8 +15,8 @@ from engine.grammar.regex import Regex, alt, literal
 from engine.grammar.schema_cases import conjunction
 from engine.grammar.schema_document import Document
 from engine.grammar.schema_nodes import parse
-from engine.grammar.shapes import Shapes
 from engine.grammar.spec import GrammarError, GrammarSpec, check_schema_text
+from engine.grammar.term_shapes import Shapes
 from engine.grammar.terminals import Terminals
 
 
