@@ -22,7 +22,7 @@ from engine.protocol import FinishReason, SamplingParams, TenantProgress, TokenE
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.checks import check_scheduler
+from engine.scheduling.checks import check_accounts, check_requests
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.drafting import Drafter, Drafting
@@ -269,8 +269,12 @@ class Scheduler:
         return self.accounts.progress()
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` unless blocks, requests, accounts and limits agree. For tests and for the idle engine."""
-        check_scheduler(self)
+        """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Visits every request, block and account:
+        for tests and for the idle engine."""
+        running, waiting = self.running, list(self.waiting())
+        check_requests(running, waiting, self.limits)
+        self.kv.check_invariants([*running, *waiting])
+        check_accounts(self.accounts)
 
 
 def _probe_item(block_id: int) -> ScheduledRequest:
