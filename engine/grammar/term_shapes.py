@@ -24,7 +24,7 @@ from engine.grammar.regex import (
     repeat,
 )
 from engine.grammar.schema_cases import Case, Cases, conjunction, make_term
-from engine.grammar.schema_document import Document
+from engine.grammar.schema_keywords import Keywords
 from engine.grammar.schema_nodes import Constraint, Items, Members, Node, refusal
 from engine.grammar.schema_values import Literal, Pair, Term, Values, equality_key, nodes_of, type_of
 from engine.grammar.shapes import Array, Constants, Counted, Member, Object, OtherMembers, Shape, Strings
@@ -67,9 +67,9 @@ class MemberRules:
 class Shapes:
     """Shapes of the terms of one document. `matches_nothing(language)` decides whether a language is empty."""
 
-    def __init__(self, document: Document, matches_nothing: Callable[[Regex], bool]) -> None:
-        self._cases = Cases(document, self.is_empty, self.strings)
-        self._values = Values(document)
+    def __init__(self, keywords: Keywords, matches_nothing: Callable[[Regex], bool]) -> None:
+        self._cases = Cases(keywords, self.is_empty, self.strings)
+        self._values = Values(keywords)
         self._matches_nothing = matches_nothing
         self._cache: dict[Term, tuple[Shape, ...]] = {}
         self._emptiness: dict[Term, bool] = {}
