@@ -138,7 +138,7 @@ def build_engine(
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _log_start(info, _describe_mode(cached, slot_runner, is_asked_for=options.enforce_eager), times)
     grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
-    return Engine(scheduler, slot_runner or cached.runner, info, grammars, step_budget=budget)
+    return Engine(scheduler, slot_runner or cached.runner, info, grammars)
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:

@@ -55,11 +55,8 @@ class AheadRunner(Runner, Protocol):
         ...
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Begin a step, behind those begun before it. Raises when it cannot."""
-        ...
-
-    def launch_verification(self, batch: ScheduledBatch) -> PendingStep:
-        """As `launch`, a step in which some rows verify guesses; everything before it is settled."""
+        """Begin a step, behind those begun before it. Raises when it cannot. Where some rows verify guesses, everything before
+        the step is settled."""
         ...
 
     def invalidate_slots(self) -> None:
@@ -179,7 +176,7 @@ class OverlappedSteps:
 
     def _run_verification(self, batch: ScheduledBatch) -> list[RowResult] | None:
         try:
-            pending = self._runner.launch_verification(batch)
+            pending = self._runner.launch(batch)
             pending.complete()
             return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback

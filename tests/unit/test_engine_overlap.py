@@ -95,22 +95,14 @@ class FakeAheadRunner:
         return PlainReason.LOGIT_BIAS if is_plain else None
 
     def launch(self, batch: ScheduledBatch) -> FakePendingStep:
-        items = batch.items
-        self.log.append(f"launch {len(items)}")
+        items, guesses = batch.items, [item.num_draft_tokens for item in batch.items]
+        self.log.append(f"verify {guesses}" if any(guesses) else f"launch {len(items)}")
         names = frozenset(item.request.request_id for item in items)
         if names & self.fails_at_launch:
             raise RuntimeError("it cannot be launched")
         found = [None if item.request.request_id in self.yields_nothing else out for item, out in
                  zip(items, self._answer(items), strict=True)]  # fmt: skip
         return FakePendingStep(self, found, names)
-
-    def launch_verification(self, batch: ScheduledBatch) -> FakePendingStep:
-        items = batch.items
-        self.log.append(f"verify {[item.num_draft_tokens for item in items]}")
-        names = frozenset(item.request.request_id for item in items)
-        if names & self.fails_at_launch:
-            raise RuntimeError("it cannot be launched")
-        return FakePendingStep(self, self._answer(items) if not names & self.yields_nothing else [None for _ in items], names)
 
     def invalidate_slots(self) -> None:
         self.log.append("forget")
