@@ -164,7 +164,7 @@ async def test_how_long_a_request_took_is_measured_once(
 
 
 async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
-    balance = box.model.client.figures.balance
+    balance = box.model.engine.figures.balance
     balance.note_status(engine_status())
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
@@ -464,7 +464,7 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
         box.generations.abort(entry.request_id, access=WHOLE_BOX)
 
     monkeypatch.setattr(box.ledger, "open", left)
-    balance = box.model.client.figures.balance
+    balance = box.model.engine.figures.balance
     balance.note_status(engine_status())
     with structlog.testing.capture_logs() as logs:
         generation = await box.start(cast.bob, TEXT)
