@@ -22,7 +22,6 @@ from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.endings import Ended, Outcome, as_written, early
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
-from appliance.serving.text_output import TextOutput
 from appliance.telemetry.metrics import Metrics
 from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 
@@ -60,7 +59,7 @@ class Generation:
         self._model = model
         self._request = request
         self._field_names = field_names
-        self._answers = [Answer(index, _text_output(model, request)) for index in range(request.sampling.num_answers)]
+        self._answers = [Answer(index, model.prompting, request.sampling) for index in range(request.sampling.num_answers)]
         self._bill = bill
         self._clock = clock
         self._metrics = metrics
@@ -276,13 +275,6 @@ class Generation:
             ttft_s=live.ttft_s,
             preemptions=live.preemptions,
         )
-
-
-def _text_output(model: ServedModel, request: GenerationRequest) -> TextOutput:
-    sampling = request.sampling
-    return TextOutput(
-        model.prompting, stop=sampling.stop, min_tokens=sampling.min_tokens, stop_token_ids=sampling.stop_token_ids
-    )
 
 
 def _failed(cause: str, error: GatehouseError | None, finish_reason: str = "error") -> Ended:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from appliance.serving import event_queue
 from appliance.serving.chunk_queue import ChunkQueue
+from appliance.serving.chunks import Chunk
 from appliance.serving.event_queue import EventQueue
-from appliance.serving.text_output import Chunk
 from engine.protocol import FinishReason, TokenEvent
 
 ANSWERS = 4
