@@ -29,6 +29,7 @@ from kernels.triton.embedding import embed  # noqa: E402
 from kernels.triton.linear import linear  # noqa: E402
 from kernels.triton.logprobs import token_logprobs  # noqa: E402
 from kernels.triton.rope_and_cache import rope_and_cache  # noqa: E402
+from kernels.triton.rotated_decode import rotated_decode  # noqa: E402
 from kernels.triton.token_counts import count_tokens  # noqa: E402
 
 FAR = 2**31
@@ -90,6 +91,27 @@ def test_chunks_read_far_blocks_for_far_queries(kernels: ModuleType, window: int
     expected = kernels.paged_prefill(q, near, tables, starts, lengths, shape, max_query_len=10)
     found = kernels.paged_prefill(far_apart(q), far, tables + first, starts, lengths, shape, max_query_len=10)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("lengths", [(41,), (41, 5)])
+def test_decodes_with_their_rotation_read_and_write_far_blocks(lengths: tuple[int, ...], device: torch.device) -> None:
+    """One request is served by `lone_decode`."""
+    rows, size = len(lengths), SHAPE.head_dim
+    near = normal(4, *BLOCK_SHAPE, dtype=torch.float16, device=device)
+    far, first = far_blocks(near)
+    qkv = normal(rows, SHAPE.num_heads + 2 * SHAPE.num_kv_heads, size, dtype=torch.float16, device=device, seed=1)
+    angles = normal(rows, 1, size, dtype=torch.float16, device=device, seed=2)
+    tables = integers(2, 0, 1, 3, 0, 0, device=device).view(2, 3)[:rows]
+    slots = integers(1 * SHAPE.block_size + 8, 3 * SHAPE.block_size + 4, device=device)[:rows]
+    results = [
+        rotated_decode(
+            qkv, angles, angles, cache, slots + begin * SHAPE.block_size, tables + begin,
+            integers(*lengths, device=device), SHAPE, rotary_dim=size,
+        )
+        for cache, begin in ((near, 0), (far, first))
+    ]  # fmt: skip
+    assert_same(results[1], results[0])
+    assert_same(far[first:], near)
 
 
 def test_partial_results_are_stored_at_far_offsets(device: torch.device) -> None:
