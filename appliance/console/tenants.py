@@ -153,8 +153,8 @@ async def _unpriced(console: Console, tenant: Tenant) -> Sequence[tuple[str, str
 async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None = None) -> Html:
     services, access = console.services, access_of(request)
     keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None, access=access)
-    today = await totals_today(services, tenant.id, access=access)
-    month = await totals_this_month(services, tenant.id, access=access)
+    today = await totals_today(services, tenant.id, currency=tenant.currency, access=access)
+    month = await totals_this_month(services, tenant.id, currency=tenant.currency, access=access)
     return console.pages.page(
         request,
         "pages/tenant.html",
