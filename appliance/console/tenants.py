@@ -154,8 +154,8 @@ async def _unpriced(services: Services, tenant: Tenant) -> Sequence[tuple[str, s
 async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = None) -> Html:
     services, access = context.services, context.access
     keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None, access=access)
-    today = await totals_today(services, tenant.id, access=access)
-    month = await totals_this_month(services, tenant.id, access=access)
+    today = await totals_today(services, tenant.id, currency=tenant.currency, access=access)
+    month = await totals_this_month(services, tenant.id, currency=tenant.currency, access=access)
     return context.page(
         "pages/tenant.html",
         tenant=tenant,
