@@ -74,7 +74,7 @@ def test_what_the_weights_become_must_be_chosen(name: str, written: dict[str, la
     refused = (
         rf"quantization must be chosen: the checkpoint is {STORED_AS[name]} \(config\.json: quantization_config\.{KEYS[name]}\)"
         r".* int8 rounds .* \(usually closest\), fp8 .*, none .* "
-        r"\(in gatehouse\.toml: quantization = \"int8\"; of gatehouse plan and models verify: --quantization int8\)"
+        r"\(in gatehouse\.toml: quantization = \"int8\"; of gatehouse plan, simulate and models verify: --quantization int8\)"
     )
     with pytest.raises(EngineConfigError, match=refused):
         small_engine(directory)
