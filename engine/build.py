@@ -152,9 +152,6 @@ def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]
         head_quantization=options.head_quantization,
         progress=progress,
     )
-    if model.decoded_from is not None:
-        kept = "unquantised" if model.quantization == UNQUANTISED else f"in {model.quantization}"
-        log.info("weights were stored as %s, decoded while they were read, and are kept %s", model.decoded_from, kept)
     if resolved.draft is None or options.draft_model is None:
         return model, None
     return model, load(options.draft_model, resolved.draft)

@@ -102,6 +102,23 @@ async def test_with_several_gpus_only_what_is_used_is_claimed(box: Box) -> None:
     assert "None" not in page
 
 
+@pytest.mark.parametrize(
+    ("quantization", "shown"),
+    [
+        ("none", "weights 1.0 GiB"),
+        ("awq", "weights 1.0 GiB in awq"),
+        ("int8 (stored as fp8 in blocks of 128 x 128)", "weights 1.0 GiB in int8 (stored as fp8 in blocks of 128 x 128)"),
+        ("none (stored as int8 in groups of 128)", "weights 1.0 GiB (stored as int8 in groups of 128)"),
+    ],
+)
+async def test_the_format_of_the_weights_is_shown_and_that_of_a_checkpoint_that_was_decoded(
+    quantization: str, shown: str, box: Box
+) -> None:
+    box.engine_side.info = dataclasses.replace(make_engine_info(), quantization=quantization)
+    facts = (await overview(box)).partition('class="facts muted"')[2].partition("</p>")[0]
+    assert shown in [fact.strip() for fact in re.split(r"[·>\n]", facts)]
+
+
 async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predicted(box: Box) -> None:
     box.engine_side.info = dataclasses.replace(make_engine_info(), memory_note="the context is 512 tokens: it needs more")
 

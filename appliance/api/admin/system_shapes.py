@@ -67,6 +67,7 @@ class EngineShape(msgspec.Struct, kw_only=True):
     device: str | None
     device_name: str | None
     max_model_len: int | None
+    quantization: str | None
     requests_running: int
     requests_waiting: int
     kv_blocks: KvBlocksShape
@@ -150,6 +151,7 @@ def _engine(engine: EngineReading) -> EngineShape:
         device=info.device if info else None,
         device_name=info.device_name if info else None,
         max_model_len=info.max_model_len if info else None,
+        quantization=info.quantization if info else None,
         requests_running=figures.num_running,
         requests_waiting=figures.num_waiting,
         kv_blocks=KvBlocksShape(
