@@ -261,6 +261,20 @@ def test_the_host_tier_evicts_the_least_recently_used_but_never_what_this_step_n
     tier.check_invariants()
 
 
+def test_the_host_tier_gives_up_the_one_block_that_is_not_named_and_none_where_all_are() -> None:
+    tier = HostTier(3)
+    for content in (b"a", b"b", b"c"):
+        tier.store(content)
+    tier.end_step()
+    tier.fetch(b"a")
+    assert tier.store(b"d") == 1, "b is the least recently used"
+    tier.end_step()
+    tier.fetch(b"c"), tier.fetch(b"a")
+    tier.mark_used(b"d")
+    assert tier.store(b"e") == 1, "the others were used before, but this step names them"
+    assert tier.store(b"f") is None
+
+
 def test_a_probe_drops_content_instead_of_moving_it() -> None:
     scheduler = make_scheduler(num_blocks=4, caches=True, host_blocks=4)
     scheduler.add(make_request("a", 15, max_tokens=1))
