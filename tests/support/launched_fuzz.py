@@ -292,6 +292,11 @@ class LaunchedFuzz:
     def _metered_plan(self) -> ScheduledBatch:
         batch = self._plan()
         self.meter.charge(batch)
+        assert batch.num_tokens == sum(item.num_tokens for item in batch.items)
+        assert batch.num_draft_tokens == sum(item.num_draft_tokens for item in batch.items)
+        for item in batch.decodes:
+            last = item.request.num_tokens + item.num_draft_tokens + 1
+            assert last <= item.request.max_total_tokens, "a guess behind the last token"
         return batch
 
     def submit(self, tenant: int, prompt: list[int], max_tokens: int, *, n: int, min_tokens: int = 0) -> None:
@@ -319,6 +324,18 @@ class LaunchedFuzz:
         )
         self.submitted[name] = request
         assert self.engine.submit(request) == []
+
+    def next_turn(self) -> None:
+        """A request of the same tenant that goes on with an answer that has ended."""
+        turns = [(self.submitted[name], index) for name, index in self.ended]
+        if not turns:
+            return
+        before, index = self.rng.choice(turns)
+        text = before.prompt_token_ids + self.delivered[before.request_id, index]
+        prompt = [*text, *(self.rng.randrange(STOP_TOKEN) for _ in range(self.rng.randint(1, 3)))]
+        max_tokens = min(self.rng.choice((1, 3, 20)), self.world.limits.max_model_len - len(prompt))
+        if max_tokens > 0:
+            self.submit([name for name, _ in self.world.tenants].index(before.tenant_id), prompt, max_tokens, n=1)
 
     def preempt(self) -> None:
         running = [request for request in self.scheduler.running if request.block_table]
@@ -427,7 +444,9 @@ def run_launched_life(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
             life.abort()
         elif action < 0.41:
             life.preempt()
-        elif action < 0.412:
+        elif action < 0.47:
+            life.next_turn()
+        elif action < 0.472:
             life.record(life.engine.abort_all())
         else:
             life.step()
@@ -448,10 +467,12 @@ def run_life_of_many_answers(seed: int, *, num_actions: int = 120) -> LaunchedFu
         if action < 0.35 and len(life.submitted) - len(life.ended) < 20:
             prompt = [rng.randrange(STOP_TOKEN) for _ in range(rng.randint(2, 12))]
             life.submit(rng.randrange(2), prompt, rng.choice((2, 2, 3, 4, 5)), n=rng.choice((1, 2, 3)))
-        elif action < 0.42:
+        elif action < 0.40:
             life.abort()
-        elif action < 0.44:
+        elif action < 0.42:
             life.preempt()
+        elif action < 0.50:
+            life.next_turn()
         else:
             life.step()
         life.check()

@@ -233,6 +233,8 @@ def test_evicted_blocks_move_to_main_memory_and_come_back() -> None:
     assert again.num_cached_tokens == 8
     apply_outputs(scheduler, batch)
     assert (scheduler.kv.num_swapped_out, scheduler.kv.num_swapped_in) == (4, 2)
+    scheduler.add(make_request("third", 9, max_tokens=1))
+    assert not scheduler.schedule().moves, "they are on the device again"
 
 
 def test_blocks_are_computed_again_when_that_costs_less_than_fetching_them() -> None:
