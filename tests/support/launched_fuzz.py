@@ -285,6 +285,7 @@ class LaunchedFuzz:
         self.scheduler.schedule = self._metered_plan  # type: ignore[method-assign]
         self.submitted: dict[str, GenerationRequest] = {}
         self.delivered: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.first_token_s: dict[tuple[str, int], float] = {}
         self.scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
         self.prompt_scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
         self.ended: dict[tuple[str, int], TokenEvent] = {}
@@ -359,6 +360,8 @@ class LaunchedFuzz:
         for event in events:
             answer = event.request_id, event.index
             assert answer not in self.ended, "an event after the last one"
+            if event.token_ids:
+                self.first_token_s.setdefault(answer, self.now_s)
             self.delivered[answer] += event.token_ids
             self.scores[answer] += event.logprobs or []
             self.prompt_scores[answer] += event.prompt_logprobs or []
@@ -376,6 +379,7 @@ class LaunchedFuzz:
             is_stopped = found[-1] == STOP_TOKEN and len(found) >= submitted.sampling.min_tokens
             assert last.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
             assert last.num_prompt_tokens_computed == len(submitted.prompt_token_ids)
+            assert last.decode_s == self.now_s - self.first_token_s[last.request_id, last.index]
         elif last.finish_reason is FinishReason.ERROR:
             assert last.request_id in self.device.culprits
             assert last.error == "the engine failed while computing this request: RuntimeError: boom"

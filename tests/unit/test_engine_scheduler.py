@@ -74,6 +74,7 @@ def test_when_a_prediction_fails_the_youngest_gives_way_and_goes_on_later() -> N
     assert (old.num_preemptions, old.num_output_tokens, young.num_output_tokens) == (0, 8, 8)
     assert scheduler.totals.prompt_tokens == 17, "a prompt that is computed again counts once"
     assert scheduler.totals.generation_tokens == 19
+    assert scheduler.totals.recomputed_tokens == 8, "nothing was left of seven and one"
 
 
 def test_nobody_starts_who_would_run_short_of_blocks_as_predicted() -> None:
