@@ -1,0 +1,111 @@
+"""Leads are computed in few steps only. In every step, whoever is ahead, or over the cap, must nevertheless be known."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from engine.protocol import Priority
+from engine.scheduling.accounts import Account, Accounts
+from engine.scheduling.backlog import Backlog
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.lead_tracking import WATCH_STEPS_MAX, FairSettings, LeadTracker
+from tests.support.scheduling import make_request
+
+SETTINGS = FairSettings(quantum_ps=100, hysteresis_ps=300, cap_ps=900)
+COSTS = TokenCosts(decode_token_ps=7, decode_context_ps=1)
+WEIGHTS = (1, 2, 4, 1)
+CLASSES = (Priority.STANDARD, Priority.STANDARD, Priority.STANDARD, Priority.BATCH)
+numbers = st.integers(0, len(WEIGHTS) - 1)
+
+
+class LeadMachine(RuleBasedStateMachine):
+    """Accounts run, decode, are charged and leave, and steps pass, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accounts = Accounts(COSTS)
+        self.backlogs = {priority: Backlog(SETTINGS.quantum_ps, SETTINGS.cap_ps) for priority in Priority}
+        self.leads = LeadTracker(self.accounts, self.backlogs, SETTINGS)
+        self.decodes: list[list[int]] = [[] for _ in WEIGHTS]  # context of each, less the number of the step
+        self.members = [self.accounts.find(str(number), CLASSES[number], weight) for number, weight in enumerate(WEIGHTS)]
+
+    @rule(number=numbers)
+    def run(self, number: int) -> None:
+        account = self.members[number]
+        if not account.running:
+            account.running[make_request(str(number), 1)] = None
+        self.backlogs[account.priority].join(account, self.accounts.step)
+        self.leads.update(account)
+
+    @rule(number=numbers)
+    def leave(self, number: int) -> None:
+        account = self.members[number]
+        self.backlogs[account.priority].leave(account)
+        self.leads.update(account)
+        assert account not in self.leads.ahead
+
+    @rule(number=numbers, context_len=st.integers(0, 60))
+    def decode(self, number: int, context_len: int) -> None:
+        self.members[number].add_decode(context_len, self.accounts.step)
+        self.decodes[number].append(context_len - self.accounts.step)
+        self.leads.update(self.members[number])
+
+    @rule(number=numbers)
+    def end(self, number: int) -> None:
+        if self.decodes[number]:
+            self.members[number].remove_decode(self.decodes[number].pop() + self.accounts.step, self.accounts.step)
+
+    @rule(number=numbers, cost_ps=st.integers(0, 1500))
+    def charge(self, number: int, cost_ps: int) -> None:
+        self.members[number].charge(cost_ps)
+        self.leads.update(self.members[number])
+
+    @rule(num_steps=st.sampled_from([1, 2, 5, 40]))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.accounts.step += 1
+            self.leads.begin_step()
+            self.check()
+        before = set(self.leads.paused)
+        pause, resume = self.leads.pause_changes()
+        over_cap = {account for account in self.tracked() if self.leads.lead_of(account) >= SETTINGS.cap_ps}
+        assert (set(pause), set(resume)) == (over_cap - before, before - over_cap)
+        assert set(self.leads.paused) == over_cap
+
+    def tracked(self) -> list[Account]:
+        return [account for account in self.members if account.round is not None and account.running]
+
+    def check(self) -> None:
+        for account in self.tracked():
+            lead, step = self.leads.lead_of(account), self.accounts.step
+            exact = account.position_at(step) - self.backlogs[account.priority].round * SETTINGS.quantum_ps * account.weight
+            assert lead == exact // account.weight
+            assert lead < SETTINGS.hysteresis_ps or account in self.leads.ahead, "nobody knows that it is ahead"
+            if account.num_decoding and lead < SETTINGS.cap_ps:
+                assert step < account.watch_step <= step + WATCH_STEPS_MAX
+        assert set(self.leads.ahead) <= set(self.tracked())
+
+
+TestLeads = LeadMachine.TestCase
+TestLeads.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_a_new_account_that_is_ahead_is_news_and_one_that_was_is_not() -> None:
+    accounts = Accounts(COSTS)
+    leads = LeadTracker(accounts, backlogs := {Priority.STANDARD: Backlog(100, 900)}, SETTINGS)
+    account = accounts.find("alice", Priority.STANDARD, 1)
+    account.running[make_request("a", 1)] = None
+    backlogs[Priority.STANDARD].join(account, 0)
+    leads.update(account)
+    assert leads.version == 0
+    account.charge(450)
+    for _ in range(2):
+        leads.update(account)
+        assert leads.version == 1
+    account.charge(-400)
+    leads.update(account)
+    account.charge(1500)
+    leads.update(account)
+    assert leads.version == 2
