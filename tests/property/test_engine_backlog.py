@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+import pytest
 
 from engine.protocol import Priority
 from engine.scheduling.accounts import Account
@@ -16,14 +15,13 @@ from engine.scheduling.costs import TokenCosts
 QUANTUM_PS, CAP_PS = 10, 25
 COSTS = TokenCosts(decode_token_ps=3, decode_context_ps=0)
 WEIGHTS = (1, 1, 2, 4, 1, 2)
-numbers = st.integers(0, len(WEIGHTS) - 1)
 
 
-class BacklogMachine(RuleBasedStateMachine):
+class BacklogLife:
     """Accounts join, leave, are charged, decode, are set aside and moved to the back."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
         self.step = 0
         self.backlog = Backlog(QUANTUM_PS, CAP_PS)
         self.accounts = [Account(str(n), Priority.STANDARD, weight, COSTS) for n, weight in enumerate(WEIGHTS)]
@@ -35,9 +33,8 @@ class BacklogMachine(RuleBasedStateMachine):
     def round_of(self, account: Account) -> int:
         return account.position_at(self.step) // (QUANTUM_PS * account.weight) + 1
 
-    @rule(number=numbers)
-    def join(self, number: int) -> None:
-        account, self.last = self.accounts[number], None
+    def join(self, account: Account) -> None:
+        self.last = None
         before = self.backlog.lead_at(account, self.step)
         if account in self.members:
             return
@@ -46,62 +43,54 @@ class BacklogMachine(RuleBasedStateMachine):
         after = self.backlog.lead_at(account, self.step)
         assert after == min(max(before, -QUANTUM_PS * account.weight), CAP_PS * account.weight)
 
-    @rule(number=numbers)
-    def leave(self, number: int) -> None:
-        self.backlog.leave(self.accounts[number])
-        self.members.discard(self.accounts[number])
-        self.aside.discard(self.accounts[number])
+    def leave(self, account: Account) -> None:
+        self.backlog.leave(account)
+        self.members.discard(account)
+        self.aside.discard(account)
         self.last = None
 
-    @rule(number=numbers, cost_ps=st.integers(0, 120))
-    def charge(self, number: int, cost_ps: int) -> None:
-        self.accounts[number].charge(cost_ps)
+    def charge(self, account: Account) -> None:
+        account.charge(self.rng.randint(0, 120))
         self.last = None
 
-    @rule(number=numbers, lead_ps=st.integers(-150, 150))
-    def set_lead(self, number: int, lead_ps: int) -> None:
-        account, self.last = self.accounts[number], None
-        if account in self.aside:
-            return
+    def set_lead(self, account: Account) -> None:
+        self.last = None
+        self.aside.discard(account)
+        lead_ps = self.rng.randint(-150, 150)
         self.backlog.set_lead(account, lead_ps, self.step)
         if account in self.members:
             lead_ps = min(max(lead_ps, -QUANTUM_PS * account.weight), CAP_PS * account.weight)
         assert self.backlog.lead_at(account, self.step) == lead_ps
 
-    @rule(number=numbers)
-    def decode(self, number: int) -> None:
-        account, self.last = self.accounts[number], None
+    def decode(self, account: Account) -> None:
+        self.last = None
         if account.num_decoding:
             account.remove_decode(account.context_at(self.step), self.step)
         else:
             account.add_decode(1, self.step)
 
-    @rule(num_steps=st.integers(1, 9))
-    def begin_step(self, num_steps: int) -> None:
-        self.step += num_steps
+    def begin_step(self, _: Account) -> None:
+        self.step += self.rng.randint(1, 9)
         self.backlog.begin_step(self.step)
         self.aside.clear()
         self.lowest_aside = math.inf
         self.last = None
 
-    @rule(number=numbers)
-    def set_aside(self, number: int) -> None:
-        account = self.accounts[number]
-        if account in self.members and account not in self.aside and account.round is not None:
+    def set_aside(self, account: Account) -> None:
+        if account in self.members and account not in self.aside:
+            assert account.round is not None
             self.lowest_aside = min(self.lowest_aside, account.round)
             self.aside.add(account)
             self.backlog.set_aside(account)
 
-    @precondition(lambda self: self.members - self.aside)
-    @rule(data=st.data())
-    def move_to_back(self, data: st.DataObject) -> None:
-        self.next_accounts(len(WEIGHTS))  # all of them stand in the buckets of their rounds now
-        candidates = [account for account in self.accounts if account in self.members and account not in self.aside]
-        self.last = data.draw(st.sampled_from(candidates))
-        self.backlog.move_to_back(self.last)
+    def move_to_back(self, account: Account) -> None:
+        self.next_accounts(account, limit=len(WEIGHTS))  # all of them stand in the buckets of their rounds now
+        if account in self.members and account not in self.aside:
+            self.last = account
+            self.backlog.move_to_back(account)
 
-    @rule(limit=st.integers(1, len(WEIGHTS)))
-    def next_accounts(self, limit: int) -> None:
+    def next_accounts(self, _: Account, limit: int | None = None) -> None:
+        limit = limit or self.rng.randint(1, len(WEIGHTS))
         level = self.backlog.round
         found = self.backlog.next_accounts(limit, self.step)
         waiting = self.members - self.aside
@@ -118,7 +107,6 @@ class BacklogMachine(RuleBasedStateMachine):
             behind = found[found.index(self.last) + 1 :]
             assert self.round_of(self.last) not in map(self.round_of, behind), "it goes behind the others of its round"
 
-    @invariant()
     def every_member_stands_in_one_place(self) -> None:
         assert sorted(map(id, self.backlog)) == sorted(map(id, self.members))
         assert {account for account in self.accounts if account.round is not None} == self.members
@@ -126,5 +114,13 @@ class BacklogMachine(RuleBasedStateMachine):
         assert sorted(self.backlog._rounds) == sorted(self.backlog._in_heap)
 
 
-TestBacklog = BacklogMachine.TestCase
-TestBacklog.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+@pytest.mark.parametrize("first", [0, 50, 100, 150])
+def test_whatever_happens_the_next_accounts_are_those_of_the_lowest_rounds(first: int) -> None:
+    for seed in range(first, first + 50):
+        life = BacklogLife(rng := random.Random(seed))
+        rules = [life.join, life.leave, life.charge, life.set_lead, life.decode, life.begin_step, life.set_aside]
+        rules += [life.move_to_back, life.next_accounts]
+        for _ in range(100):
+            (chosen,) = rng.choices(rules, [6, 1, 3, 1, 1, 2, 3, 2, 4])
+            chosen(rng.choice(life.accounts))
+            life.every_member_stands_in_one_place()
