@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+import random
+
+import pytest
 
 from engine.protocol import Priority
 from engine.scheduling.accounts import Account, Accounts
@@ -17,21 +17,19 @@ SETTINGS = FairSettings(quantum_ps=100, hysteresis_ps=300, cap_ps=900)
 COSTS = TokenCosts(decode_token_ps=7, decode_context_ps=1)
 WEIGHTS = (1, 2, 4, 1)
 CLASSES = (Priority.STANDARD, Priority.STANDARD, Priority.STANDARD, Priority.BATCH)
-numbers = st.integers(0, len(WEIGHTS) - 1)
 
 
-class LeadMachine(RuleBasedStateMachine):
+class LeadLife:
     """Accounts run, decode, are charged and leave, and steps pass, in any order."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
         self.accounts = Accounts(COSTS)
         self.backlogs = {priority: Backlog(SETTINGS.quantum_ps, SETTINGS.cap_ps) for priority in Priority}
         self.leads = LeadTracker(self.accounts, self.backlogs, SETTINGS)
         self.decodes: list[list[int]] = [[] for _ in WEIGHTS]  # context of each, less the number of the step
         self.members = [self.accounts.find(str(number), CLASSES[number], weight) for number, weight in enumerate(WEIGHTS)]
 
-    @rule(number=numbers)
     def run(self, number: int) -> None:
         account = self.members[number]
         if not account.running:
@@ -39,32 +37,33 @@ class LeadMachine(RuleBasedStateMachine):
         self.backlogs[account.priority].join(account, self.accounts.step)
         self.leads.update(account)
 
-    @rule(number=numbers)
     def leave(self, number: int) -> None:
         account = self.members[number]
         self.backlogs[account.priority].leave(account)
         self.leads.update(account)
         assert account not in self.leads.ahead
 
-    @rule(number=numbers, context_len=st.integers(0, 60))
-    def decode(self, number: int, context_len: int) -> None:
+    def end_all(self, number: int) -> None:
+        self.members[number].running.clear()
+        self.leads.update(self.members[number])
+        assert self.members[number] not in self.leads.ahead, "it has nothing to lose"
+
+    def decode(self, number: int) -> None:
+        context_len = self.rng.randint(0, 60)
         self.members[number].add_decode(context_len, self.accounts.step)
         self.decodes[number].append(context_len - self.accounts.step)
         self.leads.update(self.members[number])
 
-    @rule(number=numbers)
     def end(self, number: int) -> None:
         if self.decodes[number]:
             self.members[number].remove_decode(self.decodes[number].pop() + self.accounts.step, self.accounts.step)
 
-    @rule(number=numbers, cost_ps=st.integers(0, 1500))
-    def charge(self, number: int, cost_ps: int) -> None:
-        self.members[number].charge(cost_ps)
+    def charge(self, number: int) -> None:
+        self.members[number].charge(self.rng.choice((10, 200, 1000, 4000)))
         self.leads.update(self.members[number])
 
-    @rule(num_steps=st.sampled_from([1, 2, 5, 40]))
-    def steps(self, num_steps: int) -> None:
-        for _ in range(num_steps):
+    def steps(self, _: int) -> None:
+        for _ in range(self.rng.choice((1, 2, 5, 40))):
             self.accounts.step += 1
             self.leads.begin_step()
             self.check()
@@ -88,8 +87,14 @@ class LeadMachine(RuleBasedStateMachine):
         assert set(self.leads.ahead) <= set(self.tracked())
 
 
-TestLeads = LeadMachine.TestCase
-TestLeads.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+@pytest.mark.parametrize("first", [0, 25, 50, 75])
+def test_in_every_step_it_is_known_who_is_ahead_and_who_is_over_the_cap(first: int) -> None:
+    for seed in range(first, first + 25):
+        life = LeadLife(rng := random.Random(seed))
+        rules = [life.run, life.leave, life.end_all, life.decode, life.end, life.charge, life.steps]
+        for _ in range(60):
+            (chosen,) = rng.choices(rules, [4, 1, 1, 3, 2, 3, 6])
+            chosen(rng.randrange(len(WEIGHTS)))
 
 
 def test_a_new_account_that_is_ahead_is_news_and_one_that_was_is_not() -> None:
