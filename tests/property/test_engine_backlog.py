@@ -110,6 +110,9 @@ class BacklogLife:
     def every_member_stands_in_one_place(self) -> None:
         assert sorted(map(id, self.backlog)) == sorted(map(id, self.members))
         assert {account for account in self.accounts if account.round is not None} == self.members
+        for account in self.accounts:
+            is_below_level = self.round_of(account) <= self.backlog.round
+            assert self.backlog.is_eligible(account, self.step) == is_below_level
         assert all(self.backlog._buckets.values()), "an empty bucket was kept"
         assert sorted(self.backlog._rounds) == sorted(self.backlog._in_heap)
 
