@@ -10,7 +10,7 @@ from engine.protocol import Priority
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.lead_tracking import WATCH_STEPS_MAX, FairSettings, LeadTracker
+from engine.scheduling.lead_tracking import WATCH_STEPS_MAX, FairSettings, LeadTracker, recovering
 from tests.support.scheduling import make_request
 
 SETTINGS = FairSettings(quantum_ps=100, hysteresis_ps=300, cap_ps=900)
@@ -85,6 +85,11 @@ class LeadLife:
             if account.num_decoding and lead < SETTINGS.cap_ps:
                 assert step < account.watch_step <= step + WATCH_STEPS_MAX
         assert set(self.leads.ahead) <= set(self.tracked())
+        if any(self.leads.lead_of(account) >= SETTINGS.cap_ps for account in self.tracked()):
+            for priority, backlog in self.backlogs.items():
+                members = [account for account in self.members if account.priority is priority and account.round is not None]
+                entitled = [account for account in members if backlog.is_eligible(account, self.accounts.step)]
+                assert entitled or not members, "the level waits for nobody, so who is over the cap need not wait longer"
 
 
 @pytest.mark.parametrize("first", [0, 25, 50, 75])
@@ -95,6 +100,34 @@ def test_in_every_step_it_is_known_who_is_ahead_and_who_is_over_the_cap(first: i
         for _ in range(60):
             (chosen,) = rng.choices(rules, [4, 1, 1, 3, 2, 3, 6])
             chosen(rng.randrange(len(WEIGHTS)))
+
+
+@pytest.mark.parametrize(("num_computed_tokens", "is_running"), [(4, True), (5, True), (4, False)])
+def test_a_request_is_protected_while_it_runs_and_has_not_gained_what_it_lost(
+    num_computed_tokens: int, is_running: bool
+) -> None:
+    account = Accounts(COSTS).find("alice", Priority.STANDARD, 1)
+    assert recovering(account) is None
+    request = make_request("a", 1)
+    request.protected_len, request.num_computed_tokens = 5, num_computed_tokens
+    account.recovering = request
+    account.running |= dict.fromkeys([request] if is_running else [])
+    expected = request if (num_computed_tokens, is_running) == (4, True) else None
+    assert (recovering(account), account.recovering) == (expected, expected)
+
+
+def test_an_account_pauses_anew_when_its_request_is_no_longer_protected() -> None:
+    accounts, request = Accounts(COSTS), make_request("a", 1)
+    leads = LeadTracker(accounts, backlogs := {Priority.STANDARD: Backlog(100, 900)}, SETTINGS)
+    account = accounts.find("alice", Priority.STANDARD, 1)
+    account.running[request], account.recovering, request.protected_len = None, request, 5
+    backlogs[Priority.STANDARD].join(account, 0)
+    account.charge(5000)
+    leads.update(account)
+    assert leads.pause_changes() == ([account], [])
+    request.num_computed_tokens = 5
+    assert leads.pause_changes() == ([account], []), "its last request pauses too"
+    assert leads.pause_changes() == ([], []), "it is forgotten"
 
 
 def test_a_new_account_that_is_ahead_is_news_and_one_that_was_is_not() -> None:
