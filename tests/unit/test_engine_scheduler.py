@@ -8,6 +8,7 @@ import pytest
 
 import engine.scheduling.scheduler
 from engine.errors import EngineConfigError
+from engine.protocol import FinishReason
 from engine.scheduling import decode_set
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from engine.scheduling.drafting import NO_DRAFT, Draft
@@ -73,6 +74,7 @@ def test_when_a_prediction_fails_the_youngest_gives_way_and_goes_on_later() -> N
     assert (old.num_preemptions, old.num_output_tokens, young.num_output_tokens) == (0, 8, 8)
     assert scheduler.totals.prompt_tokens == 17, "a prompt that is computed again counts once"
     assert scheduler.totals.generation_tokens == 19
+    assert scheduler.totals.recomputed_tokens == 8, "nothing was left of seven and one"
 
 
 def test_nobody_starts_who_would_run_short_of_blocks_as_predicted() -> None:
@@ -254,6 +256,24 @@ class WrongGuesses:
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """None is right."""
+
+
+def test_a_block_that_a_stop_token_fills_is_found_by_nobody_while_the_step_that_computes_it_may_fail() -> None:
+    scheduler = make_scheduler(caches=True)
+    request = make_request("a", 4, max_tokens=20)
+    request.stop_ids = frozenset({9})
+    scheduler.add(request)
+    under_way = scheduler.advance(scheduler.schedule())
+    for token_id in (7, 7, 7, 9):
+        launched = scheduler.advance(scheduler.schedule())
+        scheduler.settle(under_way, [token_id])
+        under_way = launched
+    assert (request.finish_reason, request.num_tokens, request.num_computed_tokens) == (FinishReason.STOP, 8, 8)
+    later = make_request("b", 9)
+    later.token_ids = [*request.token_ids, 1]
+    assert len(scheduler.kv.find(later).blocks) == 1
+    scheduler.settle(under_way, [None])
+    scheduler.check_invariants()
 
 
 def test_guesses_that_are_rejected_leave_no_request_with_blocks_it_does_not_need() -> None:
