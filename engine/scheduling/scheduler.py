@@ -274,6 +274,8 @@ class Scheduler:
         running, waiting = self.running, list(self.waiting())
         check_requests(running, waiting, self.limits)
         self.kv.check_invariants([*running, *waiting])
+        self.admission.check_invariants()
+        self._decodes.check_invariants()
         check_accounts(self.accounts)
 
 
