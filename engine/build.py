@@ -37,6 +37,7 @@ from engine.runner.slot_warm_up import warm_up
 from engine.runner.warm_up import (
     compile_float32_logits,
     compile_steps,
+    compile_texts,
     compile_verification,
     compiles_at_first_use,
     compiling,
@@ -191,6 +192,7 @@ def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
     runner, speculative = cached.runner, options.speculative_config
     for decoder in runner.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
+    compile_texts(runner.target, limits)
     runner.mover.compile()
     vocab_size, device = runner.target.vocab_size, runner.target.device
     compile_float32_logits(vocab_size, device)
