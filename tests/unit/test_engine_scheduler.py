@@ -212,6 +212,20 @@ def test_a_finished_request_cannot_move_again() -> None:
         request.move_to(RequestStatus.DECODE)
 
 
+def test_the_checks_of_a_scheduler_look_at_its_decodes_and_its_forecast() -> None:
+    """The idle engine relies on them, and every test that steps a scheduler."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 2, max_tokens=9))
+    step(scheduler)
+    scheduler.admission._forecast._sum_at_end += 1
+    with pytest.raises(AssertionError, match="the sum of all buckets"):
+        scheduler.check_invariants()
+    scheduler.admission._forecast._sum_at_end -= 1
+    scheduler._decodes._calendar.clear()
+    with pytest.raises(AssertionError, match="a is not in the calendar"):
+        scheduler.check_invariants()
+
+
 def drain_ahead(scheduler: Scheduler) -> None:
     """Each step is planned before the tokens of the one before are known."""
     under_way: InFlightBatch | None = None
