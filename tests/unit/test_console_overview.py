@@ -362,9 +362,11 @@ async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(box: Bo
 async def test_a_wrong_method_is_told_which_are_right_and_paths_of_programs_have_no_pages(box: Box) -> None:
     alice = await box.alice()
     page = await alice.get("/logout", Accept="text/html")
+    readable = await alice.http.post("/usage", headers={"accept": "text/html"})
     program = await alice.get("/v1/nothing/here", Accept="text/html")
 
-    assert "POST" in page.headers["allow"]
+    assert (page.status_code, page.headers["allow"]) == (405, "OPTIONS, POST")
+    assert (readable.status_code, readable.headers["allow"]) == (405, "GET, HEAD, OPTIONS")
     assert program.json()["error"]["code"] == "not_found"
 
 
