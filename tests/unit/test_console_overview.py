@@ -14,7 +14,6 @@ from appliance.console import error_pages, live_stream
 from appliance.console.context import Console
 from appliance.console.live_board import prompt_history
 from appliance.metering.prices import PriceBook
-from appliance.telemetry import sampler as system_sampler
 from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
 from engine.protocol import MemoryPart
@@ -269,14 +268,6 @@ async def test_one_sample_is_rendered_once_for_all_watchers(box: Box, monkeypatc
         await stream.aclose()
 
     assert rendered == 1
-
-
-async def test_without_a_place_at_the_sampler_the_stream_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_sampler, "SUBSCRIBERS_MAX", 0)
-    answer = await (await box.alice()).get("/console/events")
-
-    assert answer.status_code == 503
-    assert "retry-after" in answer.headers
 
 
 async def test_the_stream_of_an_ended_session_says_so_and_ends(box: Box) -> None:
