@@ -54,7 +54,6 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
     stream cannot go on.
     """
     services = services_of(request)
-    change_count = services.db.principals.value
     try:
         principal = await authenticate_tenant(request)
         checked = await in_turn(
@@ -63,7 +62,7 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
             turns=services.body_turns,
             tenant_id=principal.tenant.id,
         )
-        order = await _order(exchange_of(request).request_id, checked, principal, services, change_count)
+        order = await _order(exchange_of(request).request_id, checked, principal, services)
         generation = await services.generations.start(order, gone=partial(until_disconnected, request.receive))
     except Abandoned:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
@@ -94,7 +93,7 @@ def _read(exchange: Exchange, content: bytes) -> _CheckedBody:
     return _CheckedBody(body, service_tier=service_tier_of(body), messages=check_messages(body.messages))
 
 
-async def _order(request_id: str, checked: _CheckedBody, principal: Principal, services: Services, change_count: int) -> Order:
+async def _order(request_id: str, checked: _CheckedBody, principal: Principal, services: Services) -> Order:
     """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
     body, messages, service_tier = checked
     max_output_tokens, _ = asked_max_tokens(body)
@@ -117,7 +116,6 @@ async def _order(request_id: str, checked: _CheckedBody, principal: Principal, s
         sampling=sampling,
         max_output_tokens=max_output_tokens,
         field_names=field_names(body),
-        change_count=change_count,
         batch=service_tier == "flex",
     )
 
