@@ -18,7 +18,7 @@ from engine.speculation.options import SpeculativeOptions
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fair", "fcfs")
-QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors")
+QUANTIZATIONS = ("int8", "fp8", "none", "awq", "gptq", "compressed-tensors", "modelopt")
 HEAD_QUANTIZATIONS = ("none", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SWAP_SPACE_GIB_MAX = 4096.0
@@ -44,13 +44,14 @@ class EngineOptions:
 
     `block_size` is a power of two: GPU kernels read the cache in tiles that hold whole blocks or lie within one.
     `colocated_models`: the directories of other models, which are served from the same GPU with the same options; memory is
-    left to them. `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to. `batch_invariant`:
-    a request gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no step is captured or
-    recorded as a whole, and none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how
-    long a step may make running requests wait for their next token. `shared_prefixes`: text files with prompts that all
-    tenants may share. `quantization`: int8 or fp8 quantises the weights while they are read, another one must be what the
-    checkpoint is in. `head_quantization`: the format of the output head, where it is not to be kept as `quantization` or
-    the checkpoint says. `kv_cache_dtype`: auto keeps keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
+    left to them. `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to.
+    `batch_invariant`: a request gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no
+    step is captured or recorded as a whole, and none is launched before the tokens of the one before it are known.
+    `inter_token_target_ms`: how long a step may make running requests wait for their next token. `shared_prefixes`: text
+    files with prompts that all tenants may share. `quantization`: int8 or fp8 quantises the weights while they are read,
+    none keeps or decodes them unquantised, another one must be what the checkpoint is in. `head_quantization`: the format
+    of the output head, where it is not to be kept as `quantization` or the checkpoint says. `kv_cache_dtype`: auto keeps
+    keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
     """
 
     model: Path

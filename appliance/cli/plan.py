@@ -25,7 +25,8 @@ def plan(
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="Quantization. Of a folder that is not quantized: int8 or fp8. Of a known model: none, int8, fp8 or int4."
+            help="Quantization. Of a folder that is not quantized, or is decoded while it is read: int8, fp8 or none. "
+            "Of a known model: none, int8, fp8 or int4."
         ),
     ] = None,
     head_quantization: Annotated[str | None, typer.Option(help="Quantization of the output head: none or int8.")] = None,

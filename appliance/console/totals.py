@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums over a period. `cost_picos` is in the appliance's currency; amounts in others are kept apart, never added."""
+    """Sums over a period. `cost_picos` is in the currency that was asked for; amounts in others are kept apart, never added."""
 
     requests: int = 0
     tokens: int = 0
@@ -24,16 +24,18 @@ class Totals:
     other_costs: tuple[tuple[str, int], ...] = ()
 
 
-async def totals_today(services: Services, tenant_id: str | None = None, *, access: Access) -> Totals:
+async def totals_today(
+    services: Services, tenant_id: str | None = None, *, currency: str | None = None, access: Access
+) -> Totals:
     """Return the sums since the billing day began, of one tenant or of all that `access` shows."""
     start = services.reports.calendar.day_start(services.clock.now())
-    return await totals_since(services, start, tenant_id, access=access)
+    return await totals_since(services, start, tenant_id, currency=currency, access=access)
 
 
-async def totals_this_month(services: Services, tenant_id: str, *, access: Access) -> Totals:
+async def totals_this_month(services: Services, tenant_id: str, *, currency: str | None = None, access: Access) -> Totals:
     """Return the sums of one tenant since the billing month began, the month of its budget and its invoice."""
     start = services.reports.calendar.month_start(services.clock.now())
-    return await totals_since(services, start, tenant_id, access=access)
+    return await totals_since(services, start, tenant_id, currency=currency, access=access)
 
 
 async def costs_this_month(services: Services, tenant_ids: Collection[str], *, access: Access) -> dict[str, list[UsageRow]]:
@@ -53,8 +55,10 @@ async def costs_this_month(services: Services, tenant_ids: Collection[str], *, a
     return costs
 
 
-async def totals_since(services: Services, start: datetime, tenant_id: str | None, *, access: Access) -> Totals:
-    """Return the sums of usage admitted since `start` and already settled."""
+async def totals_since(
+    services: Services, start: datetime, tenant_id: str | None, *, currency: str | None = None, access: Access
+) -> Totals:
+    """Return the sums of usage admitted since `start` and already settled. `currency` None: the appliance's."""
     end = services.clock.now() + timedelta(seconds=1)
     filters = UsageFilter(tenant_ids=None if tenant_id is None else [tenant_id])
     rows = await services.reports.usage(start, end, filters=filters, access=access)
@@ -64,6 +68,6 @@ async def totals_since(services: Services, start: datetime, tenant_id: str | Non
     return Totals(
         requests=sum(row.requests for row in rows),
         tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
-        cost_picos=costs.pop(services.settings.currency, 0),
+        cost_picos=costs.pop(currency or services.settings.currency, 0),
         other_costs=tuple((currency, picos) for currency, picos in sorted(costs.items()) if picos),
     )

@@ -19,13 +19,13 @@ from appliance.base.errors import InvalidValue
 from appliance.base.spreadsheet import plain_text
 from appliance.console.addresses import address
 from appliance.console.charts import Column, columns
-from appliance.console.context import ConsoleDependency
+from appliance.console.context import ContextDependency
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of
 from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.usage import UsageFilter, UsageRow
 from appliance.metering.usage_cover import bucket_end, bucket_start
+from appliance.metering.usage_queries import Measure
 from appliance.tenancy.access import Access
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PERIODS = {"today": "Today", "7d": "7 days", "30d": "30 days", "month": "This month", "last-month": "Last month"}
 GROUPS = {"tenant": "Tenant", "key": "Key", "model": "Model"}
-MEASURES = {"tokens": "Tokens", "cost": "Cost", "requests": "Requests"}
+MEASURES: dict[Measure, str] = {"tokens": "Tokens", "cost": "Cost", "requests": "Requests"}
 ROWS_MAX = 100
 CSV_ROWS_MAX = 50_000
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -45,16 +45,15 @@ class View:
 
     period: str
     group: str
-    measure: str
+    measure: Measure
     tenant: str
     start: datetime
     end: datetime
     bucket: str
 
     @classmethod
-    def of(cls, request: ConsoleRequest, now: datetime, calendar: BillingCalendar) -> View:
+    def of(cls, query: Mapping[str, str], now: datetime, calendar: BillingCalendar) -> View:
         """Return the view that the query string names; wrong values are ignored."""
-        query = request.query_params
         period = query.get("period", "30d")
         period = period if period in PERIODS else "30d"
         group, measure = query.get("group", "tenant"), query.get("measure", "tokens")
@@ -62,7 +61,7 @@ class View:
         return cls(
             period=period,
             group=group if group in GROUPS else "tenant",
-            measure=measure if measure in MEASURES else "tokens",
+            measure=next((known for known in MEASURES if known == measure), "tokens"),
             tenant=query.get("tenant", ""),
             start=start,
             end=end,
@@ -82,18 +81,19 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageLine:
-    """One row of the table: its owner or model, its counts, and its share of the measure shown."""
+    """One row of the table: its owner or model, its counts, and its share of the measure shown; a cost in another currency than
+    the one shown has none."""
 
     name: str
     note: str
     address: str | None
     usage: UsageRow
-    share: float
+    share: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """The counts of the whole period; costs by currency, the appliance's own first."""
+    """The counts of the whole period; costs by currency, the one of bars and shares first."""
 
     requests: int
     prompt_tokens: int
@@ -115,26 +115,34 @@ def bounds(period: str, now: datetime, calendar: BillingCalendar) -> tuple[datet
 
 
 @get("/usage")
-async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_usage(context: ContextDependency) -> Html:
     """The page; when a choice changes, htmx requests only its lower part."""
-    services, access = console.services, access_of(request)
-    view = View.of(request, services.clock.now(), services.reports.calendar)
+    services, access = context.services, context.access
+    view = View.of(context.query, services.clock.now(), services.reports.calendar)
     bars = await services.reports.usage(view.start, view.end, view.bucket, filters=view.filters, access=access)
-    rows = await services.reports.totals(
-        view.start, view.end, (view.group,), view.filters, rows_max=ROWS_MAX + 1, access=access
-    )
     tenants = await tenants_by_name(services, access)
+    own = next((tenant.currency for tenant in tenants if tenant.id == view.tenant), None)
+    sums = add_up(bars, own or services.settings.currency)
+    currency, _ = sums.costs[0]
+    rows = await services.reports.totals(
+        view.start,
+        view.end,
+        (view.group,),
+        view.filters,
+        rows_max=ROWS_MAX + 1,
+        measure=view.measure,
+        currency=currency,
+        access=access,
+    )
     names = await _names(services, view.group, rows, {tenant.id: tenant.name for tenant in tenants}, access)
-    sums = add_up(bars, services.settings.currency)
-    whole = sum(measured(row, view.measure, services.settings.currency) for row in bars)
-    return console.pages.page(
-        request,
+    whole = sum(measured(row, view.measure, currency) for row in bars)
+    return context.page(
         "pages/usage.html",
         part="fragments/usage.html",
         view=view,
         sums=sums,
-        bars=_bars(bars, view, services.reports.calendar, services.settings.currency),
-        lines=lines_of(rows[:ROWS_MAX], names, view, services.settings.currency, whole=whole),
+        bars=_bars(bars, view, services.reports.calendar, currency),
+        lines=lines_of(rows[:ROWS_MAX], names, view, currency, whole=whole),
         more=len(rows) > ROWS_MAX,
         tenants=tenants,
         periods=PERIODS,
@@ -145,10 +153,10 @@ async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Htm
 
 
 @get("/usage.csv")
-async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> Response[str]:
+async def export_usage(context: ContextDependency) -> Response[str]:
     """The rows of the table for a spreadsheet: exact integers, costs in pico-units of their currency."""
-    services, access = console.services, access_of(request)
-    view = View.of(request, services.clock.now(), services.reports.calendar)
+    services, access = context.services, context.access
+    view = View.of(context.query, services.clock.now(), services.reports.calendar)
     rows = await services.reports.totals(
         view.start, view.end, (view.group,), view.filters, rows_max=CSV_ROWS_MAX + 1, access=access
     )
@@ -168,17 +176,18 @@ async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> R
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers={"content-disposition": disposition})
 
 
-def add_up(bars: Sequence[UsageRow], currency: str) -> Sums:
-    """Return the sums over all bars."""
-    costs: dict[str, int] = {currency: 0}
-    for row in bars:
+def add_up(bars: Sequence[UsageRow], preferred: str) -> Sums:
+    """Return the sums over all bars. Costs in `preferred` come first, also if there are none at all."""
+    costs: dict[str, int] = {}
+    for row in sorted(bars, key=lambda row: (row.currency != preferred, row.currency)):
         costs[row.currency] = costs.get(row.currency, 0) + row.cost_picos
+    costs = {name: picos for name, picos in costs.items() if picos} or {preferred: 0}
     return Sums(
         requests=sum(row.requests for row in bars),
         prompt_tokens=sum(row.prompt_tokens for row in bars),
         cached_tokens=sum(row.cached_tokens for row in bars),
         completion_tokens=sum(row.completion_tokens for row in bars),
-        costs=tuple((name, picos) for name, picos in costs.items() if picos or name == currency),
+        costs=tuple(costs.items()),
     )
 
 
@@ -195,11 +204,12 @@ def lines_of(
     """Return the rows of the table. Shares are of `whole`, the sum of all rows in the measure shown."""
     lines = []
     for row in rows:
-        share = measured(row, view.measure, currency) / whole if whole > 0 else 0.0
+        share = min(max(measured(row, view.measure, currency) / whole, 0.0), 1.0) if whole > 0 else 0.0
+        compares = view.measure != "cost" or row.currency == currency
         owner = owner_of(row, view.group)
         name, note = names.get(owner, (owner, ""))
         address = None if view.group == "model" else f"/{view.group}s/{owner}"
-        lines.append(UsageLine(name=name, note=note, address=address, usage=row, share=min(max(share, 0.0), 1.0)))
+        lines.append(UsageLine(name=name, note=note, address=address, usage=row, share=share if compares else None))
     return lines
 
 

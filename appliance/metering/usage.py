@@ -19,7 +19,7 @@ from appliance.metering.ledger.records import Status, UsageEvent
 from appliance.metering.ledger.rollups import SPLIT, join_sum, split_sum
 from appliance.metering.ledger.rows import event_from_row
 from appliance.metering.usage_cover import Segment, bucket_end, cover, reaching
-from appliance.metering.usage_queries import Owners, Place, page_query, report_query, totals_query
+from appliance.metering.usage_queries import Measure, Owners, Place, page_query, report_query, totals_query
 from appliance.tenancy.access import Access
 from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, from_micros, page_of, to_micros
@@ -173,12 +173,19 @@ class UsageReports:
         filters: UsageFilter | None = None,
         *,
         rows_max: int = USAGE_ROWS_MAX,
+        measure: Measure = "cost",
+        currency: str | None = None,
         access: Access,
     ) -> list[UsageRow]:
-        """Return the sums over the whole of `start <= t < end` per group and currency, the most expensive first."""
+        """Return the sums over the whole of `start <= t < end` per group and currency, the largest in `measure` first.
+
+        By cost, amounts in `currency` come before those in others.
+        """
         owners = _owners(group_by, filters, access)
         segments = self._segments(start, end, "day")
-        found = await self._read(totals_query(segments, owners).limit(rows_max)) if segments else []
+        if not segments:
+            return []
+        found = await self._read(totals_query(segments, owners, measure=measure, currency=currency).limit(rows_max))
         columns = (*owners.columns, "currency")
         return [_usage_row(start, end, owners, columns, row) for row in found]
 

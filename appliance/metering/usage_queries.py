@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import (
     Column,
@@ -28,6 +28,7 @@ from sqlalchemy import (
     Subquery,
     Table,
     and_,
+    case,
     func,
     literal,
     or_,
@@ -41,6 +42,7 @@ from appliance.base.tables import UtcDateTime, api_keys, usage_box_rollups, usag
 from appliance.metering.ledger.rollups import COUNTS, SETTLED, SPLIT, event_counts
 from appliance.metering.usage_cover import EVENT, Segment
 
+Measure = Literal["cost", "tokens", "requests"]  # tokens: prompt and output together
 OWNER = ("tenant_id", "key_id", "model")
 _BOX_OWNER = ("model",)
 OWNERS_MAX = 20  # for more tenants or keys than this, the first places are not searched one by one
@@ -125,8 +127,12 @@ def page_query(segments: Sequence[Segment], owners: Owners, rows_max: int, after
     return _added_up(parts, owners, after).limit(rows_max)
 
 
-def totals_query(segments: Sequence[Segment], owners: Owners) -> Select[Any]:
-    """Return the query for sums over all segments per group and currency, the most expensive first, then the largest.
+def totals_query(
+    segments: Sequence[Segment], owners: Owners, *, measure: Measure = "cost", currency: str | None = None
+) -> Select[Any]:
+    """Return the query for sums over all segments per group and currency, the largest in `measure` first.
+
+    Amounts in two currencies do not compare: by cost, those in `currency` come before all others.
 
     All segments are made one bucket: otherwise each would be sorted by its own buckets first. A key is grouped without its
     tenant: otherwise PostgreSQL expects a group for every key in every tenant, too many to add up without sorting.
@@ -137,7 +143,13 @@ def totals_query(segments: Sequence[Segment], owners: Owners) -> Select[Any]:
     sums = {name: func.sum(parts.c[name]).label(name) for name in COUNTS}
     # Beyond 64 bits SQLite continues with a float, which is good enough for sorting.
     cost = func.sum(parts.c.cost_high) * SPLIT + func.sum(parts.c.cost_low)
-    order = [cost.desc(), sums["completion_tokens"].desc(), *keys]
+    others: list[ColumnElement[Any]] = [] if currency is None else [case((parts.c.currency == currency, 0), else_=1)]
+    largest: dict[Measure, list[ColumnElement[Any]]] = {
+        "cost": [*others, cost.desc()],
+        "tokens": [(sums["prompt_tokens"] + sums["completion_tokens"]).desc()],
+        "requests": [sums["requests"].desc()],
+    }
+    order = [*largest[measure], sums["completion_tokens"].desc(), *keys]
     return select(*keys, *sums.values()).group_by(*keys).order_by(*order)
 
 

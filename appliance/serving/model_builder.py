@@ -68,7 +68,7 @@ def _serve(
     return ServedModel(
         name=folder.name,
         path=folder.path,
-        client=supervisor,
+        engine=supervisor,
         prompting=Prompting.load(folder.path),
         context_len=folder.context_len,
         sampling_defaults=folder.sampling_defaults,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.model import ModelConfig, load_model_config, parse_model_config
-from engine.config.quantization import KEY
+from engine.config.quantization_keys import KEY
 from engine.errors import EngineConfigError
 from engine.formats import check_formats, computed_dtype
 from engine.memory.colocation import Estimate, estimate_beside

@@ -17,7 +17,7 @@ from appliance.console.totals import Totals, costs_this_month, totals_this_month
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import Patience
 from appliance.tenancy.access import WHOLE_BOX, Access
-from appliance.tenancy.principals import Limits, Principal
+from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
@@ -37,8 +37,8 @@ async def late(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[tupl
         yield box, clock
 
 
-async def use(box: Box, clock: FakeClock, tokens: int) -> None:
-    price = await box.services.prices.current("demo", clock.now())
+async def use(box: Box, clock: FakeClock, tokens: int, currency: str | None = None) -> None:
+    price = await box.services.prices.current("demo", clock.now(), currency=currency)
     entry = pending(box.cast.bob, request_id=new_id("req"), admitted_at=clock.now(), price=price)
     await box.services.ledger.open(entry)
     await box.services.ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
@@ -80,6 +80,22 @@ async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late:
         await totals_this_month(box.services, bob, access=WHOLE_BOX),
     ):
         assert (totals.requests, totals.tokens, totals.cost_picos) == (1, 7, 7_000_000)
+
+
+async def test_a_tenants_page_begins_with_the_cost_in_the_currency_that_it_is_billed_in(late: tuple[Box, FakeClock]) -> None:
+    box, clock = late
+    await box.services.prices.add(model="demo", currency="CHF", prompt=2_000_000, cached_prompt=0, completion=0)
+    bob = box.cast.bob.tenant.id
+    await box.services.tenants.update(bob, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    alice = await box.alice()
+
+    before = (await alice.get(f"/tenants/{bob}")).text
+    await use(box, clock, 1_250_000, "CHF")
+    after = (await alice.get(f"/tenants/{bob}")).text
+
+    for page, amount in ((before, "0.000000"), (after, "2.50")):
+        for period in ("today", "this month"):
+            assert f'<dt>Cost {period}, CHF</dt><dd class="money">{amount}</dd>' in page
 
 
 async def test_sums_are_of_what_the_reader_may_see(late: tuple[Box, FakeClock]) -> None:

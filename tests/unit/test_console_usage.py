@@ -23,8 +23,16 @@ from tests.support.console_fixtures import Box, open_box
 from tests.support.factories import pending, posted
 
 
-async def use(box: Box, person: Person, *, days_ago: float = 0, model: str = "demo", completion: int = 100) -> None:
-    price = await box.services.prices.current(model, START)
+async def use(
+    box: Box,
+    person: Person,
+    *,
+    days_ago: float = 0,
+    model: str = "demo",
+    completion: int = 100,
+    currency: str | None = None,
+) -> None:
+    price = await box.services.prices.current(model, START, currency=currency)
     entry = pending(person, request_id=new_id("req"), admitted_at=START - timedelta(days=days_ago), model=model, price=price)
     await box.services.ledger.open(entry)
     await box.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=completion))
@@ -80,6 +88,52 @@ async def test_shares_are_of_all_that_was_used_and_the_bars_say_how_high_they_ar
 
     assert re.findall(r'of-all muted">([^<]+)<', page) == ["75 %", "25 %"]
     assert '<span class="muted">at most 4</span>' in page
+
+
+async def in_francs(box: Box) -> None:
+    """Let Charlie use the model in francs, and Bob in the appliance's currency."""
+    for currency in ("EUR", "CHF"):
+        await box.services.prices.add(
+            model="demo", currency=currency, prompt=0, cached_prompt=0, completion=2_000_000, effective_from=START
+        )
+    await box.services.tenants.update(box.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    await use(box, box.cast.bob)
+    await use(box, box.cast.charlie, completion=1_000_000, currency="CHF")
+
+
+async def test_a_cost_in_another_currency_has_no_share_and_the_page_says_which_currency_is_drawn(box: Box) -> None:
+    await in_francs(box)
+    part = (await (await box.alice()).fragment("/usage?measure=cost")).text
+
+    assert re.findall(r'of-all muted">([^<]+)<', part) == ["100 %", "–"]  # Bob's in euros first, however many francs there are
+    assert part.index('title="bob"') < part.index('title="charlie"')
+    assert "<dt>Cost, EUR</dt>" in part
+    assert "Bars and shares are of costs in EUR, without those in CHF." in part
+
+
+async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(box: Box) -> None:
+    await in_francs(box)
+    part = (await (await box.alice()).fragment(f"/usage?measure=cost&tenant={box.cast.charlie.tenant.id}")).text
+
+    assert re.findall(r'of-all muted">([^<]+)<', part) == ["100 %"]
+    assert '<dt>Cost, CHF</dt><dd class="money">2.00</dd>' in part
+    assert '<span class="muted">at most 2.00 CHF</span>' in part
+    assert "EUR" not in part
+
+
+async def test_the_rows_begin_with_the_largest_in_what_is_shown(box: Box) -> None:
+    await priced(box)
+    await use(box, box.cast.bob, completion=500)
+    for _ in range(3):
+        await use(box, box.cast.charlie, completion=1)
+    alice = await box.alice()
+
+    first = {}
+    for measure in MEASURES:
+        part = (await alice.fragment(f"/usage?measure={measure}")).text
+        first[measure] = min(("bob", "charlie"), key=lambda name: part.index(f'title="{name}"'))
+
+    assert first == {"tokens": "bob", "cost": "bob", "requests": "charlie"}
 
 
 async def test_wrong_choices_are_as_if_they_were_not_there(box: Box) -> None:

@@ -23,6 +23,7 @@ from appliance.metering.usage_queries import (
     OWNER,
     OWNERS_MAX,
     PROBES_MAX,
+    Measure,
     Owners,
     Place,
     page_query,
@@ -252,6 +253,48 @@ async def test_totals_begin_with_the_dearest_be_it_one_dear_request_or_many_chea
     async with database.reading() as connection:
         found = (await connection.execute(totals_query(segments, Owners(columns=("tenant_id",), wanted={})))).all()
     assert [row.tenant_id for row in found] == ["tn_huge", "tn_cheap", "tn_dear", "tn_paid_back"]
+
+
+async def test_totals_begin_with_the_largest_in_a_measure_and_amounts_in_two_currencies_do_not_compare(
+    database: Database,
+) -> None:
+    rows = [
+        {
+            **dict.fromkeys(COUNTS, 0),
+            "bucket": "hour",
+            "start_at": FIRST_HOUR,
+            "key_id": "key_1",
+            "model": "demo",
+            "tenant_id": tenant,
+            "currency": currency,
+            "requests": requests,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "cost_low": cost,
+        }
+        for tenant, currency, requests, prompt, completion, cost in (
+            ("tn_yen", "JPY", 2, 10, 10, 900),
+            ("tn_euro", "EUR", 1, 50, 1, 2),
+            ("tn_many", "EUR", 3, 1, 5, 1),
+        )
+    ]
+    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=5), "hour", BillingCalendar())
+    owners = Owners(columns=("tenant_id",), wanted={})
+    async with database.writing() as connection:
+        await connection.execute(insert(usage_rollups), rows)
+
+    found: dict[str, list[str]] = {}
+    measures: tuple[Measure, ...] = ("cost", "tokens", "requests")
+    for measure in measures:
+        query = totals_query(segments, owners, measure=measure, currency="EUR")
+        async with database.reading() as connection:
+            found[measure] = [row.tenant_id for row in (await connection.execute(query)).all()]
+
+    assert found == {
+        "cost": ["tn_euro", "tn_many", "tn_yen"],
+        "tokens": ["tn_euro", "tn_yen", "tn_many"],
+        "requests": ["tn_many", "tn_yen", "tn_euro"],
+    }
 
 
 def test_segments_name_where_their_sums_begin_unless_they_are_too_many() -> None:

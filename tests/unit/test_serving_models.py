@@ -210,14 +210,14 @@ async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path,
     make_hollow_model(tmp_path / "model")
     settings = load_settings(options={"data_dir": tmp_path}, environ=environ)
     (model,) = build_models(settings, clock=SystemClock(), metrics=Metrics(), on_frame=lambda _: None).list()
-    model.client.start()
+    model.engine.start()
     try:
         async with asyncio.timeout(300):
-            await model.client.wait_for_state("ready", "failed", "restarting")
-        assert model.client.info is not None, model.client.error
-        assert model.client.info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
+            await model.engine.wait_for_state("ready", "failed", "restarting")
+        assert model.engine.info is not None, model.engine.error
+        assert model.engine.info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
     finally:
-        await model.client.stop()
+        await model.engine.stop()
 
 
 def test_the_switches_of_the_settings_are_those_of_the_engine() -> None:
