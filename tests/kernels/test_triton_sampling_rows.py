@@ -121,8 +121,8 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
 
 
 def tied_tokens(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A head whose tokens are alike in pairs, and again half a vocabulary later, so that the most likely one always has a tie in
-    its tile and in another. Whole numbers: sums are exact in any order."""
+    """A head whose tokens are alike in pairs, and again half a vocabulary later: the most likely one always has a tie in its
+    tile and in another. Whole numbers: sums are exact in any order."""
     different = normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round()
     ids = torch.arange(vocab_size, device=device) % max(1, vocab_size // 2)
     return different[ids // 2 * 2]
