@@ -248,6 +248,7 @@ CHANGES_BY_COST: tuple[tuple[Change, ...], ...] = (
 COMBINED_CHANGES: tuple[tuple[Change, ...], ...] = (
     (raise_memory_share, shrink_batch, disable_graphs, weights_8_bit, kv_8_bit),
     (raise_memory_share, shrink_batch, disable_graphs, weights_4_bit, kv_8_bit),
+    (raise_memory_share, shrink_batch, disable_graphs, weights_4_bit, head_8_bit, kv_8_bit),
 )
 
 

@@ -121,6 +121,7 @@ def fit_report(fit: MemoryFit) -> dict[str, Any]:
 
 def readable_report(fit: MemoryFit) -> dict[str, Any]:
     """As `fit_report`, for people: memory in GiB, and a note without the remedies, which are printed below it."""
-    report = {name: value for name, value in fit_report(fit).items() if name not in ("note", "remedies")}
+    left_out = {"note", "remedies", *(() if fit.others else ("other_models_bytes",))}
+    report = {name: value for name, value in fit_report(fit).items() if name not in left_out}
     words = {name.removesuffix("_bytes"): gib(value) if name.endswith("_bytes") else value for name, value in report.items()}
     return {**words, "note": None if fit.fits else f"{SHORTER_CONTEXT}: {fit.explain(in_lines=True).splitlines()[0]}"}

@@ -109,6 +109,17 @@ def test_equal_logits_stand_or_fall_together(device: torch.device) -> None:
     assert drawn[0][3] == logits[3].argmax()
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_lowest_of_equal_tokens_is_taken_whichever_tile_or_program_finds_it(rows: int, device: torch.device) -> None:
+    """Three tiles: each in a program of its own, or, with 16 rows, two in one."""
+    columns = columns_of([{"temperature": 0.0}] * rows, 2500, device)
+    logits = normal(rows, 2500, dtype=torch.float32, device=device).round().clamp(max=2.0)
+    for first in (0, 1100, 2100):
+        logits[:, :first] = 0.0
+        drawn = compare(logits, columns, list(range(rows)), [0] * rows)
+        assert drawn.tolist() == [row.index(2.0) for row in logits.tolist()]
+
+
 def test_equal_logits_all_over_a_long_row_are_searched_in_passes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(sampling, "LIST_SIZE", 64)
     settings: list[dict[str, float]] = [

@@ -104,6 +104,8 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
     num_guesses = torch.full((count,), depth, dtype=torch.int32, device=device)
     num_guesses[1] = 0
     target[2, :, vocab_size // 2] = math.nan
+    guesses[3, 0] = impossible = int(target[3, 0].argmin())
+    target[3, 0, impossible] = draft[3, 0, impossible] = 0.0
     seeds = [2**63 - 1 - i for i in range(count)]
     streams = torch.tensor([signed(stream(seed)) for seed in seeds], device=device)
     positions = torch.arange(count, device=device) * 5
@@ -112,9 +114,18 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
     assert found.tolist() == expected.tolist()
     assert drafts_cpu.reject_drafts(target, draft, guesses, num_guesses, streams, positions).tolist() == expected.tolist()
     assert -1 in found[2].tolist()
+    assert found[3, 0] != impossible
     for i in (0, 3, 4, 5):
         output = accept_by_rejection(target[i], draft[i], guesses[i].tolist(), seed=seeds[i], position=5 * i)
         assert output.token_ids == [token for token in found[i].tolist() if token >= 0]
+
+
+def tied_tokens(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A head whose tokens are alike in pairs, and again half a vocabulary later: the most likely one always has a tie in its
+    tile and in another. Whole numbers: sums are exact in any order."""
+    different = normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round()
+    ids = torch.arange(vocab_size, device=device) % max(1, vocab_size // 2)
+    return different[ids // 2 * 2]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -122,9 +133,9 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
 def test_the_head_with_its_argmax_finds_the_most_likely_token(
     rows: int, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    # Whole numbers: sums are exact in any order, ties many, and the lowest id must win.
+    """The lowest id wins ties."""
     hidden = padded_rows(normal(rows, hidden_size, dtype=dtype, device=device).round(), hidden_size + 16)
-    weight = padded_rows(normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round(), hidden_size + 16)
+    weight = padded_rows(tied_tokens(vocab_size, hidden_size, dtype=dtype, device=device), hidden_size + 16)
     out = Guarded((rows,), torch.int64, device)
     greedy_head.greedy_head(hidden, weight, out=out.tensor)
     assert out.check().tolist() == reference_head.greedy_head(hidden, weight).tolist()
@@ -144,7 +155,7 @@ def test_a_head_of_8_bits_finds_the_token_of_its_product(
     """For whole numbers the token of the reference; for any others the one with the largest logit of the product with 8-bit
     weights, to the last bit."""
     codes, pack = (torch.int8, pack_int8) if kind is Int8Weight else (torch.float8_e4m3fn, pack_fp8)
-    values = padded_rows(normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round(), hidden_size + 16)
+    values = padded_rows(tied_tokens(vocab_size, hidden_size, dtype=dtype, device=device), hidden_size + 16)
     whole = kind(values.to(codes), torch.full((vocab_size,), 0.5, device=device))
     hidden = padded_rows(normal(rows, hidden_size, dtype=dtype, device=device).round(), hidden_size + 16)
     out = Guarded((rows,), torch.int64, device)

@@ -179,6 +179,27 @@ def test_a_copy_lands_no_sooner_than_somebody_waits(card: EmulatedCard) -> None:
     assert executed(card, body, numbers()).tolist() == list(range(63, -1, -1))
 
 
+ARRIVAL = """
+    st.global.b32 [%rd5], %r1;
+    bar.sync 0;
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 atom.global.gpu.acq_rel.add.u32 %r3, [%rd1], 1;
+"""
+"""Every thread stores, and one counts the block's arrival for another block, which reads what they stored."""
+
+
+@pytest.mark.parametrize("order", [LOCKSTEP, REVERSE])
+def test_an_arrival_is_counted_behind_the_stores_of_all_warps(card: EmulatedCard, order: str) -> None:
+    """Forward, the counting warp runs first, and stores of the others look as if they were meant to follow."""
+    card.order = order
+    given = numbers()
+    assert executed(card, ARRIVAL, given).tolist() == [*range(64)]
+    assert given[0] == 101
+    with pytest.raises(Fault, match="releases what another warp stored, without a barrier"):
+        executed(card, ARRIVAL.replace("bar.sync 0;", ""), given)
+    executed(card, ARRIVAL.replace("bar.sync 0;", "").replace("acq_rel", "relaxed"), given)  # releases nothing
+
+
 @ORDERS
 def test_a_barrier_that_not_all_come_to(card: EmulatedCard, order: str) -> None:
     card.order = order

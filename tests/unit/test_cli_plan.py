@@ -117,6 +117,7 @@ def test_models_on_one_card_have_caches_of_as_many_tokens(typed: Any) -> None:
     assert abs(large["kv_tokens"] - small["kv_tokens"]) <= 16
     assert large["other_models_bytes"] + small["other_models_bytes"] <= large["usable_bytes"] * 1.001
     assert "other_models" in typed("qwen3-0.6b", "--beside", "llama-3.1-8b").out
+    assert "other_models" not in typed("qwen3-0.6b").out
     alone = json.loads(typed("llama-3.1-8b", "--json").out)
     assert alone["other_models_bytes"] == 0
 

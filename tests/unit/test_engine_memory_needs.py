@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config.model import parse_model_config
-from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
+from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, WeightFormat, unquantised
 from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, changes_in_order, gib
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.shape import Load, MemoryShape
@@ -276,6 +276,14 @@ def test_where_no_change_keeps_the_context_each_names_the_one_that_it_leaves() -
     assert remedies
     assert all(0 < remedy.context_len < 131_072 for remedy in remedies)
     assert f"{WEIGHTS_8} (quantization=int8 or fp8): max_model_len={remedies[0].context_len}" in fit(12).explain()
+
+
+@pytest.mark.parametrize("weights", [BF16.weights, FOUR_BITS])
+def test_the_output_head_in_8_bits_is_the_last_resort_beside_weights_in_4(weights: WeightFormat) -> None:
+    on_gpu = replace(fit(5.9, formats=replace(BF16, weights=weights)), load=replace(LOAD, on_gpu=True, has_slots=True))
+    (only,) = replace(on_gpu, memory_bytes=int(6.3 * GIB), usable_bytes=int(5.67 * GIB), context_bytes=600 << 20).remedies()
+    assert "the output head in 8 bits (head_quantization=int8)" in only.words
+    assert 0 < only.context_len < 10_000
 
 
 def test_a_card_without_fp8_is_offered_none() -> None:

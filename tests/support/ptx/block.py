@@ -70,6 +70,7 @@ class Block:
         self.lanes, self.warps = self.threads % WARP, self.threads // WARP
         self.members = self.everyone  # of the crew that runs
         self.waited = np.full(self.num_threads, not self.launch.early)
+        self.stored = np.zeros(self.num_threads, bool)  # in global memory since the last barrier
         self._constants: dict[tuple[int, int], Array] = {}
 
     def run(self) -> None:
@@ -82,6 +83,7 @@ class Block:
             if stops == {None}:
                 break
             self.shared.pass_barrier()
+            self.stored[:] = False
         if not self.waited.all():
             raise Fault(f"{self.launch.program.name} was launched early and never waits")
 

@@ -14,6 +14,7 @@ CACHES = "L1 L2 ca cg cs wt nc v2 v4 v8"
 READ_EARLY = ("L1::evict_first", "L1::evict_last")
 """Cache policies by which a kernel marks inputs that no preceding kernel writes: `kernels.triton.early_launch`."""
 ORDERS = "volatile weak relaxed acquire release acq_rel gpu sys cta"
+RELEASES = {"release", "acq_rel"}
 
 
 @instruction("mov")
@@ -81,6 +82,7 @@ def store(block: Block, code: Instruction, active: Array) -> None:
     elif "global" in code.modifiers:
         _check_waited(block, active)
         block.launch.memory.store(addresses, values)
+        block.stored |= active
     else:
         raise UnknownPtx("another space of addresses")
 
@@ -106,6 +108,8 @@ def atomic(block: Block, code: Instruction, active: Array) -> None:
     kind, has_result = code.type, code.opcode == "atom"
     address, *sources = code.operands[1:] if has_result else code.operands
     _check_waited(block, active)
+    if RELEASES.intersection(code.modifiers):
+        _check_released(block, active)
     memory, addresses = block.launch.memory, block.addresses(address, active)
     values = [block.raw(source, kind.width)[active] for source in sources]
     before = np.zeros(block.num_threads, kind.raw)
@@ -134,3 +138,9 @@ def _atomic_result(code: Instruction, old: Array, given: list[Array]) -> Array:
 def _check_waited(block: Block, active: Array) -> None:
     if block.launch.early and not block.waited[active].all():
         raise Fault("memory is touched before griddepcontrol.wait")
+
+
+def _check_released(block: Block, active: Array) -> None:
+    """A thread's release covers its own stores, and those of other threads that a barrier orders before it (PTX ISA 8.9)."""
+    if np.isin(block.warps[block.stored], block.warps[active], invert=True).any():
+        raise Fault("releases what another warp stored, without a barrier in between")
