@@ -1,4 +1,4 @@
-"""Pages with amounts of money at the widths of a tablet, a laptop and a telephone: no amount is cut, and none leaves its card."""
+"""Pages with amounts of money, as wide as a laptop, a tablet or a telephone: no amount is cut, and none leaves its card."""
 
 from __future__ import annotations
 
