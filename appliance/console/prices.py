@@ -40,10 +40,12 @@ async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Ht
 
 @get("/prices/new", guards=[needs(Action.BILLING)])
 async def new_price(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The form of a new price; a model in the address fills it with the price in force."""
+    """The form of a new price; a model in the address, and a currency, fill it with the price in force."""
+    services = console.services
     model = request.query_params.get("model", "")
-    current = await console.services.prices.current(model, console.services.clock.now()) if model else None
-    return _form(request, console, None, model=model, current=current)
+    currency = request.query_params.get("currency") or services.settings.currency
+    current = await services.prices.current(model, services.clock.now(), currency=currency) if model else None
+    return _form(request, console, None, model=model, priced_in=currency, current=current)
 
 
 @post("/prices", guards=[needs(Action.BILLING)], status_code=200)
@@ -57,7 +59,7 @@ async def add_price(request: ConsoleRequest, console: ConsoleDependency) -> Html
             return console.pages.redirect(request, "/prices", done="price-added")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, (*FIELDS, *(f"tier_{tier}" for tier in TIERS)))
-    return _form(request, console, form, model=form.raw("model"), current=None)
+    return _form(request, console, form, model=form.raw("model"), priced_in=form.raw("currency"), current=None)
 
 
 @get("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)])
@@ -111,14 +113,18 @@ def _read(form: Form, console: Console) -> dict[str, Any]:
     }
 
 
-def _form(request: ConsoleRequest, console: Console, form: Form | None, *, model: str, current: Price | None) -> Html:
+def _form(
+    request: ConsoleRequest, console: Console, form: Form | None, *, model: str, priced_in: str, current: Price | None
+) -> Html:
     return console.pages.sheet(
         request,
         "fragments/price_new.html",
         title="New price",
         form=form,
         model=model,
+        priced_in=priced_in,
         current=current,
+        is_discounted=current is not None and (current.batch_percent != 100 or bool(current.tier_percents)),
         tiers=TIERS,
         discounts=("batch_percent", "rejected_draft", *(f"tier_{tier}" for tier in TIERS)),
         models=[served.name for served in console.services.models.list()],

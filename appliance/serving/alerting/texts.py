@@ -85,7 +85,10 @@ def _reached(data: Data, limit: str) -> str:
 
 
 def _invoice(data: Data) -> Headline:
-    return f"Invoice {data['number']} of {data['tenant_name']} for {data['month']} is closed", f"{_payment(data)} due" if "due_micros" in data else ""
+    return (
+        f"Invoice {data['number']} of {data['tenant_name']} for {data['month']} is closed",
+        f"{_payment(data)} due" if "due_micros" in data else "",
+    )
 
 
 def _payment(data: Data) -> str:
