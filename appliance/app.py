@@ -135,7 +135,7 @@ class Appliance:
         await services.readiness.stop()
         await services.generations.stop(SETTLE_TIMEOUT_S)
         await services.alerts.stop()
-        await asyncio.gather(*(model.client.stop() for model in services.models.list()))
+        await asyncio.gather(*(model.engine.stop() for model in services.models.list()))
         try:
             if self.engines:
                 await services.keys.flush_last_used()
@@ -278,7 +278,7 @@ class Appliance:
         self._gpu.open()
         await services.sampler.start()
         services.metrics.attach(lambda: services.sampler.latest)
-        balances = [model.client.figures.balance for model in services.models.list()]
+        balances = [model.engine.figures.balance for model in services.models.list()]
         services.metrics.compare_usage(
             lambda: services.ledger.unrecorded_usage_tokens + sum(balance.unexplained_tokens for balance in balances)
         )
@@ -289,7 +289,7 @@ class Appliance:
         )
         await services.ledger.start()
         for model in services.models.list():
-            model.client.start()
+            model.engine.start()
         services.readiness.start()
         services.alerts.start(services.models, services.metrics, version=services.version)
         services.generations.start_watching()
@@ -379,8 +379,8 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
 async def _stop_without_models(models: ModelRegistry, server: HttpServer) -> str | None:
     """Return None as soon as a model is ready. If all fail to load, stop the server and return why."""
     for model in models.list():
-        await model.client.wait_for_state("ready", "failed", "stopped")
-        if model.client.state != "failed":
+        await model.engine.wait_for_state("ready", "failed", "stopped")
+        if model.engine.state != "failed":
             return None
     server.stop()
-    return "; ".join(f"the model {model.name} could not be loaded: {model.client.error}" for model in models.list())
+    return "; ".join(f"the model {model.name} could not be loaded: {model.engine.error}" for model in models.list())

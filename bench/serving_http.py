@@ -25,7 +25,7 @@ from litestar.response import Stream
 
 from appliance.api.chat_answers import ChunkFramer
 from appliance.api.sse import EventStream
-from appliance.serving.text_output import Chunk
+from appliance.serving.chunks import Chunk
 from bench.ports import free_port
 from bench.rows import TREE, row_header, save_row
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.device import device_name, format_name
 from engine.environment import default_threads
+from engine.formats import UNQUANTISED
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LazyCompiler
@@ -24,7 +25,6 @@ from engine.memory.kv_plan import MemoryPlan
 from engine.models.loading import LoadedDecoder, load_decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
-from engine.quantization.scheme import UNQUANTISED
 from engine.resolved_options import ResolvedOptions
 from engine.runner.calibration import MeasuredSpeed, measure_speed
 from engine.runner.kv_cache import BlockMover
@@ -138,7 +138,7 @@ def build_engine(
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _log_start(info, _describe_mode(cached, slot_runner, is_asked_for=options.enforce_eager), times)
     grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
-    return Engine(scheduler, slot_runner or cached.runner, info, grammars, step_budget=budget)
+    return Engine(scheduler, slot_runner or cached.runner, info, grammars)
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:
@@ -152,6 +152,9 @@ def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]
         head_quantization=options.head_quantization,
         progress=progress,
     )
+    if model.decoded_from is not None:
+        kept = "unquantised" if model.quantization == UNQUANTISED else f"in {model.quantization}"
+        log.info("weights were stored as %s, decoded while they were read, and are kept %s", model.decoded_from, kept)
     if resolved.draft is None or options.draft_model is None:
         return model, None
     return model, load(options.draft_model, resolved.draft)
@@ -163,7 +166,8 @@ def _allocate_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: Loa
         torch.cuda.empty_cache()  # release what loading held temporarily before the rest is counted
     kv_bytes = resolved.forecast.fixed_kv_bytes
     if kv_bytes is None:
-        kv_bytes = free_kv_bytes(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)
+        fit = resolved.forecast.fit
+        kv_bytes = free_kv_bytes(fit.needs, options.gpu_memory_utilization, device, others_bytes=fit.others_bytes)
     plan = resolved.memory_plan(kv_bytes)
     target = _make_paged_decoder(model, resolved, plan)
     draft_decoder = None if draft is None else _make_paged_decoder(draft, resolved, plan)
@@ -244,6 +248,7 @@ def _make_info(
 ) -> EngineInfo:
     options, device, plan = resolved.options, resolved.device, cached.plan
     kernels = _describe_kernels(options, model.quantization, resolved.dtype, device)
+    stored = "" if model.decoded_from is None else f" (stored as {model.decoded_from})"
     return EngineInfo(
         model=options.name or options.model.name,
         architecture=resolved.config.family.architecture,
@@ -261,7 +266,7 @@ def _make_info(
         weights_bytes=model.size.num_bytes,
         kv_bytes=plan.kv_bytes,
         load_s=load_s,
-        quantization=model.quantization,
+        quantization=f"{model.quantization}{stored}",
         kv_cache_dtype=format_name(resolved.kv_dtype),
         kv_scales=cached.runner.target.kv_scales,
         memory=resolved.forecast.parts(measured),

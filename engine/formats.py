@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.config.model import ModelConfig
-from engine.config.quantization import Fp8Weights, Int4Weights
+from engine.config.quantization_keys import KEY
+from engine.config.stored_weights import DecodedWeights, Fp8Weights, Int4Weights
 from engine.errors import EngineConfigError, UnsupportedModel
 from engine.options import EngineOptions
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ON_THE_FLY = ("int8", "fp8")
 """Formats that weights are brought into while they are read."""
+
+UNQUANTISED = "none"
+DECODED_FORMATS = (*ON_THE_FLY, UNQUANTISED)
+"""What weights may be kept in that are plain numbers once they are read."""
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability with products of fp8 numbers."""
@@ -72,19 +77,35 @@ def has_fp8(capability: tuple[int, int] | None) -> bool:
 
 
 def check_quantization(config: ModelConfig, requested: str | None, head: str | None) -> None:
-    """Raise `EngineConfigError`, naming the option, where the options of these names contradict the checkpoint."""
+    """Raise `EngineConfigError`, naming the option, where the options of these names contradict the checkpoint, or where one
+    must say how matrices that are decoded will be kept."""
     stored = config.quantization
-    if stored is not None and requested not in (None, stored.method):
+    if stored is not None and stored.decoded is not None:
+        _check_decoded(stored.decoded, requested)
+    elif stored is not None and requested not in (None, stored.method):
         raise EngineConfigError(
             "quantization", f"= {requested!r} cannot be applied: the checkpoint is quantised already ({stored.method})"
         )
-    if stored is None and requested not in (None, *ON_THE_FLY):
+    if stored is None and requested not in (None, *DECODED_FORMATS):
         raise EngineConfigError(
             "quantization",
-            f"= {requested!r} cannot be applied to an unquantised checkpoint; supported here: {', '.join(ON_THE_FLY)}",
+            f"= {requested!r} cannot be applied to an unquantised checkpoint; supported here: {', '.join(DECODED_FORMATS)}",
         )
     if head is not None and not config.has_head:
         raise EngineConfigError("head_quantization", f"= {head!r} cannot be applied: the model has no output head")
+
+
+def _check_decoded(stored: DecodedWeights, requested: str | None) -> None:
+    """The checkpoint is in a form that no product reads. What its weights become is chosen, never assumed (ADR 62)."""
+    if requested in DECODED_FORMATS:
+        return
+    given = "must be chosen" if requested is None else f"= {requested!r} cannot be applied"
+    raise EngineConfigError(
+        "quantization",
+        f"{given}: the checkpoint is {stored} (config.json: {KEY}.{stored.key}), which is decoded while it is read. "
+        "int8 rounds its weights to 8-bit integers (usually closest), fp8 to E4M3 once more, none keeps them unquantised "
+        '(in gatehouse.toml: quantization = "int8"; on the command line: --quantization int8)',
+    )
 
 
 def check_formats(config: ModelConfig, options: EngineOptions, dtype: str, capability: tuple[int, int] | None) -> None:
@@ -122,9 +143,10 @@ def formats_of(config: ModelConfig, options: EngineOptions, dtype: str) -> Forma
 
 
 def _layers_format(config: ModelConfig, options: EngineOptions, element_bytes: int) -> WeightFormat:
-    if config.quantization is None:
-        return unquantised(element_bytes) if options.quantization is None else EIGHT_BITS
-    weights = config.quantization.weights
+    stored = config.quantization
+    if stored is None or stored.decoded is not None:
+        return unquantised(element_bytes) if options.quantization in (None, UNQUANTISED) else EIGHT_BITS
+    weights = stored.weights
     if isinstance(weights, Int4Weights):
         return FOUR_BITS._replace(group=weights.group_size or config.hidden_size)
     return EIGHT_BITS_STORED

@@ -27,19 +27,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
+from engine.answers import make_answers
 from engine.engine_status import StepFigures, make_status
 from engine.errors import EngineBroken, EngineOverloaded, PromptError
 from engine.fault_isolation import Runner, run_isolated
 from engine.grammar.queue import GrammarQueue
-from engine.grammar.spec import GrammarSpec, grammar_spec
+from engine.grammar.spec import grammar_spec
 from engine.overlap import AheadRunner, Fallbacks, InFlightStep, OverlappedSteps
 from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, PlainReason, TokenEvent
 from engine.request_checks import PROMPT_PARAM, check_request
-from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.token_events import StepEvents, end_unscheduled, refusal_events
 
 FAILED_STEPS_MAX = 3
@@ -60,23 +59,21 @@ class Engine:
         grammars: GrammarQueue,
         *,
         clock: Callable[[], float] = time.monotonic,
-        step_budget: StepBudget | None = None,
     ) -> None:
-        """Steps overlap if `runner` can launch them ahead. `step_budget` observes how long steps took; it should be the
-        scheduler's."""
+        """Steps overlap if `runner` can launch them ahead."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._grammars = grammars
-        self._step_budget = step_budget
+        self._step_budget = scheduler.step_budget
         self._live: dict[str, list[Request]] = {}
         self._figures = StepFigures()
         self._failed_steps = 0
         self._is_idle_checked = True
         self._overlapped: OverlappedSteps | None = None
         if isinstance(runner, AheadRunner):
-            self._overlapped = OverlappedSteps(runner, scheduler.advance, self._move)
+            self._overlapped = OverlappedSteps(runner, scheduler.advance)
         self._in_flight_step: InFlightStep | None = None
         self._collected_s = 0.0
 
@@ -111,7 +108,7 @@ class Engine:
         except InvalidOption as error:
             return refusal_events(submitted, str(error), error.param)
         self._is_idle_checked = False
-        answers = self._make_answers(submitted, spec)
+        answers = make_answers(submitted, self.info, has_grammar=spec is not None, now_s=self._clock())
         self._live[submitted.request_id] = list(answers)
         if spec is None:
             self._enqueue(answers)
@@ -247,7 +244,12 @@ class Engine:
         return step_events
 
     def _move(self, moves: BlockMoves) -> None:
-        """Move blocks, if need be at a second attempt."""
+        """Move blocks, each kind of move if need be at a second attempt. A kind that is repeated does no harm, but all of them
+        might: a block that was swapped out may have been overwritten by a block that was swapped in."""
+        for kind in moves.kinds():
+            self._move_kind(kind)
+
+    def _move_kind(self, moves: BlockMoves) -> None:
         try:
             self._runner.move(moves)
         except Exception:
@@ -327,37 +329,3 @@ class Engine:
             if not answers:
                 del self._live[request_id]
         return request
-
-    def _make_answers(self, submitted: GenerationRequest, spec: GrammarSpec | None) -> list[Request]:
-        """One request per answer, each with a seed of its own."""
-        token_ids = list(submitted.prompt_token_ids)
-        return [self._make_request(submitted, index, spec, token_ids) for index in range(submitted.sampling.num_answers)]
-
-    def _make_request(
-        self, submitted: GenerationRequest, index: int, spec: GrammarSpec | None, token_ids: list[int]
-    ) -> Request:
-        """A grammar ends with the model's own end, whatever `ignore_eos` says: nothing else could follow.
-
-        The queue deadline is that of the first answer: a request of which one answer has begun does not wait for its turn.
-        """
-        sampling, limit, now_s = submitted.sampling, self.info.max_model_len, self._clock()
-        assert sampling.seed is not None, f"request {submitted.request_id} was not checked"
-        if index:
-            sampling = sampling.with_checked(seed=seed_of_answer(sampling.seed, index))
-        num_prompt_tokens = len(submitted.prompt_token_ids)
-        stops_at_eos = spec is not None or not sampling.ignore_eos
-        return Request(
-            request_id=submitted.request_id,
-            tenant_id=submitted.tenant_id,
-            sampling=sampling,
-            token_ids=token_ids,
-            shares_token_ids=submitted.sampling.num_answers > 1,
-            num_prompt_tokens=num_prompt_tokens,
-            max_total_tokens=min(limit, num_prompt_tokens + (sampling.max_tokens or limit)),
-            stop_ids=frozenset(self.info.eos_token_ids if stops_at_eos else ()).union(sampling.stop_token_ids),
-            arrived_s=now_s,
-            index=index,
-            weight=submitted.weight,
-            priority=submitted.priority,
-            queue_deadline_s=None if index or submitted.queue_deadline_s is None else now_s + submitted.queue_deadline_s,
-        )

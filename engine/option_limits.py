@@ -64,4 +64,4 @@ def _are_paths(value: object) -> bool:
 
 COUNT = Limit(_is_count, "must be at least 1, and an integer")
 FLAG = Limit(lambda value: isinstance(value, bool), "must be True or False")
-PATHS = Limit(_are_paths, "must be a list of files")
+PATHS = Limit(_are_paths, "must be a list of paths")

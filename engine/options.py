@@ -18,7 +18,7 @@ from engine.speculation.options import SpeculativeOptions
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fair", "fcfs")
-QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors")
+QUANTIZATIONS = ("int8", "fp8", "none", "awq", "gptq", "compressed-tensors", "modelopt")
 HEAD_QUANTIZATIONS = ("none", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SWAP_SPACE_GIB_MAX = 4096.0
@@ -43,13 +43,15 @@ class EngineOptions:
     """Options of one engine process. Raises `EngineConfigError`, naming the option.
 
     `block_size` is a power of two: GPU kernels read the cache in tiles that hold whole blocks or lie within one.
-    `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to. `batch_invariant`: a request
-    gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no step is captured or recorded as a
-    whole, and none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may
-    make running requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
-    `quantization`: int8 or fp8 quantises the weights while they are read, another one must be what the checkpoint is in.
-    `head_quantization`: the format of the output head, where it is not to be kept as `quantization` or the checkpoint says.
-    `kv_cache_dtype`: auto keeps keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
+    `colocated_models`: the directories of other models, which are served from the same GPU with the same options; memory is
+    left to them. `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to.
+    `batch_invariant`: a request gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no
+    step is captured or recorded as a whole, and none is launched before the tokens of the one before it are known.
+    `inter_token_target_ms`: how long a step may make running requests wait for their next token. `shared_prefixes`: text
+    files with prompts that all tenants may share. `quantization`: int8 or fp8 quantises the weights while they are read,
+    none keeps or decodes them unquantised, another one must be what the checkpoint is in. `head_quantization`: the format
+    of the output head, where it is not to be kept as `quantization` or the checkpoint says. `kv_cache_dtype`: auto keeps
+    keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
     """
 
     model: Path
@@ -63,6 +65,7 @@ class EngineOptions:
     kv_cache_bytes: Annotated[int | None, limits.COUNT] = None
     num_kv_blocks: Annotated[int | None, limits.COUNT] = None
     gpu_memory_utilization: Annotated[float, limits.above_zero(1.0)] = 0.9
+    colocated_models: Annotated[tuple[Path, ...], limits.PATHS] = ()
     enable_prefix_caching: Annotated[bool, limits.FLAG] = True
     threads: Annotated[int | None, limits.COUNT, limits.threads()] = None
     swap_space: Annotated[float, limits.gib_up_to(SWAP_SPACE_GIB_MAX)] = 0.0
@@ -92,13 +95,12 @@ class EngineOptions:
         unknown = sorted(values.keys() - LIMITS.keys())
         if unknown:
             raise EngineConfigError(unknown[0], "is not an option of this engine")
-        speculative, prefixes = values.get("speculative_config"), values.get("shared_prefixes", ())
-        if not isinstance(prefixes, list | tuple):
-            raise EngineConfigError("shared_prefixes", f"must be a list of files, not {prefixes!r}")
+        speculative = values.get("speculative_config")
         read = {
             "model": _path("model", values.get("model")),
             "speculative_config": None if speculative is None else SpeculativeOptions.parse(speculative),
-            "shared_prefixes": tuple(_path("shared_prefixes", path) for path in prefixes),
+            "shared_prefixes": _paths("shared_prefixes", values),
+            "colocated_models": _paths("colocated_models", values),
         }
         return cls(**{**values, **read})
 
@@ -129,6 +131,13 @@ LIMITS: dict[str, tuple[limits.Limit, ...]] = {
     option: getattr(hint, "__metadata__", ()) for option, hint in get_type_hints(EngineOptions, include_extras=True).items()
 }
 """The limits of each option's value, by name, as its type annotation states them."""
+
+
+def _paths(option: str, values: Mapping[str, Any]) -> tuple[Path, ...]:
+    paths = values.get(option, ())
+    if not isinstance(paths, list | tuple):
+        raise EngineConfigError(option, f"must be a list of paths, not {paths!r}")
+    return tuple(_path(option, path) for path in paths)
 
 
 def _path(option: str, value: object) -> Path:

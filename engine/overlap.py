@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 from engine.fault_isolation import Runner, run_isolated
 from engine.protocol import PlainReason
 from engine.scheduling.in_flight_batch import InFlightBatch, as_planned
-from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
+from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, StepOutput
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -55,11 +55,8 @@ class AheadRunner(Runner, Protocol):
         ...
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Begin a step, behind those begun before it. Raises when it cannot."""
-        ...
-
-    def launch_verification(self, batch: ScheduledBatch) -> PendingStep:
-        """As `launch`, a step in which some rows verify guesses; everything before it is settled."""
+        """Begin a step, behind those begun before it. Raises when it cannot. Where some rows verify guesses, everything before
+        the step is settled."""
         ...
 
     def invalidate_slots(self) -> None:
@@ -105,12 +102,9 @@ class InFlightStep:
 class OverlappedSteps:
     """Launches steps and gets their results, in order, whatever fails."""
 
-    def __init__(
-        self, runner: AheadRunner, advance: Callable[[ScheduledBatch], InFlightBatch], move: Callable[[BlockMoves], None]
-    ) -> None:
+    def __init__(self, runner: AheadRunner, advance: Callable[[ScheduledBatch], InFlightBatch]) -> None:
         self._runner = runner
         self._advance = advance
-        self._move = move
         self.fallbacks = Fallbacks()
         self.plain_steps = Counter(dict.fromkeys(PlainReason, 0))
         self.is_synchronous = runner.is_synchronous
@@ -141,7 +135,6 @@ class OverlappedSteps:
         outputs = self._wait(step)
         if outputs is None:
             self._invalidate(successor)
-            self._repeat_copies(step)
             return self._recompute_plain(step.in_flight, range(len(step.in_flight.requests)))
         unusable = [row for row, output in enumerate(outputs) if output is None]
         if unusable:
@@ -183,7 +176,7 @@ class OverlappedSteps:
 
     def _run_verification(self, batch: ScheduledBatch) -> list[RowResult] | None:
         try:
-            pending = self._runner.launch_verification(batch)
+            pending = self._runner.launch(batch)
             pending.complete()
             return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
@@ -205,11 +198,6 @@ class OverlappedSteps:
         if step is not None and step.pending is not None:
             step.pending = None
             self._runner.invalidate_slots()
-
-    def _repeat_copies(self, step: InFlightStep) -> None:
-        """Copy blocks again: what was copied before the step may not have been right yet. All other moves had been settled."""
-        if step.batch.moves.copies:
-            self._move(BlockMoves(copies=step.batch.moves.copies))
 
     def _recompute_plain(self, in_flight: InFlightBatch, rows: Sequence[int]) -> list[RowResult]:
         """Results of the given rows, in the places of all of them."""

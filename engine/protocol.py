@@ -185,8 +185,9 @@ class EngineStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
     """Memory that one part of an engine takes on its device. `name`: weights, activations, graphs, slots, rotary_tables,
-    device_context or kv_cache. `measured_bytes` is None if the device does not report it, or nothing was allocated yet.
-    `num_predicted`: graphs that may be kept; `num_measured`: those captured when memory was measured; None for other parts."""
+    device_context, kv_cache or, where other models have a part of the GPU, other_models. `measured_bytes` is None if the device
+    does not report it, or nothing was allocated yet. `num_predicted`: graphs that may be kept; `num_measured`: those captured
+    when memory was measured; None for other parts."""
 
     name: str
     predicted_bytes: int

@@ -93,6 +93,11 @@ def _draft_config(
         return None
     draft = load_model_config(options.draft_model)
     check_draft_vocabulary(draft, target)
+    if draft.quantization is not None and draft.quantization.decoded is not None:
+        stored = draft.quantization.decoded
+        raise EngineConfigError(
+            "speculative_config", f"field model cannot be served: it is {stored}, and draft models are not decoded while read"
+        )
     try:
         check_formats(draft, replace(options, quantization=None, head_quantization=None), dtype, capability)
     except (EngineConfigError, UnsupportedModel) as error:

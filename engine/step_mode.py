@@ -26,17 +26,12 @@ class StepMode(StrEnum):
     CAPTURED = "captured"
 
     @classmethod
-    def of(
-        cls, options: EngineOptions, device_type: str, *, can_record: bool = False, has_invariant_pages: bool = True
-    ) -> StepMode:
-        """`can_record`: whether the operations of a decode step can be recorded, on a CPU. `has_invariant_pages`: whether
-        batch-invariant attention reads pages, on a GPU; else the host is needed between steps.
-        Raises `EngineConfigError` for a switch that says neither on nor off."""
+    def of(cls, options: EngineOptions, device_type: str, *, can_record: bool = False) -> StepMode:
+        """`can_record`: whether the operations of a decode step can be recorded, on a CPU. Raises `EngineConfigError` for a
+        switch that says neither on nor off."""
         if options.enforce_eager:
             return cls.PLAIN
         if device_type == "cuda":
-            if options.batch_invariant and not has_invariant_pages:
-                return cls.PLAIN
             return cls.CAPTURED if is_on(GRAPHS) else cls.AHEAD
         return cls.RECORDED if can_record else cls.PLAIN
 

@@ -23,11 +23,11 @@ import torch  # noqa: E402 - torch must see the environment set above
 
 from engine.config.model import load_model_config  # noqa: E402
 from engine.errors import EngineConfigError, ModelError, NotAModelDirectory  # noqa: E402
-from engine.formats import check_quantization  # noqa: E402
+from engine.formats import DECODED_FORMATS, UNQUANTISED, check_quantization  # noqa: E402
 from engine.models.decoder import Decoder  # noqa: E402
 from engine.offline.perplexity import Comparison, FormatOptions, compare  # noqa: E402
 from engine.options import HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineOptions  # noqa: E402
-from engine.quantization.scheme import UNQUANTISED, weight_scheme  # noqa: E402
+from engine.quantization.scheme import weight_scheme  # noqa: E402
 from engine.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate  # noqa: E402
 from engine.text.tokenizer import Tokenizer  # noqa: E402
 from engine.weights import WeightsSize, load_weights, stored_names, weight_files  # noqa: E402
@@ -43,17 +43,20 @@ OPTIONS = ("quantization", "head_quantization", "kv_cache_dtype", "unquantized")
 def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
     """Return facts about a model that would load. Raises `ModelError`, naming the file, key or tensor that is wrong.
 
-    The places of the decoder are on the meta device: every tensor is matched by name, shape and type, none is kept.
+    The places of the decoder are on the meta device: every tensor is matched by name, shape and type, none is kept. A
+    checkpoint that is decoded while it is read is checked without the option that it needs; the facts name the option's values.
     """
     config = load_model_config(directory)
+    decoded = None if config.quantization is None else config.quantization.decoded
     tokenizer_size = _tokenizer_size(directory, config.vocab_size)
     _check_chat_template(directory)
-    scheme = weight_scheme(directory, config, None)
+    scheme = weight_scheme(directory, config, None if decoded is None else UNQUANTISED)
     plan = Decoder(config, dtype=torch.float32, device=torch.device("meta")).weight_plan(scheme.storage)
     load_weights(directory, plan, progress=progress)
     return {
         "architecture": config.family.architecture,
-        "quantization": scheme.name,
+        "quantization": scheme.name if decoded is None else str(decoded),
+        **({} if decoded is None else {"quantization_options": ", ".join(DECODED_FORMATS)}),
         "tensors": len(stored_names(directory)),
         "parameters": WeightsSize.of(plan).num_parameters,
         "weights_bytes": sum(path.stat().st_size for path in weight_files(directory)),
@@ -100,16 +103,21 @@ def _print(values: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _check_options(directory: Path, formats: FormatOptions) -> None:
-    """Raises `EngineConfigError`, naming the option, for formats that do not exist or contradict the checkpoint."""
-    check_quantization(load_model_config(directory), formats.quantization, formats.head_quantization)
+def _check_options(directory: Path, formats: FormatOptions, *, is_loaded: bool) -> None:
+    """Raises `EngineConfigError`, naming the option, for formats that do not exist or contradict the checkpoint, and where a
+    model that is loaded lacks one."""
+    if is_loaded:
+        check_quantization(load_model_config(directory), formats.quantization, formats.head_quantization)
     EngineOptions(model=directory, **asdict(formats))
 
 
 def _perplexities(directory: Path, formats: FormatOptions, unquantised: Path | None, *, stored: str) -> dict[str, Any]:
     """Facts of the model with its weights loaded, twice where there is something to compare with. `stored` is the format of
     the checkpoint."""
-    comparison = compare(directory, formats, is_plain=stored == UNQUANTISED, unquantised=unquantised)
+    config = load_model_config(directory)
+    is_decoded = config.quantization is not None and config.quantization.decoded is not None
+    is_plain = stored == UNQUANTISED
+    comparison = compare(directory, formats, is_plain=is_plain, is_decoded=is_decoded, unquantised=unquantised)
     return {
         "perplexity_format": {**asdict(formats), "quantization": formats.quantization or stored},
         "perplexity_unquantized_format": None if comparison.unquantised is None else _as_stored(UNQUANTISED),
@@ -166,10 +174,11 @@ def main(arguments: list[str]) -> int:
         kv_cache_dtype=options.kv_cache_dtype,
         head_quantization=options.head_quantization,
     )
+    is_loaded = bool(options.perplexity or options.unquantized or formats != FormatOptions())
     try:
-        _check_options(options.path, formats)
+        _check_options(options.path, formats, is_loaded=is_loaded)
         facts = verify_model(options.path, progress=_Report())
-        if options.perplexity or options.unquantized or formats != FormatOptions():
+        if is_loaded:
             facts |= _perplexities(options.path, formats, options.unquantized, stored=facts["quantization"])
     except EngineConfigError as error:
         is_usage = error.option in OPTIONS

@@ -20,7 +20,9 @@ LinearPacker = Callable[[Tensor, Tensor | None], LinearKernel]
 FUSED_ROWS_MAX = 16
 """Most rows of a step for which fused products and greedy heads are made: the rows of one tile of tensor cores."""
 _PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
-_PROPERTIES = ("description", "decode_workspace", "max_verify_group", "supports_paged", "is_row_invariant")
+_PROPERTIES = (
+    "description", "decode_workspace", "sampling_workspace", "max_verify_group", "supports_paged", "is_row_invariant",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class Operations:
     tokens of a request, verified in one step, that `paged_prefill` should attend together; 1: each separately.
     `is_row_invariant` says whether products (plain or quantised) and paged attention give a row the same bits in any batch.
     `decode_workspace` allocates the scratch memory of `paged_decode`, and of `paged_prefill` with few queries, for a given
-    number of queries; None if they need none.
+    number of queries, `sampling_workspace` that of `sample` for a number of rows and a vocabulary; None if they need none.
 
     Operations whose names end with `_fp8` produce e4m3 rows and their scales for a product with 8-bit weights. `linear_add` and
     `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows, fused with the norms around them.
@@ -70,6 +72,8 @@ class Operations:
     decode_workspace: Callable[[AttentionShape, int, int, torch.dtype, torch.device], Any]
     prepare_decode: Callable[..., None]
     advance_slots: Callable[..., None]
+    sample: Callable[..., Tensor]
+    sampling_workspace: Callable[[int, int, torch.device], Any]
     apply_bitmask: Callable[[Tensor, Tensor, Tensor], None]
     count_tokens: Callable[[Tensor, Tensor, Tensor], None]
     cap_logits: Callable[..., Tensor]

@@ -13,7 +13,6 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from types import ModuleType
 
 import torch
 
@@ -41,6 +40,7 @@ from kernels.quantised_linear import (
 from kernels.quantised_weights import (
     Fp8Weight,
     Int4Weight,
+    Int8Weight,
     int4_scale_dtype,
     pack_awq,
     pack_fp8,
@@ -71,6 +71,7 @@ __all__ = [
     "Fp8Weight",
     "HostTokens",
     "Int4Weight",
+    "Int8Weight",
     "LinearKernel",
     "LinearPacker",
     "NotRecordable",
@@ -110,7 +111,6 @@ __all__ = [
     "plain_sampling",
     "quantised_words",
     "row_invariant",
-    "sampling_kernels",
     "send",
     "to_fp8",
 ]
@@ -145,12 +145,6 @@ def _table_name(device: torch.device, dtype: torch.dtype | None) -> str:
 def _load_table(name: str) -> Operations:
     table: Operations = importlib.import_module(name).OPERATIONS
     return table
-
-
-def sampling_kernels(device: torch.device, dtype: torch.dtype | None = None) -> ModuleType:
-    """The module whose `sample` and `sampling_workspace` serve a device and logits of `dtype` (None: any); `plain_sampling` is
-    the twin on every device."""
-    return importlib.import_module(_table_name(device, dtype).replace(".table", ".sampling"))
 
 
 def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from appliance.metering.ledger.records import Usage
+from appliance.serving.chunks import Chunk, NamedLogprob
 from appliance.serving.endings import Outcome
-from appliance.serving.text_output import Chunk, NamedLogprob
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"

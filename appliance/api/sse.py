@@ -13,8 +13,8 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from appliance.api.chat_answers import PING, ChunkFramer
 from appliance.api.error_responses import encode_error
 from appliance.base.errors import GatehouseError, InternalError
+from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
-from appliance.serving.text_output import Chunk
 
 EVENT_STREAM = "text/event-stream"
 PING_AFTER_S = 15.0

@@ -27,7 +27,9 @@ class EngineSettings:
     gpu_memory_utilization: Annotated[float, values_of.number(0.01, 1)] = 0.9
     enable_prefix_caching: Annotated[bool, values_of.flag] = True
     block_size: Annotated[int, values_of.power_of_two(1024)] = 16
-    quantization: Annotated[str | None, values_of.choice("int8", "fp8", "awq", "gptq", "compressed-tensors")] = None
+    quantization: Annotated[
+        str | None, values_of.choice("int8", "fp8", "none", "awq", "gptq", "compressed-tensors", "modelopt")
+    ] = None
     head_quantization: Annotated[str | None, values_of.choice("none", "int8")] = None
     kv_cache_dtype: Annotated[str, values_of.choice("auto", "fp8", "fp8_e4m3")] = "auto"
     swap_space_gib: Annotated[float, values_of.number(0, 4096)] = 0.0

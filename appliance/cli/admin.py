@@ -17,7 +17,7 @@ from appliance.cli import output
 from appliance.cli.connection import opened
 from appliance.cli.failure import WrongUsage
 from appliance.cli.operator import operator
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 
 if TYPE_CHECKING:
     from appliance.base.db import Database
@@ -44,54 +44,48 @@ def create(
     email: Email,
     role: Annotated[str, typer.Option(help=ROLES)] = "admin",
     password_stdin: FromStdin = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Create a member who may sign in to the console. Prints the generated password, once."""
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     _make_tables(settings)
     member = _on_database(settings, lambda db: Members(db, SystemClock()).create(email, password, role))
-    _print_member(member, None if given else password, as_json=as_json)
+    _print_member(member, None if given else password, as_json=options.as_json)
 
 
 @app.command("reset-password")
 def reset_password(
     email: Email,
     password_stdin: FromStdin = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Reset a member's password and end all their sessions."""
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
-    member = _on_database(
-        settings_from(data_dir, database), lambda db: Members(db, SystemClock()).reset_password(email, password)
-    )
-    _print_member(member, None if given else password, as_json=as_json)
+    member = _on_database(options.settings(), lambda db: Members(db, SystemClock()).reset_password(email, password))
+    _print_member(member, None if given else password, as_json=options.as_json)
 
 
 @app.command("reset-second-factor")
-def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def reset_second_factor(email: Email, options: CommonOptions = DEFAULTS) -> None:
     """Reset a member's second factor (lost device). The password alone signs in until a new one is set up."""
     from appliance.tenancy.second_factor import reset_by_email
 
-    member = _on_database(settings_from(data_dir, database), lambda db: reset_by_email(db, SystemClock(), email))
-    _print_member(member, None, as_json=as_json)
+    member = _on_database(options.settings(), lambda db: reset_by_email(db, SystemClock(), email))
+    _print_member(member, None, as_json=options.as_json)
 
 
 @app.command("unlink-provider")
-def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def unlink_provider(email: Email, options: CommonOptions = DEFAULTS) -> None:
     """Unlink a member from the sign-in provider. The next sign-in there links again, by verified e-mail."""
     from appliance.tenancy.identities import unlink_by_email
 
-    member = _on_database(settings_from(data_dir, database), lambda db: unlink_by_email(db, SystemClock(), email))
-    _print_member(member, None, as_json=as_json)
+    member = _on_database(options.settings(), lambda db: unlink_by_email(db, SystemClock(), email))
+    _print_member(member, None, as_json=options.as_json)
 
 
 @app.command("token")
@@ -100,9 +94,7 @@ def token(
     role: Annotated[str, typer.Option(help=ROLES)] = "admin",
     show: Annotated[bool, typer.Option("--list", help="List tokens without their secrets.")] = False,
     revoke: Annotated[str | None, typer.Option(metavar="ID", help="Revoke the token with this id.")] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Create, list or revoke bearer tokens for /admin/v1. Prints a new token, once."""
     from appliance.tenancy.admin_tokens import AdminTokens
@@ -112,16 +104,18 @@ def token(
         raise WrongUsage("give a name for a new token, or --list, or --revoke ID")
     if name in VERBS_ELSEWHERE:
         raise WrongUsage(f"{name!r} would create a token of that name: use --list, --revoke ID, or another name")
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     if revoke is not None:
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))
-        output.item(_token_row(revoked), as_json=as_json)
+        output.item(_token_row(revoked), as_json=options.as_json)
     elif show:
         found = _on_database(settings, lambda db: every_row(AdminTokens(db, SystemClock()).list))
-        output.rows([_token_row(known) for known in found], TOKEN_COLUMNS, empty="There are no tokens.", as_json=as_json)
+        output.rows(
+            [_token_row(known) for known in found], TOKEN_COLUMNS, empty="There are no tokens.", as_json=options.as_json
+        )
     else:
         made, secret = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).create(str(name), role))
-        output.item({"token": secret, **_token_row(made)}, as_json=as_json, note=KEEP_IT)
+        output.item({"token": secret, **_token_row(made)}, as_json=options.as_json, note=KEEP_IT)
 
 
 def _password(from_stdin: bool) -> tuple[bool, str]:

@@ -10,7 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, read_control, run
 from appliance.cli.failure import CommandFailed
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import tenant_field
 
 app = typer.Typer(help="Alerts by signed webhook and by e-mail.", no_args_is_help=True)
@@ -26,17 +26,15 @@ TenantOption = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", 
 
 
 @app.command("list")
-def list_webhooks(
-    tenant: TenantOption = None, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
-) -> None:
+def list_webhooks(tenant: TenantOption = None, options: CommonOptions = DEFAULTS) -> None:
     """List webhooks."""
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await client.every("/webhooks", query=await tenant_field(client, tenant))
 
-    rows = run(settings_from(data_dir, database), work)
+    rows = run(options.settings(), work)
     empty = "No alert targets. Add one: gatehouse alerts add https://example.com/alerts"
-    output.rows(rows, COLUMNS, empty=empty, as_json=as_json)
+    output.rows(rows, COLUMNS, empty=empty, as_json=options.as_json)
 
 
 @app.command("add")
@@ -46,9 +44,7 @@ def add(
     event: Annotated[
         list[str] | None, typer.Option(metavar="EVENT", help="Only this event, as in invoice.closed; repeatable; default: all.")
     ] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Send alerts to a URL or an e-mail address. Prints the secret that signs them, once."""
 
@@ -57,7 +53,7 @@ def add(
         body = {"kind": kind, "target": target, "events": event or None}
         return await client.call("POST", "/webhooks", body=body | await tenant_field(client, tenant))
 
-    _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
+    _print_secret(run(options.settings(), work), as_json=options.as_json)
 
 
 @app.command("rotate")
@@ -66,27 +62,25 @@ def rotate(
     grace_s: Annotated[
         int, typer.Option(metavar="SECONDS", help="How long the previous secret signs as well: 0 to 604800.")
     ] = 86400,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Rotate the secret of a webhook and print the new one, once."""
     path, body = f"/webhooks/{webhook}/rotate", {"grace_s": grace_s}
-    rotated = run(settings_from(data_dir, database), lambda client: client.call("POST", path, body=body))
-    _print_secret(rotated, as_json=as_json)
+    rotated = run(options.settings(), lambda client: client.call("POST", path, body=body))
+    _print_secret(rotated, as_json=options.as_json)
 
 
 @app.command("remove")
-def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def remove(webhook: WebhookId, options: CommonOptions = DEFAULTS) -> None:
     """Remove a webhook and drop its pending deliveries."""
-    removed = run(settings_from(data_dir, database), lambda client: client.call("DELETE", f"/webhooks/{webhook}"))
-    output.item(removed, as_json=as_json)
+    removed = run(options.settings(), lambda client: client.call("DELETE", f"/webhooks/{webhook}"))
+    output.item(removed, as_json=options.as_json)
 
 
 @app.command("test")
-def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def send_test(webhook: WebhookId, options: CommonOptions = DEFAULTS) -> None:
     """Send a test alert and wait for its first attempt. Exit status 1 if that fails."""
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     if read_control(settings.data_dir) is None:
         raise CommandFailed("the appliance is not running: nothing would be sent", code="not_running")
 
@@ -95,7 +89,7 @@ def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = N
         return await _first_attempt(client, f"/webhooks/{webhook}/deliveries/{sent['id']}")
 
     delivery = run(settings, work)
-    output.item({name: delivery[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
+    output.item({name: delivery[name] for name in DELIVERY_COLUMNS}, as_json=options.as_json)
     if delivery["state"] != "delivered":
         raise typer.Exit(1)
 
@@ -105,20 +99,18 @@ def deliveries(
     webhook: WebhookId,
     state: Annotated[str | None, typer.Option(help="pending, delivered or failed.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of deliveries.")] = 50,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """List the deliveries of a webhook, newest first."""
     from appliance.serving.alerting.texts import text_of
 
     path, query = f"/webhooks/{webhook}/deliveries", {"state": state}
-    rows = run(settings_from(data_dir, database), lambda client: client.every(path, query=query, at_most=limit))
+    rows = run(options.settings(), lambda client: client.every(path, query=query, at_most=limit))
     output.rows(
         rows,
         (*DELIVERY_COLUMNS, "about"),
         empty="No deliveries yet. Send a test: gatehouse alerts test WEBHOOK",
-        as_json=as_json,
+        as_json=options.as_json,
         line=lambda row: {**row, "about": text_of(row["event"], row["payload"]["data"]).headline},
     )
 
@@ -127,14 +119,12 @@ def deliveries(
 def retry(
     webhook: WebhookId,
     delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="The id of the delivery.")],
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Retry a delivery, under the same id."""
     path = f"/webhooks/{webhook}/deliveries/{delivery}/retry"
-    sent = run(settings_from(data_dir, database), lambda client: client.call("POST", path))
-    output.item({name: sent[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
+    sent = run(options.settings(), lambda client: client.call("POST", path))
+    output.item({name: sent[name] for name in DELIVERY_COLUMNS}, as_json=options.as_json)
 
 
 async def _first_attempt(client: AdminClient, path: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from appliance.base.clock import SystemClock
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, check_has_tables, opened, run
 from appliance.cli.failure import WrongUsage
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import tenant_field
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ def list_entries(
     start: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries from this time on (RFC 3339).")] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries before this time (RFC 3339).")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 50,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """List entries, newest first."""
     query = {"actor": actor, "action": action, "target": target, "start": start, "end": end}
@@ -45,8 +43,8 @@ def list_entries(
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await client.every("/audit", query=query | await tenant_field(client, tenant), at_most=limit)
 
-    rows = run(settings_from(data_dir, database), work)
-    output.rows(rows, COLUMNS, empty="No entries.", as_json=as_json, line=_line)
+    rows = run(options.settings(), work)
+    output.rows(rows, COLUMNS, empty="No entries.", as_json=options.as_json, line=_line)
 
 
 @app.command("verify")
@@ -54,9 +52,7 @@ def verify(
     expect: Annotated[
         str | None, typer.Option(metavar="HASH", help="A hash printed by an earlier verification; it must still be present.")
     ] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Verify the chain of hashes. The appliance may be running. Exit status 1 if an entry is wrong; the first one is named.
 
@@ -66,9 +62,9 @@ def verify(
         raise WrongUsage(
             "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints for a log with entries",
         )
-    verdict = asyncio.run(_verdict(settings_from(data_dir, database), expect, quiet=as_json))
+    verdict = asyncio.run(_verdict(options.settings(), expect, quiet=options.as_json))
     fault = verdict.fault
-    if as_json:
+    if options.as_json:
         wrong = None if fault is None else {"entry_id": str(fault.entry_id), "kind": fault.kind, "message": fault.text}
         output.data({"ok": fault is None, "entries": verdict.entries, "hash": verdict.hash, "fault": wrong})
     elif fault is None:

@@ -11,7 +11,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.connection import check_has_tables, claimed, read_control
 from appliance.cli.failure import CommandFailed, WrongUsage
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
@@ -25,18 +25,16 @@ app = typer.Typer(help="The database: its tables, and the invariants of the ledg
 @app.command("upgrade")
 def upgrade(
     revision: Annotated[str, typer.Argument(metavar="REVISION", help="A revision, or `head` for the newest.")] = "head",
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Bring the tables up to a revision. The appliance does this itself when it starts."""
     from appliance.base import migrations
 
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     _refuse_while_running(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     _migrate(settings, lambda: migrations.upgrade(settings.database_url, revision))
-    _print_revision(settings, as_json=as_json)
+    _print_revision(settings, as_json=options.as_json)
 
 
 @app.command("downgrade")
@@ -45,9 +43,7 @@ def downgrade(
         str, typer.Argument(metavar="REVISION", help="The revision to go back to; `base` removes every table.")
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Confirm that a backup exists: data of newer tables is lost.")] = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Take the tables back to a revision. What only newer tables hold is lost, so --yes is required.
 
@@ -56,7 +52,7 @@ def downgrade(
     """
     from appliance.base import migrations
 
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     _refuse_while_running(settings)
     if not yes:
         raise WrongUsage("a downgrade loses the data of newer tables: make a backup, then add --yes")
@@ -66,34 +62,34 @@ def downgrade(
         migrations.downgrade(settings.database_url, revision)
 
     _migrate(settings, step)
-    _print_revision(settings, as_json=as_json)
+    _print_revision(settings, as_json=options.as_json)
 
 
 @app.command("check")
-def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def check(options: CommonOptions = DEFAULTS) -> None:
     """Check the invariants of the ledger. The appliance may be running. Exit status 1 if one is broken."""
     from appliance.metering.invariants.check import check_ledger
 
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     check_has_tables(settings)
     running = read_control(settings.data_dir) is not None
     findings = asyncio.run(
         check_ledger(settings.database_url, running=running, time_zone=settings.time_zone, data_dir=settings.data_dir)
     )
     broken = [finding for finding in findings if finding.state == "broken"]
-    _print_findings(findings, as_json=as_json)
+    _print_findings(findings, as_json=options.as_json)
     if broken:
         raise typer.Exit(1)
 
 
 @app.command("rebuild-rollups")
-def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def rebuild_rollups(options: CommonOptions = DEFAULTS) -> None:
     """Rebuild the sums of usage. Sums by minute, hour and day are computed again from the usage events."""
     from appliance.base.db import Database
     from appliance.metering.calendar import BillingCalendar
     from appliance.metering.ledger import rollups
 
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     _refuse_while_running(settings)
 
     async def rebuild() -> int:
@@ -101,7 +97,7 @@ def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database:
             return await rollups.rebuild(opened, BillingCalendar(settings.time_zone))
 
     rows = _alone(settings, lambda: asyncio.run(rebuild()))
-    if as_json:
+    if options.as_json:
         output.data({"rows": rows})
     else:
         output.say(f"Rebuilt the sums of usage: {rows} rows.")

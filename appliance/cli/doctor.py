@@ -21,7 +21,7 @@ from appliance.cli import output
 from appliance.cli.connection import read_control
 from appliance.cli.failure import CommandFailed
 from appliance.cli.model_store import locate
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
@@ -48,18 +48,16 @@ def doctor(
         list[str] | None,
         typer.Option("--model", metavar="MODEL", help="A model's folder, or an added model's name; repeatable."),
     ] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Check this installation and report problems. Checks Python, disk, port, database, secrets, prices, models and GPU. Exit
     status 1 if one of them is wrong."""
-    settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
+    settings = options.settings(host=host, port=port, models=tuple(model) if model else None)
     looks: list[Callable[[Settings], list[Check]]] = [_disk, _port, _database, _secrets, _prices, _models, _switches, _gpu]
     checks = [_python()] + [check for look in looks for check in look(settings)]
     wrong = [check for check in checks if check.state == "wrong"]
     rows = [{"check": check.name, "state": check.state, "found": check.found, "advice": check.advice} for check in checks]
-    if as_json:
+    if options.as_json:
         output.data({"data": rows, "ok": not wrong})
     else:
         output.table(rows, ("check", "state", "found", "advice"), empty="")
@@ -236,6 +234,11 @@ def _models(settings: Settings) -> list[Check]:
             facts = check_model(path)
         except CommandFailed as failure:
             checks.append(Check(f"model {path.name}", "wrong", failure.message, "give --model the folder of a model"))
+            continue
+        choices = facts.get("quantization_options", "")
+        if choices and settings.quantization not in choices.split(", "):
+            problem = f"is {facts['quantization']}, and quantization does not say what its weights become"
+            checks.append(Check(f"model {path.name}", "wrong", problem, f"set quantization to one of {choices}"))
         else:
             size = f"{facts['parameters'] / 1e6:.1f} million parameters"
             checks.append(Check(f"model {path.name}", "ok", f"{facts['architecture']}, {size}"))

@@ -12,7 +12,7 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.invoices import read_json
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 
 BREAK_EVEN = ("name", "hosted_per_million", "break_even_tokens_month", "share", "hosted_month", "saved_month")
 
@@ -22,9 +22,7 @@ def economics(
         Path | None,
         typer.Option("--file", metavar="JSON", help="Replace the cost of the hardware with this file, as in docs/billing.md."),
     ] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Show the cost of a million tokens. Includes the break-even with hosted prices and the source of each figure."""
     body = None if file is None else read_json(file)
@@ -38,8 +36,8 @@ def economics(
             message = "the cost of the hardware has not been entered yet: gatehouse economics --file JSON"
             raise CommandFailed(message, code=failure.code) from failure
 
-    report = run(settings_from(data_dir, database), work)
-    if as_json:
+    report = run(options.settings(), work)
+    if options.as_json:
         output.data(report)
         return
     currency = str(report["currency"])

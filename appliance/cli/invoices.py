@@ -19,7 +19,7 @@ from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import at_tenant, find
 from appliance.metering.invoicing.wording import payment
 
@@ -56,9 +56,7 @@ class Step:
 def list_invoices(
     month: Annotated[str | None, typer.Option(metavar="YYYY-MM", help="Only this month.")] = None,
     tenant: Tenant = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """List invoices, newest month first. Drafts show what would be billed now."""
     if month is not None:
@@ -71,7 +69,7 @@ def list_invoices(
             rows += [_row(invoice, chosen) for invoice in invoices if month in (None, invoice["month"])]
         return sorted(rows, key=lambda row: (row["month"], row["number"] or ""), reverse=True)
 
-    _show(run(settings_from(data_dir, database), work), as_json=as_json)
+    _show(run(options.settings(), work), as_json=options.as_json)
 
 
 @app.command("draft")
@@ -79,12 +77,10 @@ def draft(
     month: Month,
     tenant: Tenant = None,
     everybody: All = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Draft the invoices of a month. They show what would be billed now."""
-    _each(data_dir, database, month, tenant, DRAFT, everybody=everybody, as_json=as_json)
+    _each(options, month, tenant, DRAFT, everybody=everybody)
 
 
 @app.command("close")
@@ -92,24 +88,20 @@ def close(
     month: Month,
     tenant: Tenant = None,
     everybody: All = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Close the invoices of a month that is over. They get their numbers and never change again."""
-    _each(data_dir, database, month, tenant, CLOSE, everybody=everybody, as_json=as_json)
+    _each(options, month, tenant, CLOSE, everybody=everybody)
 
 
 @app.command("discard")
 def discard(
     invoice_id: Annotated[str, typer.Argument(metavar="ID", help="The draft's id, as `invoices list` shows it.")],
     yes: Yes = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Discard a draft. Asks for the tenant's name; no usage is lost."""
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     if not yes:
         needs_terminal("discarding removes the draft", expected="the tenant's name")
         draft = run(settings, lambda client: _find_draft(client, invoice_id))
@@ -117,7 +109,7 @@ def discard(
             month, name = draft["month"], draft["tenant"]
             effect = f"The draft of {month} of {name} is removed. Its usage is kept; the month can be drafted again."
             ask_for_name(name, effect)
-    output.item(run(settings, lambda client: _discarded(client, invoice_id)), as_json=as_json)
+    output.item(run(settings, lambda client: _discarded(client, invoice_id)), as_json=options.as_json)
 
 
 @app.command("export")
@@ -131,9 +123,7 @@ def export(
         typer.Option("--format", metavar="FORMAT", help="pdf, csv, json or events (each request as CSV); repeatable."),
     ] = None,
     drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too, marked as such.")] = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Write invoices as files to send, such as invoice-2026-0001.pdf."""
     _check_month(month)
@@ -147,14 +137,14 @@ def export(
         names = {each["id"] for each in chosen}
         heads = [head for head in await client.every("/invoices", query={"month": month}) if head["tenant_id"] in names]
         wanted = [head for head in heads if drafts or head["state"] == "closed"]
-        with output.progress("Exporting", quiet=as_json) as advance:
+        with output.progress("Exporting", quiet=options.as_json) as advance:
             for done, head in enumerate(wanted, 1):
                 written += [await _write(client, head, form, out) for form in forms or ("pdf",)]
                 advance(done / len(wanted))
         return written, len(heads) - len(wanted)
 
-    files, num_drafts = run(settings_from(data_dir, database), work)
-    if as_json:
+    files, num_drafts = run(options.settings(), work)
+    if options.as_json:
         output.data({"files": files})
     else:
         output.say("\n".join(files) if files else _why_no_file(month, num_drafts))
@@ -171,16 +161,14 @@ def seller(
     file: Annotated[
         Path | None, typer.Option("--file", metavar="JSON", help="Replace the seller with this file, as in docs/billing.md.")
     ] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Show or replace the seller on invoices. The seller is a name and address, with tax and bank details."""
     body = None if file is None else read_json(file)
 
     method = "GET" if body is None else "PUT"
-    found = run(settings_from(data_dir, database), lambda client: client.call(method, "/seller", body=body))
-    output.item(found, as_json=as_json)
+    found = run(options.settings(), lambda client: client.call(method, "/seller", body=body))
+    output.item(found, as_json=options.as_json)
 
 
 @app.command("allowance")
@@ -188,19 +176,15 @@ def allowance(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")],
     month: Month,
     micros: Annotated[int, typer.Option("--micros", help="Free amount per month, in millionths of the currency; 0 ends it.")],
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Set a tenant's free monthly allowance, from a month on."""
     body = {"first_month": month, "monthly_micros": micros}
     work = at_tenant(tenant, "POST", "/allowances", body=body)
-    output.item(run(settings_from(data_dir, database), work), as_json=as_json)
+    output.item(run(options.settings(), work), as_json=options.as_json)
 
 
-def _each(
-    data_dir: str | None, database: str | None, month: str, tenant: str | None, step: Step, *, everybody: bool, as_json: bool
-) -> None:
+def _each(options: CommonOptions, month: str, tenant: str | None, step: Step, *, everybody: bool) -> None:
     """Take `step` for each tenant and show the results. A failure does not stop the others, but sets the exit status."""
     _check_month(month)
     left_out: Counter[str] = Counter()
@@ -209,7 +193,7 @@ def _each(
         chosen = await _tenants(client, tenant, everybody=everybody)
         rows: list[Row] = []
         failures: list[str] = []
-        with output.progress(step.title, quiet=as_json) as advance:
+        with output.progress(step.title, quiet=options.as_json) as advance:
             for done, each in enumerate(chosen, 1):
                 draft: Row | None = None
                 try:
@@ -226,11 +210,11 @@ def _each(
                     advance(done / len(chosen))
         return rows, failures
 
-    rows, failures = run(settings_from(data_dir, database), work)
+    rows, failures = run(options.settings(), work)
     nothing = "" if failures else _why_nothing(step.verb, month, left_out)
-    if as_json and not rows and nothing:
+    if options.as_json and not rows and nothing:
         sys.stderr.write(f"{nothing}\n")
-    _show(rows, as_json=as_json, empty=nothing)
+    _show(rows, as_json=options.as_json, empty=nothing)
     if any(row["seller"] is None for row in rows):
         sys.stderr.write("gatehouse: these invoices name no seller; enter one: gatehouse invoices seller --file FILE\n")
     if failures:

@@ -10,10 +10,10 @@ from appliance.base.ids import is_id
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed, WrongUsage
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import (
-    BudgetOption,
-    LimitOption,
+    NO_LIMITS,
+    LimitOptions,
     ModelLimitOption,
     ModelOption,
     ModeOption,
@@ -49,17 +49,15 @@ KeyId = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or its pub
 @app.command("list")
 def list_keys(
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """List keys without their secrets."""
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await _keys(client, tenant)
 
-    rows = run(settings_from(data_dir, database), work)
-    output.rows(rows, COLUMNS, empty="There are no keys. Create one: gatehouse keys create TENANT", as_json=as_json)
+    rows = run(options.settings(), work)
+    output.rows(rows, COLUMNS, empty="There are no keys. Create one: gatehouse keys create TENANT", as_json=options.as_json)
 
 
 @app.command("create")
@@ -75,31 +73,19 @@ def create(
     network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable; default: any.")
     ] = None,
-    tokens_per_minute: LimitOption = None,
-    requests_per_minute: LimitOption = None,
-    concurrent_requests: LimitOption = None,
-    tokens_per_day: LimitOption = None,
-    monthly_budget: BudgetOption = None,
+    limits: LimitOptions = NO_LIMITS,
     model: ModelOption = None,
     model_limit: ModelLimitOption = None,
     limit_mode: ModeOption = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Create a key and print its secret, once."""
     optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network, "limit_mode": limit_mode}
     body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value not in (None, [])}
     body |= models_body(model) | model_limits_body(model_limit)
-    body |= limits_body(
-        tokens_per_minute=tokens_per_minute,
-        requests_per_minute=requests_per_minute,
-        concurrent_requests=concurrent_requests,
-        tokens_per_day=tokens_per_day,
-        monthly_budget=monthly_budget,
-    )
-    key = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/keys", body=body))
-    _print_secret(key, as_json=as_json)
+    body |= limits_body(limits)
+    key = run(options.settings(), at_tenant(tenant, "POST", "/keys", body=body))
+    _print_secret(key, as_json=options.as_json)
 
 
 @app.command("update")
@@ -111,17 +97,11 @@ def update(
     network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable; `all` for any.")
     ] = None,
-    tokens_per_minute: LimitOption = None,
-    requests_per_minute: LimitOption = None,
-    concurrent_requests: LimitOption = None,
-    tokens_per_day: LimitOption = None,
-    monthly_budget: BudgetOption = None,
+    limits: LimitOptions = NO_LIMITS,
     model: ModelOption = None,
     model_limit: ModelLimitOption = None,
     limit_mode: ModeOption = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Change a key. What is not named stays as it is."""
     named = {"name": name, "scopes": scope or None, "limit_mode": limit_mode}
@@ -131,44 +111,36 @@ def update(
     if network:
         body["allowed_networks"] = None if network == ["all"] else network
     body |= models_body(model) | model_limits_body(model_limit)
-    body |= limits_body(
-        tokens_per_minute=tokens_per_minute,
-        requests_per_minute=requests_per_minute,
-        concurrent_requests=concurrent_requests,
-        tokens_per_day=tokens_per_day,
-        monthly_budget=monthly_budget,
-    )
+    body |= limits_body(limits)
     if not body:
         raise WrongUsage("nothing to change: name at least one option (gatehouse keys update --help)")
 
     async def work(client: AdminClient) -> dict[str, Any]:
         changed = await at_key(key, "PATCH", body=body)(client)
-        if as_json:
+        if options.as_json:
             return changed
         tenant = await client.call("GET", f"/tenants/{changed['tenant_id']}")
         return with_money(changed, tenant["currency"] or settings.currency)
 
-    settings = settings_from(data_dir, database)
-    output.item(run(settings, work), as_json=as_json)
+    settings = options.settings()
+    output.item(run(settings, work), as_json=options.as_json)
 
 
 @app.command("rotate")
 def rotate(
     key: KeyId,
     grace_s: Annotated[int, typer.Option(metavar="SECONDS", help="How long the old secret still works.")] = 0,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Rotate a key and print the new secret, once. The old one stops working at once, or after --grace-s."""
     work = at_key(key, "POST", "/rotate", body={"grace_s": grace_s})
-    _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
+    _print_secret(run(options.settings(), work), as_json=options.as_json)
 
 
 @app.command("revoke")
-def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def revoke(key: KeyId, options: CommonOptions = DEFAULTS) -> None:
     """Revoke a key: it stops working at once."""
-    output.item(run(settings_from(data_dir, database), at_key(key, "DELETE")), as_json=as_json)
+    output.item(run(options.settings(), at_key(key, "DELETE")), as_json=options.as_json)
 
 
 async def _keys(client: AdminClient, tenant: str | None) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from appliance.base.money import format_picos
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import tenant_field
 
 app = typer.Typer(help="Usage events: one per request, and corrections of them.", no_args_is_help=True)
@@ -35,9 +35,7 @@ def list_events(
     ] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before this time (RFC 3339).")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of events.")] = 50,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """List usage events, newest first."""
     query = {"order": "desc", "request_id": request, "status": status, "kind": kind, "start": start, "end": end}
@@ -45,8 +43,8 @@ def list_events(
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await client.every("/ledger", query=query | await tenant_field(client, tenant), at_most=limit)
 
-    rows = run(settings_from(data_dir, database), work)
-    output.rows(rows, COLUMNS, empty="No events.", as_json=as_json, line=_line)
+    rows = run(options.settings(), work)
+    output.rows(rows, COLUMNS, empty="No events.", as_json=options.as_json, line=_line)
 
 
 @app.command("correct")
@@ -63,9 +61,7 @@ def correct(
     yes: Annotated[
         bool, typer.Option("--yes", help="Confirm a correction of more than 1,000 times the event or 10 million tokens.")
     ] = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Correct a settled event with a new one. Both are kept; the next invoice that is closed bills the correction."""
     body: dict[str, Any] = {
@@ -84,7 +80,7 @@ def correct(
         except CommandFailed as error:  # it names a field of the API, which here is an option
             raise CommandFailed(error.message.replace("`confirm`", "`--yes`"), code=error.code, status=error.status) from error
 
-    output.row(run(settings_from(data_dir, database), work), COLUMNS, as_json=as_json, line=_line)
+    output.row(run(options.settings(), work), COLUMNS, as_json=options.as_json, line=_line)
 
 
 def _line(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def build() -> typer.Typer:
         limits,
         members,
         models,
+        options,
         plan,
         prices,
         serve,
@@ -71,6 +72,7 @@ def build() -> typer.Typer:
     app.add_typer(admin.app, name="admin")
     app.add_typer(audit.app, name="audit")
     app.command("version")(version.version)
+    options.expand_groups(app)
     return app
 
 

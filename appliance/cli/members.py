@@ -10,7 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import at_tenant, find
 
 app = typer.Typer(help="Members and their roles in tenants.", no_args_is_help=True)
@@ -28,9 +28,7 @@ Tenant = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="A tenan
 @app.command("list")
 def list_members(
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """List all members, or those of one tenant."""
 
@@ -38,13 +36,13 @@ def list_members(
         path = "/members" if tenant is None else f"/tenants/{(await find(client, tenant))['id']}/members"
         return await client.every(path)
 
-    rows = run(settings_from(data_dir, database), work)
+    rows = run(options.settings(), work)
     if tenant is None:
         empty = "There are no members. Create one: gatehouse admin create E-MAIL"
-        output.rows(rows, COLUMNS, empty=empty, as_json=as_json, line=_line)
+        output.rows(rows, COLUMNS, empty=empty, as_json=options.as_json, line=_line)
     else:
         empty = "This tenant has no members. Invite one: gatehouse members invite E-MAIL"
-        output.rows(rows, TENANT_COLUMNS, empty=empty, as_json=as_json)
+        output.rows(rows, TENANT_COLUMNS, empty=empty, as_json=options.as_json)
 
 
 def _line(member: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,15 +54,13 @@ def invite(
     email: Email,
     tenant: Tenant,
     role: Annotated[str, typer.Option(help=TENANT_ROLES)] = "developer",
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Add a member to a tenant. Prints the password of a new member, once."""
     body = {"email": email, "role": role}
-    made = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/members", body=body))
-    if made["password"] or as_json:
-        output.item(made, as_json=as_json, note=KEEP_IT)
+    made = run(options.settings(), at_tenant(tenant, "POST", "/members", body=body))
+    if made["password"] or options.as_json:
+        output.item(made, as_json=options.as_json, note=KEEP_IT)
     else:
         output.item({**made, "password": "the one they have"}, as_json=False)
 
@@ -76,33 +72,29 @@ def set_role(
     tenant: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Change the role in this tenant, not on the appliance.")
     ] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Change the role of a member, on the appliance or in a tenant."""
     work = _change(email, {"role": role}) if tenant is None else _at_membership(email, tenant, "PATCH", {"role": role})
-    _print(work, as_json=as_json, data_dir=data_dir, database=database)
+    output.item(run(options.settings(), work), as_json=options.as_json)
 
 
 @app.command("remove")
-def remove(
-    email: Email, tenant: Tenant, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
-) -> None:
+def remove(email: Email, tenant: Tenant, options: CommonOptions = DEFAULTS) -> None:
     """Remove a member from a tenant."""
-    _print(_at_membership(email, tenant, "DELETE"), as_json=as_json, data_dir=data_dir, database=database)
+    output.item(run(options.settings(), _at_membership(email, tenant, "DELETE")), as_json=options.as_json)
 
 
 @app.command("disable")
-def disable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def disable(email: Email, options: CommonOptions = DEFAULTS) -> None:
     """Disable a member and end all their sessions."""
-    _print(_change(email, {"disabled": True}), as_json=as_json, data_dir=data_dir, database=database)
+    output.item(run(options.settings(), _change(email, {"disabled": True})), as_json=options.as_json)
 
 
 @app.command("enable")
-def enable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def enable(email: Email, options: CommonOptions = DEFAULTS) -> None:
     """Enable a disabled member, who can then sign in again."""
-    _print(_change(email, {"disabled": False}), as_json=as_json, data_dir=data_dir, database=database)
+    output.item(run(options.settings(), _change(email, {"disabled": False})), as_json=options.as_json)
 
 
 def _change(email: str, body: dict[str, Any]) -> Work:
@@ -128,7 +120,3 @@ async def _find_in(client: AdminClient, path: str, field: str, email: str) -> st
         if row["email"] == email.strip().lower():
             return str(row[field])
     raise CommandFailed(f"no member with e-mail {email!r} here", code="not_found")
-
-
-def _print(work: Work, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
-    output.item(run(settings_from(data_dir, database), work), as_json=as_json)

@@ -1,9 +1,13 @@
-"""The options that several commands share, and the settings that they make."""
+"""The options that commands share, in groups, and the settings that they make."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,8 +24,58 @@ DatabaseUrl = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """The options of every command that works on an appliance: which one, and how to print."""
+
+    as_json: AsJson = False
+    data_dir: DataDir = None
+    database: DatabaseUrl = None
+
+    def settings(self, **others: object) -> Settings:
+        """Return the settings that the command runs with. Raises SettingsError."""
+        return settings_from(self.data_dir, self.database, **others)
+
+
+DEFAULTS = CommonOptions()
+
+
 def settings_from(data_dir: str | None, database: str | None, **others: object) -> Settings:
     """Return the settings that a command runs with. Raises SettingsError."""
     from appliance.base.settings import load_settings
 
     return load_settings(options={"data_dir": data_dir, "database_url": database, **others}, environ=os.environ)
+
+
+def expand_groups(app: typer.Typer) -> None:
+    """Give every command of `app`, in place of each parameter that is a dataclass, the fields of that class as options: Typer
+    knows no groups of options."""
+    for command in app.registered_commands:
+        if command.callback is not None:
+            command.callback = _with_groups_expanded(command.callback)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            expand_groups(group.typer_instance)
+
+
+def _with_groups_expanded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `command` with the fields of its groups as parameters; itself if it has none. When called, it makes the groups."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        name: each.annotation for name, each in signature.parameters.items() if is_dataclass(each.annotation)
+    }
+    if not groups:
+        return command
+
+    @wraps(command)
+    def expanded(**values: Any) -> Any:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        return command(**values)
+
+    parameters: list[inspect.Parameter] = []
+    for name, each in signature.parameters.items():
+        own = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [each]
+        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return expanded

@@ -15,13 +15,18 @@ from appliance.cli.options import AsJson, DataDir, settings_from
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or the name of an added or a known model.")],
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="Another model served from the same GPU with the same options; repeatable."),
+    ] = None,
     gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100 or h20.")] = "h200",
     memory_gib: Annotated[float | None, typer.Option(help="Memory of the GPU in GiB, if it differs from --gpu.")] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: auto, bfloat16, float16 or float32.")] = "auto",
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="Quantization. Of a folder that is not quantized: int8 or fp8. Of a known model: none, int8, fp8 or int4."
+            help="Quantization. Of a folder that is not quantized, or is decoded while it is read: int8, fp8 or none. "
+            "Of a known model: none, int8, fp8 or int4."
         ),
     ] = None,
     head_quantization: Annotated[str | None, typer.Option(help="Quantization of the output head: none or int8.")] = None,
@@ -41,10 +46,11 @@ def plan(
     from engine.simulator.fitting import fit_report, memory_fit, readable_report, with_memory
     from engine.simulator.models import find_gpu
 
-    found = model_store.locate(model, settings_from(data_dir, None).data_dir)
+    folder = settings_from(data_dir, None).data_dir
+    found = model_store.locate(model, folder)
     try:
         fit = memory_fit(
-            str(found) if found.exists() else model,
+            _path_or_known_name(model, folder),
             with_memory(find_gpu(gpu), memory_gib),
             dtype=dtype,
             quantization=quantization,
@@ -55,6 +61,7 @@ def plan(
             max_num_batched_tokens=max_num_batched_tokens,
             enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization,
+            beside=[_path_or_known_name(other, folder) for other in beside or ()],
         )
     except EngineError as error:
         raise CommandFailed(str(error), code="invalid_option", status=2) from error
@@ -67,3 +74,9 @@ def plan(
     output.facts({"model": name, "gpu": gpu.lower(), **readable_report(fit)})
     for remedy in fit.remedies():
         output.say(f"  {remedy}")
+
+
+def _path_or_known_name(model: str, data_dir: Path) -> str:
+    """Return the folder of `model` if there is one, else the name, which may be a known one."""
+    found = model_store.locate(model, data_dir)
+    return str(found) if found.exists() else model

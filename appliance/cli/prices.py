@@ -10,7 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.connection import run
 from appliance.cli.failure import WrongUsage
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 
 app = typer.Typer(help="Prices of models, in micro-units of money per million tokens.", no_args_is_help=True)
 
@@ -23,15 +23,13 @@ COLUMNS = (
 @app.command("list")
 def list_prices(
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """List all prices, in the order they were added. Includes past and future ones."""
-    prices = run(settings_from(data_dir, database), lambda client: client.every("/prices"))
+    prices = run(options.settings(), lambda client: client.every("/prices"))
     rows = [price for price in prices if model in (None, price["model"])]
     empty = "There are no prices: requests cost nothing."
-    output.rows(rows, COLUMNS, empty=empty, as_json=as_json)
+    output.rows(rows, COLUMNS, empty=empty, as_json=options.as_json)
 
 
 @app.command("add")
@@ -60,9 +58,7 @@ def add(
     tier_percent: Annotated[
         list[str] | None, typer.Option(metavar="TIER=PERCENT", help="Percentage of the price that a tier pays; repeatable.")
     ] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Add a price. It is in millionths of the currency per million tokens: 150000 is 0.15. Earlier prices are kept, and settled
     usage keeps its cost."""
@@ -76,21 +72,19 @@ def add(
         "tier_percents": _tiers(tier_percent),
     } | {name: value for name, value in optional.items() if value is not None}
 
-    price = run(settings_from(data_dir, database), lambda client: client.call("POST", "/prices", body=body))
-    output.row(price, COLUMNS, as_json=as_json)
+    price = run(options.settings(), lambda client: client.call("POST", "/prices", body=body))
+    output.row(price, COLUMNS, as_json=options.as_json)
 
 
 @app.command("withdraw")
 def withdraw(
     price_id: Annotated[str, typer.Argument(metavar="ID", help="The price's id, as `prices list` shows it.")],
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Withdraw a price not yet in force. To replace one that is in force, add a new price."""
     path = f"/prices/{quote(price_id, safe='')}"
-    price = run(settings_from(data_dir, database), lambda client: client.call("DELETE", path))
-    output.row(price, COLUMNS, as_json=as_json)
+    price = run(options.settings(), lambda client: client.call("DELETE", path))
+    output.row(price, COLUMNS, as_json=options.as_json)
 
 
 def _tiers(given: list[str] | None) -> dict[str, int] | None:

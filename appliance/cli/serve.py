@@ -89,15 +89,15 @@ class Greeter:
         models = started.services.models.list()
         for model in models:
             with output.progress(f"Loading {model.name}", quiet=False) as report:
-                while model.client.state not in SETTLED:
-                    report(model.client.load_fraction or 0.0)
+                while model.engine.state not in SETTLED:
+                    report(model.engine.load_fraction or 0.0)
                     await asyncio.sleep(PROGRESS_INTERVAL_S)
-        ready = [model.name for model in models if model.client.state == "ready"]
+        ready = [model.name for model in models if model.engine.state == "ready"]
         if not ready:
             return  # then `serve` itself ends and says why
         for model in models:
-            if model.client.state == "failed":
-                sys.stderr.write(f"gatehouse: the model {model.name} could not be loaded: {model.client.error}\n")
+            if model.engine.state == "failed":
+                sys.stderr.write(f"gatehouse: the model {model.name} could not be loaded: {model.engine.error}\n")
         output.say(welcome.ready(dataclasses.replace(_facts(started), model=ready[0])))
         sys.stdout.flush()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
 from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed, WrongUsage
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES
 
@@ -31,6 +32,20 @@ BudgetOption = Annotated[
     str | None,
     typer.Option(metavar="MICROS", help="In millionths of the currency (5000000 is 5.00 EUR), or `none` for no limit."),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """The options for limits of a tenant, a key or a model."""
+
+    tokens_per_minute: LimitOption = None
+    requests_per_minute: LimitOption = None
+    concurrent_requests: LimitOption = None
+    tokens_per_day: LimitOption = None
+    monthly_budget: BudgetOption = None
+
+
+NO_LIMITS = LimitOptions()
 ModelOption = Annotated[
     list[str] | None, typer.Option("--model", metavar="NAME", help="An allowed model; repeatable; `all` for every model.")
 ]
@@ -77,16 +92,14 @@ AlertOption = Annotated[
 @app.command("list")
 def list_tenants(
     archived: Annotated[bool, typer.Option("--archived", help="Show archived tenants too.")] = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """List tenants."""
     query = {"include_archived": "true"} if archived else {}
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     rows = run(settings, lambda client: client.every("/tenants", query=query))
     empty = "There are no tenants. Create one: gatehouse tenants create NAME"
-    output.rows(rows, COLUMNS, empty=empty, as_json=as_json, line=lambda row: with_money(row, settings.currency))
+    output.rows(rows, COLUMNS, empty=empty, as_json=options.as_json, line=lambda row: with_money(row, settings.currency))
 
 
 @app.command("create")
@@ -94,11 +107,7 @@ def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the new tenant.")],
     tier: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "standard",
     weight: Annotated[int, typer.Option(help="Weight among tenants of the same tier, 1 to 1000.")] = 1,
-    tokens_per_minute: LimitOption = None,
-    requests_per_minute: LimitOption = None,
-    concurrent_requests: LimitOption = None,
-    tokens_per_day: LimitOption = None,
-    monthly_budget: BudgetOption = None,
+    limits: LimitOptions = NO_LIMITS,
     model: ModelOption = None,
     model_limit: ModelLimitOption = None,
     limit_mode: ModeOption = None,
@@ -106,29 +115,21 @@ def create(
     currency: CurrencyOption = None,
     billing: BillingOption = None,
     alert_percent: AlertOption = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Create a tenant."""
     body = {"name": name, "tier": tier, "weight": weight} | models_body(model) | model_limits_body(model_limit)
     body |= _terms(limit_mode, currency, billing, alert_percent, cut_at_budget=cut_at_budget)
-    body |= limits_body(
-        tokens_per_minute=tokens_per_minute,
-        requests_per_minute=requests_per_minute,
-        concurrent_requests=concurrent_requests,
-        tokens_per_day=tokens_per_day,
-        monthly_budget=monthly_budget,
-    )
-    settings = settings_from(data_dir, database)
-    _print(run(settings, lambda client: client.call("POST", "/tenants", body=body)), settings, as_json=as_json)
+    body |= limits_body(limits)
+    settings = options.settings()
+    _print(run(settings, lambda client: client.call("POST", "/tenants", body=body)), settings, as_json=options.as_json)
 
 
 @app.command("show")
-def show(which: Which, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+def show(which: Which, options: CommonOptions = DEFAULTS) -> None:
     """Show one tenant."""
-    settings = settings_from(data_dir, database)
-    _print(run(settings, lambda client: find(client, which)), settings, as_json=as_json)
+    settings = options.settings()
+    _print(run(settings, lambda client: find(client, which)), settings, as_json=options.as_json)
 
 
 @app.command("update")
@@ -137,11 +138,7 @@ def update(
     name: Annotated[str | None, typer.Option(help="A new name.")] = None,
     tier: Annotated[str | None, typer.Option(help="interactive, standard or batch.")] = None,
     weight: Annotated[int | None, typer.Option(help="Weight among tenants of the same tier, 1 to 1000.")] = None,
-    tokens_per_minute: LimitOption = None,
-    requests_per_minute: LimitOption = None,
-    concurrent_requests: LimitOption = None,
-    tokens_per_day: LimitOption = None,
-    monthly_budget: BudgetOption = None,
+    limits: LimitOptions = NO_LIMITS,
     model: ModelOption = None,
     model_limit: ModelLimitOption = None,
     limit_mode: ModeOption = None,
@@ -152,48 +149,38 @@ def update(
     suspended: Annotated[
         bool | None, typer.Option("--suspend/--resume", help="Refuse its requests, or serve them again.")
     ] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Change a tenant. What is not named stays as it is."""
     named = {"name": name, "tier": tier, "weight": weight, "suspended": suspended}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None} | models_body(model)
     body |= model_limits_body(model_limit)
     body |= _terms(limit_mode, currency, billing, alert_percent, cut_at_budget=cut_at_budget)
-    body |= limits_body(
-        tokens_per_minute=tokens_per_minute,
-        requests_per_minute=requests_per_minute,
-        concurrent_requests=concurrent_requests,
-        tokens_per_day=tokens_per_day,
-        monthly_budget=monthly_budget,
-    )
+    body |= limits_body(limits)
     if not body:
         raise WrongUsage("nothing to change: name at least one option (gatehouse tenants update --help)")
 
-    settings = settings_from(data_dir, database)
-    _print(run(settings, at_tenant(which, "PATCH", body=body)), settings, as_json=as_json)
+    settings = options.settings()
+    _print(run(settings, at_tenant(which, "PATCH", body=body)), settings, as_json=options.as_json)
 
 
 @app.command("archive")
-def archive(
-    which: Which, yes: Yes = False, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
-) -> None:
+def archive(which: Which, yes: Yes = False, options: CommonOptions = DEFAULTS) -> None:
     """Archive a tenant permanently. Asks for its name; usage and invoices are kept."""
-    settings = settings_from(data_dir, database)
+    settings = options.settings()
     if not yes:
         needs_terminal("archiving a tenant cannot be undone")
         tenant = run(settings, lambda client: find(client, which))
         if not tenant["archived"]:
             ask_for_name(tenant["name"], ARCHIVED)
         which = tenant["id"]
-    _print(run(settings, at_tenant(which, "DELETE")), settings, as_json=as_json)
+    _print(run(settings, at_tenant(which, "DELETE")), settings, as_json=options.as_json)
 
 
-def limits_body(**given: str | None) -> dict[str, Any]:
+def limits_body(given: LimitOptions) -> dict[str, Any]:
     """Return the field `limits` if any was given, each by its name; `none` removes one. Raises WrongUsage."""
     limits: dict[str, int | None] = {}
-    for field, value in given.items():
+    for field, value in asdict(given).items():
         if value is None:
             continue
         if value.lower() == "none":

@@ -12,7 +12,7 @@ from appliance.base.money import format_picos
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.keys import find_key
-from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import tenant_field
 
 COLUMNS = ("start", "tenant", "key_id", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
@@ -31,9 +31,7 @@ def usage(
         list[str] | None, typer.Option(metavar="KEY", help="Only this key (id or public prefix); repeatable.")
     ] = None,
     model: Annotated[list[str] | None, typer.Option(metavar="MODEL", help="Only this model; repeatable.")] = None,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+    options: CommonOptions = DEFAULTS,
 ) -> None:
     """Show usage and cost, by time and by tenant, key or model."""
     now = datetime.now(UTC)
@@ -50,7 +48,7 @@ def usage(
         asked = query | await tenant_field(client, tenant) | {"key_id": keys or None, "model": model or None}
         return await client.every("/usage", query=asked), {known["id"]: known["name"] for known in tenants}
 
-    rows, names = run(settings_from(data_dir, database), work)
+    rows, names = run(options.settings(), work)
     grouped = {"tenant": "tenant", "key": "key_id", "model": "model"}
     hidden = {column for group, column in grouped.items() if group not in group_by.split(",")}
     shown = [column for column in COLUMNS if column not in hidden]
@@ -58,7 +56,7 @@ def usage(
     def line(row: Mapping[str, Any]) -> dict[str, Any]:
         return {**row, "cost": _cost(row), "tenant": names.get(row.get("tenant_id") or "")}
 
-    output.rows(rows, shown, empty="No usage in this period.", as_json=as_json, line=line)
+    output.rows(rows, shown, empty="No usage in this period.", as_json=options.as_json, line=line)
 
 
 def _cost(row: Mapping[str, Any]) -> str:

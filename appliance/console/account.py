@@ -8,12 +8,11 @@ from __future__ import annotations
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, InvalidCredentials, RateLimitExceeded, Unauthenticated
-from appliance.console.context import Console, ConsoleDependency
+from appliance.base.errors import BadRequest, InvalidCredentials, RateLimitExceeded
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, current_session
-from appliance.console.sign_in import address_of, open_session, wait_of
+from appliance.console.sign_in import open_session, wait_of
 from appliance.tenancy.devices import device_of
 from appliance.tenancy.members import Proof
 from appliance.tenancy.pages import PAGE_ROWS_MAX
@@ -23,37 +22,29 @@ NOT_YOURS = "Wrong password."
 METHODS = {"password": "password", "oidc": "provider", "totp": "code", "recovery": "recovery code"}
 
 
-def own_session(request: ConsoleRequest) -> Session:
-    """Return the session of this request. Raises Unauthenticated."""
-    session = current_session(request)
-    if session is None:
-        raise Unauthenticated("Sign in first.")
-    return session
-
-
 def method_in_words(method: str) -> str:
     """Return how a session was authenticated: `password+totp` reads `password and code`."""
     return " and ".join(METHODS.get(part, part) for part in method.split("+"))
 
 
 @get("/account")
-async def show_account(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_account(context: ContextDependency) -> Html:
     """Password, second factor and devices of the signed-in member."""
-    return await _page(request, console)
+    return await _page(context)
 
 
 @post("/account/password", status_code=200)
-async def change_password(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def change_password(context: ContextDependency) -> Html:
     """Replace the password and sign out every other device, or show the page again with what is wrong."""
-    session, form = own_session(request), await console.form(request)
+    session, form = context.session, await context.form()
     current, password = form.values.get("current", ""), form.values.get("password", "")
     if password != form.values.get("again", ""):
         form.fail("again", "This is not the same as the new password.")
     if not form.errors:
         try:
-            console.attempts.count(address=address_of(request), account=session.member.email)
-            proven = await console.services.members.change_password(session.member, current, password)
-            return await _renewed(request, console, session, proven.still_valid, done="password-changed")
+            context.attempts.count(address=context.address, account=session.member.email)
+            proven = await context.services.members.change_password(session.member, current, password)
+            return await _renewed(context, session, proven.still_valid, done="password-changed")
         except RateLimitExceeded as error:
             form.fail("current", wait_of(error))
         except InvalidCredentials:
@@ -61,49 +52,48 @@ async def change_password(request: ConsoleRequest, console: ConsoleDependency) -
         except BadRequest as error:
             form.fail_with(error, ("password",))
     form.values.clear()  # no password is sent back
-    return await _page(request, console, form)
+    return await _page(context, form)
 
 
 @post("/account/sessions/{session_id:str}/end", status_code=200)
-async def end_session(request: ConsoleRequest, console: ConsoleDependency, session_id: FromPath[str]) -> Html:
+async def end_session(context: ContextDependency, session_id: FromPath[str]) -> Html:
     """Sign one of the member's own devices out."""
-    session = own_session(request)
-    await console.services.sessions.end(session_id, member_id=session.member.id)
+    session = context.session
+    await context.services.sessions.end(session_id, member_id=session.member.id)
     if session_id == session.id:
-        return console.pages.redirect(request, "/login", done="signed-out")
-    return console.pages.redirect(request, "/account", done="session-ended")
+        return context.redirect("/login", done="signed-out")
+    return context.redirect("/account", done="session-ended")
 
 
 @post("/account/sessions/end-others", status_code=200)
-async def end_other_sessions(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def end_other_sessions(context: ContextDependency) -> Html:
     """Sign every device out but this one."""
-    session = own_session(request)
-    await console.services.sessions.close_all(session.member.id, keep=session.id)
-    return console.pages.redirect(request, "/account", done="sessions-ended")
+    session = context.session
+    await context.services.sessions.close_all(session.member.id, keep=session.id)
+    return context.redirect("/account", done="sessions-ended")
 
 
-async def _renewed(request: ConsoleRequest, console: Console, session: Session, proof: Proof, *, done: str) -> Html:
+async def _renewed(context: Context, session: Session, proof: Proof, *, done: str) -> Html:
     """Return the redirect back to the page, in a new session; the change has ended all others."""
-    cookie = await open_session(request, console, session.member, method=session.method, proof=proof)
-    console.attempts.reset_account(account=session.member.email)
-    answer = console.pages.redirect(request, "/account", done=done)
+    cookie = await open_session(context, session.member, method=session.method, proof=proof)
+    context.attempts.reset_account(account=session.member.email)
+    answer = context.redirect("/account", done=done)
     answer.set_cookie(cookie)
     return answer
 
 
-async def _page(request: ConsoleRequest, console: Console, form: Form | None = None) -> Html:
-    session = own_session(request)
-    page = await console.services.sessions.list(session.member.id, PAGE_ROWS_MAX)
-    provider = console.services.oidc
+async def _page(context: Context, form: Form | None = None) -> Html:
+    session = context.session
+    page = await context.services.sessions.list(session.member.id, PAGE_ROWS_MAX)
+    provider = context.services.oidc
     devices = sorted(page.data, key=lambda other: (other.id != session.id, -other.last_seen_at.timestamp()))
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/account.html",
         form=form,
         current=session,
         provider=None if provider is None else provider.client.label,
-        linked=provider is not None and await console.services.identities.issuer_of(session.member.id) is not None,
-        factor=await console.services.second_factors.state(session.member.id),
+        linked=provider is not None and await context.services.identities.issuer_of(session.member.id) is not None,
+        factor=await context.services.second_factors.state(session.member.id),
         devices=devices,
         device_of=device_of,
         method_in_words=method_in_words,

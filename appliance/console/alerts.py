@@ -14,10 +14,10 @@ from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict, RateLimitExceeded
 from appliance.console.addresses import next_page
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import GRACES, Form, sentence
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.metering.alerts.outbox import EVENTS, LEASE_S, TENANT_EVENTS, Delivery, reading
 from appliance.metering.alerts.targets import shown_target
@@ -43,15 +43,14 @@ EVENT_WORDS = {
 
 
 @get("/alerts")
-async def list_alerts(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def list_alerts(context: ContextDependency) -> Html:
     """The places that alerts go to, as far as the member may see them."""
-    access = access_of(request)
+    access = context.access
     access.require_somewhere(reading(access))
-    page = await console.services.alerts.webhooks.list(PAGE_ROWS, request.query_params.get("cursor"), access=access)
-    names = await tenant_names(console.services, access)
-    failing = await console.services.alerts.webhooks.failing([webhook.id for webhook in page.data])
-    return console.pages.page(
-        request,
+    page = await context.services.alerts.webhooks.list(PAGE_ROWS, context.query.get("cursor"), access=access)
+    names = await tenant_names(context.services, access)
+    failing = await context.services.alerts.webhooks.failing([webhook.id for webhook in page.data])
+    return context.page(
         "pages/alerts.html",
         webhooks=[_line(access, webhook, names, failing) for webhook in page.data],
         may_webhooks=access.may_somewhere(Action.WEBHOOKS),
@@ -60,128 +59,126 @@ async def list_alerts(request: ConsoleRequest, console: ConsoleDependency) -> Ht
 
 
 @get("/alerts/new", guards=[needs(Action.WEBHOOKS)])
-async def new_alert(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def new_alert(context: ContextDependency) -> Html:
     """The form of a new place."""
-    return await _new_form(request, console, None)
+    return await _new_form(context, None)
 
 
 @post("/alerts", guards=[needs(Action.WEBHOOKS)], status_code=200)
-async def add_alert(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def add_alert(context: ContextDependency) -> Html:
     """Add a place and show its secret, or show the form again with what is wrong."""
-    form = await console.form(request)
+    form = await context.form()
     kind, target, tenant_id = form.choice("kind", KINDS), form.text("target", chars_max=2000), form.raw("tenant_id") or None
     events = _read_events(form, tenant_id)
     if tenant_id is not None or not form.errors:
-        access_of(request).require(Action.WEBHOOKS, tenant_id)
+        context.access.require(Action.WEBHOOKS, tenant_id)
     if not form.errors:
         try:
-            webhook, secret = await console.services.alerts.webhooks.create(
-                kind=kind, target=target, tenant_id=tenant_id, events=events, access=access_of(request)
+            webhook, secret = await context.services.alerts.webhooks.create(
+                kind=kind, target=target, tenant_id=tenant_id, events=events, access=context.access
             )
             if secret is None:
-                return console.pages.redirect(request, f"/alerts/{webhook.id}", done="alert-added")
-            return _secret(request, console, webhook, secret, "Signing secret")
+                return context.redirect(f"/alerts/{webhook.id}", done="alert-added")
+            return _secret(context, webhook, secret, "Signing secret")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return await _new_form(request, console, form)
+    return await _new_form(context, form)
 
 
 @get("/alerts/{webhook_id:str}")
-async def show_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def show_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """One place, its settings, and the latest messages to it."""
-    return await _alert_page(request, console, await _found(request, console, webhook_id, reading(access_of(request))))
+    return await _alert_page(context, await _found(context, webhook_id, reading(context.access)))
 
 
 @post("/alerts/{webhook_id:str}", guards=[needs(Action.WEBHOOKS)], status_code=200)
-async def save_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def save_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Save address and events, or show the page again with what is wrong."""
-    webhook, form = await _found(request, console, webhook_id), await console.form(request)
+    webhook, form = await _found(context, webhook_id), await context.form()
     changes = WebhookChanges(target=form.text("target", chars_max=2000), events=_read_events(form, webhook.tenant_id))
     if not form.errors:
         try:
-            await console.services.alerts.webhooks.update(webhook.id, changes, access=access_of(request))
-            return console.pages.redirect(request, f"/alerts/{webhook.id}", done="alert-saved")
+            await context.services.alerts.webhooks.update(webhook.id, changes, access=context.access)
+            return context.redirect(f"/alerts/{webhook.id}", done="alert-saved")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
-    return await _alert_page(request, console, webhook, form)
+    return await _alert_page(context, webhook, form)
 
 
 @post("/alerts/{webhook_id:str}/pause", guards=[needs(Action.WEBHOOKS)], status_code=200)
-async def pause_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def pause_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Send nothing to it until it is resumed; pending messages wait."""
-    await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=access_of(request))
-    return console.pages.redirect(request, f"/alerts/{webhook_id}", done="alert-paused")
+    await context.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=context.access)
+    return context.redirect(f"/alerts/{webhook_id}", done="alert-paused")
 
 
 @post("/alerts/{webhook_id:str}/resume", guards=[needs(Action.WEBHOOKS)], status_code=200)
-async def resume_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def resume_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Send to it again, the waiting messages first."""
-    await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=access_of(request))
-    return console.pages.redirect(request, f"/alerts/{webhook_id}", done="alert-resumed")
+    await context.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=context.access)
+    return context.redirect(f"/alerts/{webhook_id}", done="alert-resumed")
 
 
 @post("/alerts/{webhook_id:str}/test", guards=[needs(Action.WEBHOOKS)], status_code=200)
-async def send_test(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def send_test(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Put a test into the outbox; the list of deliveries shows the result."""
-    webhook = await _found(request, console, webhook_id)
+    webhook = await _found(context, webhook_id)
     try:
-        await console.services.alerts.outbox.test(webhook_id, access=access_of(request))
+        await context.services.alerts.outbox.test(webhook_id, access=context.access)
     except (Conflict, RateLimitExceeded) as error:
-        return await _alert_page(request, console, webhook, notice=sentence(error.message))
-    return console.pages.redirect(request, f"/alerts/{webhook_id}", done="test-sent")
+        return await _alert_page(context, webhook, notice=sentence(error.message))
+    return context.redirect(f"/alerts/{webhook_id}", done="test-sent")
 
 
 @post("/alerts/{webhook_id:str}/deliveries/{delivery_id:str}/retry", guards=[needs(Action.WEBHOOKS)], status_code=200)
-async def retry_delivery(
-    request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str], delivery_id: FromPath[str]
-) -> Html:
+async def retry_delivery(context: ContextDependency, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> Html:
     """Send a message again, whatever its state, under the same id."""
-    webhook = await _found(request, console, webhook_id)
+    webhook = await _found(context, webhook_id)
     try:
-        await console.services.alerts.outbox.retry(webhook_id, delivery_id, access=access_of(request))
+        await context.services.alerts.outbox.retry(webhook_id, delivery_id, access=context.access)
     except (Conflict, RateLimitExceeded) as error:
-        return await _alert_page(request, console, webhook, notice=sentence(error.message))
-    return console.pages.redirect(request, f"/alerts/{webhook_id}", done="delivery-retried")
+        return await _alert_page(context, webhook, notice=sentence(error.message))
+    return context.redirect(f"/alerts/{webhook_id}", done="delivery-retried")
 
 
 @get("/alerts/{webhook_id:str}/rotate", guards=[needs(Action.WEBHOOKS)])
-async def confirm_rotation(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def confirm_rotation(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Ask how long the old secret keeps signing with the new one."""
-    return _confirm(request, console, await _found(request, console, webhook_id), "rotate", None)
+    return _confirm(context, await _found(context, webhook_id), "rotate", None)
 
 
 @post("/alerts/{webhook_id:str}/rotate", guards=[needs(Action.WEBHOOKS)], status_code=200)
-async def rotate_secret(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def rotate_secret(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Replace the secret and show the new one."""
-    webhook, form = await _found(request, console, webhook_id), await console.form(request)
+    webhook, form = await _found(context, webhook_id), await context.form()
     grace_s = form.choice("grace_s", [grace for grace, _ in GRACES])
     if not form.errors:
         try:
-            webhook, secret = await console.services.alerts.webhooks.rotate(webhook_id, int(grace_s), access=access_of(request))
-            return _secret(request, console, webhook, secret, "New signing secret")
+            webhook, secret = await context.services.alerts.webhooks.rotate(webhook_id, int(grace_s), access=context.access)
+            return _secret(context, webhook, secret, "New signing secret")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
-    return _confirm(request, console, webhook, "rotate", form)
+    return _confirm(context, webhook, "rotate", form)
 
 
 @get("/alerts/{webhook_id:str}/remove", guards=[needs(Action.WEBHOOKS)])
-async def confirm_removal(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def confirm_removal(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Say what removal does before it is done."""
-    return _confirm(request, console, await _found(request, console, webhook_id), "remove", None)
+    return _confirm(context, await _found(context, webhook_id), "remove", None)
 
 
 @post("/alerts/{webhook_id:str}/remove", guards=[needs(Action.WEBHOOKS)], status_code=200)
-async def remove_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+async def remove_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Stop sending to it, and give up pending messages."""
-    await console.services.alerts.webhooks.remove(webhook_id, access=access_of(request))
-    return console.pages.redirect(request, "/alerts", done="alert-removed")
+    await context.services.alerts.webhooks.remove(webhook_id, access=context.access)
+    return context.redirect("/alerts", done="alert-removed")
 
 
-async def _found(request: ConsoleRequest, console: Console, webhook_id: str, action: Action = Action.WEBHOOKS) -> Webhook:
+async def _found(context: Context, webhook_id: str, action: Action = Action.WEBHOOKS) -> Webhook:
     """Return the webhook, after a check that the member may do `action` with it. Raises NotFound and RoleNotAllowed."""
-    access = access_of(request)
+    access = context.access
     access.require_somewhere(action)
-    return await console.services.alerts.webhooks.get(webhook_id, access=access, action=action)
+    return await context.services.alerts.webhooks.get(webhook_id, access=access, action=action)
 
 
 def _read_events(form: Form, tenant_id: str | None) -> list[str]:
@@ -206,49 +203,45 @@ def _line(access: Access, webhook: Webhook, names: dict[str, str], failing: Coll
     }
 
 
-async def _owners(request: ConsoleRequest, console: Console) -> list[tuple[str, str]]:
+async def _owners(context: Context) -> list[tuple[str, str]]:
     """Return the owners for which the member may add alerts: (id, name) of tenants; the box has an empty id."""
-    access = access_of(request)
-    tenants: list[Tenant] = await tenants_by_name(console.services, access)
+    access = context.access
+    tenants: list[Tenant] = await tenants_by_name(context.services, access)
     owners = [(one.id, one.name) for one in tenants if not one.archived and access.may(Action.WEBHOOKS, one.id)]
     return [("", "Whole appliance: all tenants"), *owners] if access.may(Action.WEBHOOKS) else owners
 
 
-async def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    owners = await _owners(request, console)
-    chosen = request.query_params.get("tenant", "")
+async def _new_form(context: Context, form: Form | None) -> Html:
+    owners = await _owners(context)
+    chosen = context.query.get("tenant", "")
     if chosen not in dict(owners):
         chosen = owners[0][0] if owners else ""
-    return console.pages.sheet(
-        request,
+    return context.sheet(
         "fragments/alert_new.html",
         title="Add alert target",
         form=form,
         kinds=KIND_WORDS,
         owners=owners,
         owner=chosen,
-        events=_choices(TENANT_EVENTS if chosen else EVENTS, _offered(request)),
+        events=_choices(TENANT_EVENTS if chosen else EVENTS, _offered(context)),
     )
 
 
-def _offered(request: ConsoleRequest) -> tuple[str, ...]:
+def _offered(context: Context) -> tuple[str, ...]:
     """Return the events that the member can choose for at least one owner."""
-    return EVENTS if access_of(request).may(Action.WEBHOOKS) else TENANT_EVENTS
+    return EVENTS if context.access.may(Action.WEBHOOKS) else TENANT_EVENTS
 
 
 def _choices(checked: tuple[str, ...], offered: tuple[str, ...]) -> list[tuple[str, str, bool]]:
     return [(event, EVENT_WORDS.get(event, event), event in checked) for event in offered]
 
 
-def _secret(request: ConsoleRequest, console: Console, webhook: Webhook, secret: str, heading: str) -> Html:
-    return console.pages.sheet(
-        request, "fragments/alert_secret.html", title=heading, webhook=webhook, secret=secret, heading=heading
-    )
+def _secret(context: Context, webhook: Webhook, secret: str, heading: str) -> Html:
+    return context.sheet("fragments/alert_secret.html", title=heading, webhook=webhook, secret=secret, heading=heading)
 
 
-def _confirm(request: ConsoleRequest, console: Console, webhook: Webhook, verb: str, form: Form | None) -> Html:
-    return console.pages.sheet(
-        request,
+def _confirm(context: Context, webhook: Webhook, verb: str, form: Form | None) -> Html:
+    return context.sheet(
         "fragments/alert_confirm.html",
         title={"rotate": "Rotate signing secret", "remove": "Remove alert target"}[verb],
         webhook=webhook,
@@ -258,21 +251,18 @@ def _confirm(request: ConsoleRequest, console: Console, webhook: Webhook, verb: 
     )
 
 
-async def _alert_page(
-    request: ConsoleRequest, console: Console, webhook: Webhook, form: Form | None = None, notice: str | None = None
-) -> Html:
-    access = access_of(request)
-    names = await tenant_names(console.services, access)
-    deliveries = await console.services.alerts.outbox.list(webhook.id, DELIVERIES_SHOWN, access=access_of(request))
-    return console.pages.page(
-        request,
+async def _alert_page(context: Context, webhook: Webhook, form: Form | None = None, notice: str | None = None) -> Html:
+    access = context.access
+    names = await tenant_names(context.services, access)
+    deliveries = await context.services.alerts.outbox.list(webhook.id, DELIVERIES_SHOWN, access=context.access)
+    return context.page(
         "pages/alert.html",
         status=422 if notice else None,
-        **_line(access, webhook, names, await console.services.alerts.webhooks.failing([webhook.id])),
+        **_line(access, webhook, names, await context.services.alerts.webhooks.failing([webhook.id])),
         may_webhooks=access.may(Action.WEBHOOKS, webhook.tenant_id),
         deliveries=[(delivery, text_of(delivery.event, delivery.payload["data"]).sentence) for delivery in deliveries.data],
         deliveries_more=deliveries.has_more,
-        follows=not webhook.disabled and any(_is_due(delivery, console.services.clock.now()) for delivery in deliveries.data),
+        follows=not webhook.disabled and any(_is_due(delivery, context.services.clock.now()) for delivery in deliveries.data),
         event_words=EVENT_WORDS,
         choices=_choices(webhook.events, EVENTS if webhook.tenant_id is None else TENANT_EVENTS),
         form=form,

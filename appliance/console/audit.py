@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 
@@ -9,9 +10,8 @@ from litestar import get
 
 from appliance.console.addresses import address
 from appliance.console.audit_words import ACTIONS, CHANGES_EXPANDED_MAX, audit_line
-from appliance.console.context import ConsoleDependency
+from appliance.console.context import ContextDependency
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of
 from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import BillingCalendar
 from appliance.tenancy.audit import AuditFilter
@@ -34,9 +34,8 @@ class Filters:
     cursor: str
 
     @classmethod
-    def of(cls, request: ConsoleRequest) -> Filters:
+    def of(cls, query: Mapping[str, str]) -> Filters:
         """Return the filters in the query string; a day that does not exist is ignored."""
-        query = request.query_params
         texts = {
             name: query.get(name, "").strip()[:TEXT_CHARS_MAX] for name in ("actor", "action", "target", "tenant", "cursor")
         }
@@ -65,11 +64,11 @@ class Filters:
 
 
 @get("/audit")
-async def show_audit(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_audit(context: ContextDependency) -> Html:
     """The newest entries that the member may see; when a filter changes, htmx requests only the rows."""
-    services, access = console.services, access_of(request)
+    services, access = context.services, context.access
     access.require_somewhere(Action.AUDIT)
-    filters = Filters.of(request)
+    filters = Filters.of(context.query)
     page = await services.audit.page(
         PAGE_ROWS, filters.cursor or None, filters.narrowed(services.reports.calendar), access=access
     )
@@ -77,8 +76,7 @@ async def show_audit(request: ConsoleRequest, console: ConsoleDependency) -> Htm
     names = {tenant.id: tenant.name for tenant in tenants}
     of_keys = await services.keys.named({entry.target_id for entry in page.data if entry.target_kind == "key"}, access=access)
     keys = {key.id: key.name for key in of_keys}
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/audit.html",
         part="fragments/audit_rows.html",
         filters=filters,

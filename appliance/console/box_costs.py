@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from litestar import get, post
 
 from appliance.base.errors import BadRequest, NotFound
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.formatting import NOTHING, budget, count, units
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, needs
+from appliance.console.security import needs
 from appliance.metering.economics import MONTHS_MAX, POWER_W_MAX, Figure, Hardware, HostedPrice
 from appliance.tenancy.roles import Action
 
@@ -25,23 +25,23 @@ _HOSTED_LINE = "Line {}: a name and two or three prices, like Hosted large; 0.50
 
 
 @get("/settings/economics", guards=[needs(Action.BILLING)])
-async def show_costs(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_costs(context: ContextDependency) -> Html:
     """The form with what the box costs."""
-    return await _form(request, console, None)
+    return await _form(context, None)
 
 
 @post("/settings/economics", guards=[needs(Action.BILLING)], status_code=200)
-async def save_costs(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def save_costs(context: ContextDependency) -> Html:
     """Save what the box costs, or show the form again with what is wrong."""
-    form = await console.form(request)
-    values = _read(form, console.services.settings.currency)
+    form = await context.form()
+    values = _read(form, context.services.settings.currency)
     if not form.errors:
         try:
-            await console.services.economics.set_hardware(Hardware(**values))
-            return console.pages.redirect(request, "/settings", done="costs-saved")
+            await context.services.economics.set_hardware(Hardware(**values))
+            return context.redirect("/settings", done="costs-saved")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
-    return await _form(request, console, form)
+    return await _form(context, form)
 
 
 async def costs_of(services: Services) -> dict[str, Any] | None:
@@ -107,10 +107,9 @@ def _hosted_text(hardware: Hardware | None) -> str:
     return "\n".join(lines)
 
 
-async def _form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    hardware = await console.services.economics.hardware()
-    return console.pages.sheet(
-        request,
+async def _form(context: Context, form: Form | None) -> Html:
+    hardware = await context.services.economics.hardware()
+    return context.sheet(
         "fragments/box_costs_form.html",
         title="Server costs",
         form=form,

@@ -6,11 +6,11 @@ from litestar import get, post
 
 from appliance.base.errors import BadRequest
 from appliance.console.box_costs import costs_of
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, needs
+from appliance.console.security import needs
 from appliance.console.tenant_terms import model_lines
 from appliance.metering.invoicing.seller import read_seller
 from appliance.tenancy.fields import LIMIT_MODES, TIERS
@@ -22,34 +22,34 @@ TIER_FIELDS = {tier: f"wait_{tier}" for tier in TIERS}
 
 
 @get("/settings", guards=[needs(Action.READ_BOX)])
-async def show_settings(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_settings(context: ContextDependency) -> Html:
     """Everything that is set for the whole box while it runs."""
-    return await _page(request, console)
+    return await _page(context)
 
 
 @post("/settings/tiers", guards=[needs(Action.WRITE)], status_code=200)
-async def save_tiers(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def save_tiers(context: ContextDependency) -> Html:
     """Save how long requests of each tier may wait for room, or show the page again with what is wrong."""
-    form = await console.form(request)
+    form = await context.form()
     waits = {tier: form.whole_number(field, most=ADMISSION_WAIT_MS_MAX, required=True) for tier, field in TIER_FIELDS.items()}
     if form.errors:
-        return await _page(request, console, form)
+        return await _page(context, form)
     for tier, wait_ms in waits.items():
         assert wait_ms is not None, "an empty field has its error"
-        await console.services.tiers.update(tier, admission_wait_ms=wait_ms)
-    return console.pages.redirect(request, "/settings", done="settings-saved")
+        await context.services.tiers.update(tier, admission_wait_ms=wait_ms)
+    return context.redirect("/settings", done="settings-saved")
 
 
 @get("/settings/models", guards=[needs(Action.WRITE)])
-async def show_model_limits(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_model_limits(context: ContextDependency) -> Html:
     """The form with the limits of a model for everybody; the model in the address fills it."""
-    return await _model_form(request, console, request.query_params.get("model", ""), None)
+    return await _model_form(context, context.query.get("model", ""), None)
 
 
 @post("/settings/models", guards=[needs(Action.WRITE)], status_code=200)
-async def save_model_limits(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def save_model_limits(context: ContextDependency) -> Html:
     """Set what all tenants together may use of a model; if every field is empty, its limits are removed."""
-    form, policies = await console.form(request), console.services.model_policies
+    form, policies = await context.form(), context.services.model_policies
     model, limits, mode = form.text("model"), read_limits(form), form.choice("limit_mode", LIMIT_MODES)
     if not form.errors:
         try:
@@ -57,16 +57,15 @@ async def save_model_limits(request: ConsoleRequest, console: ConsoleDependency)
                 await policies.put(model, limits, mode)
             elif await policies.find(model) is not None:
                 await policies.remove(model)
-            return console.pages.redirect(request, "/settings", done="settings-saved")
+            return context.redirect("/settings", done="settings-saved")
         except BadRequest as error:
             form.fail_with(error, ("model", "limit_mode", *LIMIT_NAMES))
-    return await _model_form(request, console, model, form)
+    return await _model_form(context, model, form)
 
 
-async def _model_form(request: ConsoleRequest, console: Console, model: str, form: Form | None) -> Html:
-    policy = await console.services.model_policies.find(model) if model else None
-    return console.pages.sheet(
-        request,
+async def _model_form(context: Context, model: str, form: Form | None) -> Html:
+    policy = await context.services.model_policies.find(model) if model else None
+    return context.sheet(
         "fragments/model_policy.html",
         title="Model limits across all tenants",
         model=model,
@@ -77,11 +76,10 @@ async def _model_form(request: ConsoleRequest, console: Console, model: str, for
     )
 
 
-async def _page(request: ConsoleRequest, console: Console, form: Form | None = None) -> Html:
-    services = console.services
+async def _page(context: Context, form: Form | None = None) -> Html:
+    services = context.services
     policies = await services.model_policies.list()
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/settings.html",
         tiers=await services.tiers.list(),
         tier_fields=TIER_FIELDS,

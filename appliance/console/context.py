@@ -1,22 +1,26 @@
-"""What every handler of the console gets: the services, the templates, and the little state that outlives one request."""
+"""What every handler of the console gets: its request, the services, the templates, and the little state that outlives one
+request."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from litestar.di import NamedDependency
 
+from appliance.base.errors import Unauthenticated
 from appliance.base.settings import local_url
 from appliance.console.forms import Form
 from appliance.console.live_board import LiveBoard
 from appliance.console.login_attempts import LoginAttempts
-from appliance.console.rendering import Pages
-from appliance.console.security import ConsoleRequest, form_of
+from appliance.console.rendering import Html, Pages
+from appliance.console.security import ConsoleRequest, access_of, current_session, form_of
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
+    from appliance.tenancy.access import Access
+    from appliance.tenancy.sessions import Session
 
 
 class Console:
@@ -32,10 +36,6 @@ class Console:
         self.frames_at = ""
         self.frames: dict[tuple[str, str, frozenset[tuple[str, str]]], bytes] = {}
 
-    async def form(self, request: ConsoleRequest) -> Form:
-        """Return the fields in the request, without uploaded files."""
-        return Form({name: value for name, value in (await form_of(request)).items() if isinstance(value, str)})
-
     def example(self, may_use: Callable[[str], bool] = lambda _model: True) -> dict[str, Any]:
         """Return the values for a ready curl line: the address of this appliance and the first model that may be used."""
         settings = self.services.settings
@@ -44,5 +44,54 @@ class Console:
         return {"address": address, "first_model": names[0] if names else "MODEL"}
 
 
-ConsoleDependency = NamedDependency[Console]
-"""How a handler asks for the console."""
+class Context:
+    """One request to the console: who makes it, what it asks for, and the ways to answer it."""
+
+    def __init__(self, console: Console, request: ConsoleRequest) -> None:
+        self.console = console
+        self.request = request
+        self.services = console.services
+        self.attempts = console.attempts
+
+    @property
+    def access(self) -> Access:
+        """Return what the signed-in member may see and do, as of this request. Raises Unauthenticated."""
+        return access_of(self.request)
+
+    @property
+    def session(self) -> Session:
+        """Return the session of this request. Raises Unauthenticated."""
+        session = current_session(self.request)
+        if session is None:
+            raise Unauthenticated("Sign in first.")
+        return session
+
+    @property
+    def address(self) -> str:
+        """Return the network address that sent the request."""
+        return self.request.client.host if self.request.client else "unknown"
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        """Return the query parameters; of one that was given several times, the first value."""
+        return self.request.query_params
+
+    async def form(self) -> Form:
+        """Return the fields in the request, without uploaded files."""
+        return Form({name: value for name, value in (await form_of(self.request)).items() if isinstance(value, str)})
+
+    def page(self, template: str, *, part: str | None = None, status: int | None = None, **values: Any) -> Html:
+        """Answer as `Pages.page` does."""
+        return self.console.pages.page(self.request, template, part=part, status=status, **values)
+
+    def sheet(self, template: str, *, title: str, **values: Any) -> Html:
+        """Answer as `Pages.sheet` does."""
+        return self.console.pages.sheet(self.request, template, title=title, **values)
+
+    def redirect(self, path: str, *, done: str | None = None) -> Html:
+        """Answer as `Pages.redirect` does."""
+        return self.console.pages.redirect(self.request, path, done=done)
+
+
+ContextDependency = NamedDependency[Context]
+"""How a handler asks for its context."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.console.addresses import address
 from appliance.console.request_lines import RequestLine, past_line
-from appliance.console.security import ConsoleRequest
 from appliance.metering.past_requests import SEARCHED_MAX, RequestFilter
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ class Filters:
     cursor: str
 
     @classmethod
-    def of(cls, request: ConsoleRequest) -> Filters:
+    def of(cls, query: Mapping[str, str]) -> Filters:
         """Return the filters in the query string; an unknown end is ignored."""
-        query = request.query_params
         state = query.get("state", "")
         return cls(
             q=query.get("q", "").strip()[:TEXT_CHARS_MAX],

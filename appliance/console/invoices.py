@@ -4,17 +4,17 @@ contents of invoices, and the administrators' API serves their files."""
 from __future__ import annotations
 
 from datetime import date, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict, CurrenciesMixed, GatehouseError
 from appliance.console.addresses import next_page
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.invoices import check_draft
@@ -22,6 +22,9 @@ from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, tax_name
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
 
 PAGE_ROWS = 100
 STATES = ("draft", "closed")
@@ -37,109 +40,106 @@ WORDS: dict[str, Any] = {
 
 
 @get("/invoices", guards=[needs(Action.INVOICES)])
-async def list_invoices(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def list_invoices(context: ContextDependency) -> Html:
     """The invoices of the tenants that the member may see, the newest month first."""
-    return await _list(request, console, None)
+    return await _list(context, None)
 
 
 @post("/invoices", guards=[needs(Action.BILLING)], status_code=200)
-async def draft_invoice(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def draft_invoice(context: ContextDependency) -> Html:
     """Make the draft of a tenant's month, or show the existing one."""
-    form = await console.form(request)
+    form = await context.form()
     tenant_id, month = form.text("tenant"), form.text("month")
     if not form.errors:
         try:
-            invoice = await console.services.invoices.draft(tenant_id, month, access=access_of(request))
-            return console.pages.redirect(request, f"/invoices/{invoice.head.id}")
+            invoice = await context.services.invoices.draft(tenant_id, month, access=context.access)
+            return context.redirect(f"/invoices/{invoice.head.id}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return await _list(request, console, form)
+    return await _list(context, form)
 
 
 @get("/invoices/{invoice_id:str}", guards=[needs(Action.INVOICES)])
-async def show_invoice(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+async def show_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
     """One invoice; a draft as it would be now, or why it has no sum."""
     try:
-        invoice, tenant = await _find(request, console, invoice_id, Action.INVOICES)
+        invoice, tenant = await _find(context, invoice_id, Action.INVOICES)
     except CurrenciesMixed as error:
-        head, tenant = await _find_head(request, console, invoice_id, Action.INVOICES)
+        head, tenant = await _find_head(context, invoice_id, Action.INVOICES)
         problem = sentence(error.message)
-        return console.pages.page(request, "pages/invoice_mixed.html", head=head, tenant=tenant, problem=problem, **WORDS)
-    open_until = _open_until(console, invoice.head)
-    return console.pages.page(request, "pages/invoice.html", invoice=invoice, tenant=tenant, open_until=open_until, **WORDS)
+        return context.page("pages/invoice_mixed.html", head=head, tenant=tenant, problem=problem, **WORDS)
+    open_until = _open_until(context.services, invoice.head)
+    return context.page("pages/invoice.html", invoice=invoice, tenant=tenant, open_until=open_until, **WORDS)
 
 
 @get("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)])
-async def confirm_close(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+async def confirm_close(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
     """Say what closing does before it is done."""
-    invoice, tenant = await _find(request, console, invoice_id, Action.BILLING)
-    return _close_form(request, console, invoice, tenant, None)
+    invoice, tenant = await _find(context, invoice_id, Action.BILLING)
+    return _close_form(context, invoice, tenant, None)
 
 
 @post("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)], status_code=200)
-async def close_invoice(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+async def close_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
     """Give the invoice its number and freeze it."""
-    invoice, tenant = await _find(request, console, invoice_id, Action.BILLING)
+    invoice, tenant = await _find(context, invoice_id, Action.BILLING)
     try:
-        await console.services.invoices.close(invoice_id, access=access_of(request))
+        await context.services.invoices.close(invoice_id, access=context.access)
     except (BadRequest, Conflict) as error:
-        return _close_form(request, console, invoice, tenant, error)
-    return console.pages.redirect(request, f"/invoices/{invoice_id}", done="invoice-closed")
+        return _close_form(context, invoice, tenant, error)
+    return context.redirect(f"/invoices/{invoice_id}", done="invoice-closed")
 
 
 @get("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)])
-async def confirm_discard(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+async def confirm_discard(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
     """Say what discarding does before it is done, or that a closed invoice stays."""
-    head, tenant = await _find_head(request, console, invoice_id)
+    head, tenant = await _find_head(context, invoice_id)
     check_draft(head)
-    return _discard_form(request, console, head, tenant, None)
+    return _discard_form(context, head, tenant, None)
 
 
 @post("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)], status_code=200)
-async def discard_invoice(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+async def discard_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
     """Remove the draft, or say why it stays."""
-    head, tenant = await _find_head(request, console, invoice_id)
+    head, tenant = await _find_head(context, invoice_id)
     try:
-        await console.services.invoices.discard(invoice_id, access=access_of(request))
+        await context.services.invoices.discard(invoice_id, access=context.access)
     except Conflict as error:
-        return _discard_form(request, console, head, tenant, error)
-    return console.pages.redirect(request, "/invoices", done="draft-discarded")
+        return _discard_form(context, head, tenant, error)
+    return context.redirect("/invoices", done="draft-discarded")
 
 
-async def _find(request: ConsoleRequest, console: Console, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:
+async def _find(context: Context, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:
     """Return an invoice and its tenant. Raises NotFound for one that the member may not see."""
-    access = access_of(request)
-    invoice = await console.services.invoices.get(invoice_id, access=access, action=action)
-    return invoice, await console.services.tenants.get(invoice.head.tenant_id, access=access)
+    access = context.access
+    invoice = await context.services.invoices.get(invoice_id, access=access, action=action)
+    return invoice, await context.services.tenants.get(invoice.head.tenant_id, access=access)
 
 
-async def _find_head(
-    request: ConsoleRequest, console: Console, invoice_id: str, action: Action = Action.BILLING
-) -> tuple[InvoiceHead, Tenant]:
+async def _find_head(context: Context, invoice_id: str, action: Action = Action.BILLING) -> tuple[InvoiceHead, Tenant]:
     """Return an invoice without its lines, which a draft in two currencies does not have, and its tenant. Raises as `_find`."""
-    access = access_of(request)
-    head = await console.services.invoices.head(invoice_id, access=access, action=action)
-    return head, await console.services.tenants.get(head.tenant_id, access=access)
+    access = context.access
+    head = await context.services.invoices.head(invoice_id, access=access, action=action)
+    return head, await context.services.tenants.get(head.tenant_id, access=access)
 
 
-async def _list(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    services, access = console.services, access_of(request)
-    state, month = request.query_params.get("state", ""), request.query_params.get("month", "")
+async def _list(context: Context, form: Form | None) -> Html:
+    services, access = context.services, context.access
+    state, month = context.query.get("state", ""), context.query.get("month", "")
     page = await services.invoices.list(
         PAGE_ROWS,
-        request.query_params.get("cursor") or None,
+        context.query.get("cursor") or None,
         month=month or None,
         state=state if state in STATES else None,
         access=access,
     )
     tenants = await tenants_by_name(services, access)
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/invoices.html",
         invoices=page.data,
         names={tenant.id: tenant.name for tenant in tenants},
         tenants=[tenant for tenant in tenants if access.may(Action.BILLING, tenant.id)],
-        last_month=_last_month(console),
+        last_month=_last_month(context.services),
         state=state,
         month=month,
         states=STATES,
@@ -149,24 +149,21 @@ async def _list(request: ConsoleRequest, console: Console, form: Form | None) ->
     )
 
 
-def _last_month(console: Console) -> str:
+def _last_month(services: Services) -> str:
     """Return the month before the current one: the one that is usually billed."""
-    calendar = console.services.reports.calendar
-    return calendar.month_of(first_day(calendar.month_of(console.services.clock.now())) - timedelta(days=1))
+    calendar = services.reports.calendar
+    return calendar.month_of(first_day(calendar.month_of(services.clock.now())) - timedelta(days=1))
 
 
-def _open_until(console: Console, head: InvoiceHead) -> date | None:
+def _open_until(services: Services, head: InvoiceHead) -> date | None:
     """Return the first day on which the draft can be closed, or None when its month is over."""
-    calendar = console.services.reports.calendar
+    calendar = services.reports.calendar
     end = calendar.next_month_start(head.month)
-    return calendar.day_of(end) if console.services.clock.now() < end else None
+    return calendar.day_of(end) if services.clock.now() < end else None
 
 
-def _close_form(
-    request: ConsoleRequest, console: Console, invoice: Invoice, tenant: Tenant, error: GatehouseError | None
-) -> Html:
-    return console.pages.sheet(
-        request,
+def _close_form(context: Context, invoice: Invoice, tenant: Tenant, error: GatehouseError | None) -> Html:
+    return context.sheet(
         "fragments/invoice_close.html",
         title=f"Close {month_name(invoice.head.month)} of {tenant.name}",
         invoice=invoice,
@@ -175,11 +172,8 @@ def _close_form(
     )
 
 
-def _discard_form(
-    request: ConsoleRequest, console: Console, head: InvoiceHead, tenant: Tenant, error: GatehouseError | None
-) -> Html:
-    return console.pages.sheet(
-        request,
+def _discard_form(context: Context, head: InvoiceHead, tenant: Tenant, error: GatehouseError | None) -> Html:
+    return context.sheet(
         "fragments/invoice_discard.html",
         title=f"Discard {month_name(head.month)} of {tenant.name}",
         head=head,

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.addresses import next_page
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import GRACES, NAME_CHARS_MAX, Form
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MODES, SCOPES, UNSET, Unset
 from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Principal, Tenant
 from appliance.tenancy.roles import Action
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
 
 PAGE_ROWS = 100
 FIELDS = ("name", "scopes", "limit_mode", "allowed_models", "allowed_networks", "grace_s", *LIMIT_NAMES)
@@ -35,16 +38,15 @@ CONSEQUENCES = {
 
 
 @get("/keys")
-async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def list_keys(context: ContextDependency) -> Html:
     """The keys of every tenant that the member may see: those in use; ended ones on request or in a search."""
-    access, asked = access_of(request), request.query_params
+    access, asked = context.access, context.query
     text, ended = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("ended") == "yes"
-    page = await console.services.keys.list(
+    page = await context.services.keys.list(
         None, PAGE_ROWS, asked.get("cursor"), include_ended=ended or bool(text), text=text or None, access=access
     )
-    tenants = await tenants_by_name(console.services, access)
-    return console.pages.page(
-        request,
+    tenants = await tenants_by_name(context.services, access)
+    return context.page(
         "pages/keys.html",
         part="fragments/key_list.html",
         keys=page.data,
@@ -59,94 +61,94 @@ async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html
 
 
 @get("/tenants/{tenant_id:str}/keys/new", guards=[needs(Action.KEYS)])
-async def new_key(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def new_key(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """The form of a new key."""
-    return _new_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), None)
+    return _new_form(context, await context.services.tenants.get(tenant_id, access=context.access), None)
 
 
 @post("/tenants/{tenant_id:str}/keys", guards=[needs(Action.KEYS)], status_code=200)
-async def create_key(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def create_key(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Create a key and show its secret, or show the form again with what is wrong."""
-    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
-    form = await console.form(request)
-    values = _read(form, console)
+    tenant = await context.services.tenants.get(tenant_id, access=context.access)
+    form = await context.form()
+    values = _read(form, context.services)
     if not form.errors:
         try:
-            key, secret = await console.services.keys.create(tenant_id, **values, access=access_of(request))
-            return _secret(request, console, Principal(tenant=tenant, key=key), secret, f"Key for {tenant.name}")
+            key, secret = await context.services.keys.create(tenant_id, **values, access=context.access)
+            return _secret(context, Principal(tenant=tenant, key=key), secret, f"Key for {tenant.name}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return _new_form(request, console, tenant, form)
+    return _new_form(context, tenant, form)
 
 
 @get("/keys/{key_id:str}")
-async def show_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
+async def show_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
     """One key and its settings."""
-    return await _key_page(request, console, await _key(request, console, key_id, Action.READ))
+    return await _key_page(context, await _key(context, key_id, Action.READ))
 
 
 @post("/keys/{key_id:str}", guards=[needs(Action.KEYS)], status_code=200)
-async def save_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
+async def save_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
     """Save name, last day, restrictions and limits, or show the page again with what is wrong."""
-    key = await _key(request, console, key_id, Action.KEYS)
-    form = await console.form(request)
+    key = await _key(context, key_id, Action.KEYS)
+    form = await context.form()
     # An unchanged day keeps the exact time that was stored, even if that is past.
-    same_day = key.expires_at is not None and form.raw("expires_on") == _last_day(console, key)
-    values = _read(form, console, expires_at=UNSET if same_day else None)
+    same_day = key.expires_at is not None and form.raw("expires_on") == _last_day(context.services, key)
+    values = _read(form, context.services, expires_at=UNSET if same_day else None)
     if values["name"] == key.name:  # an existing name may stay, even if it would be refused as a new one
         values["name"] = UNSET
     values |= {name: form.changed_names(name, getattr(key, name)) for name in ("allowed_models", "allowed_networks")}
     if not form.errors:
         try:
-            await console.services.keys.update(key_id, KeyChanges(**values), access=access_of(request))
-            return console.pages.redirect(request, f"/keys/{key_id}", done="key-saved")
+            await context.services.keys.update(key_id, KeyChanges(**values), access=context.access)
+            return context.redirect(f"/keys/{key_id}", done="key-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return await _key_page(request, console, key, form)
+    return await _key_page(context, key, form)
 
 
 @get("/keys/{key_id:str}/rotate", guards=[needs(Action.KEYS)])
-async def confirm_rotate(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
+async def confirm_rotate(context: ContextDependency, key_id: FromPath[str]) -> Html:
     """Say what rotation does before it is done."""
-    return _confirm(request, console, await _key(request, console, key_id, Action.KEYS), "rotate")
+    return _confirm(context, await _key(context, key_id, Action.KEYS), "rotate")
 
 
 @post("/keys/{key_id:str}/rotate", guards=[needs(Action.KEYS)], status_code=200)
-async def rotate_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
+async def rotate_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
     """Replace the key by one with a new secret, and show it; for a time both may work."""
-    current, form = await _key(request, console, key_id, Action.KEYS), await console.form(request)
-    tenant = await console.services.tenants.get(current.tenant_id, access=access_of(request))
+    current, form = await _key(context, key_id, Action.KEYS), await context.form()
+    tenant = await context.services.tenants.get(current.tenant_id, access=context.access)
     grace_s = form.choice("grace_s", [grace for grace, _ in GRACES]) if form.raw("grace_s") else "0"
     if not form.errors:
         try:  # nothing may fail between the change and the secret, which cannot be shown again
-            key, secret = await console.services.keys.rotate(key_id, grace_s=int(grace_s), access=access_of(request))
-            return _secret(request, console, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}")
+            key, secret = await context.services.keys.rotate(key_id, grace_s=int(grace_s), access=context.access)
+            return _secret(context, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return _confirm(request, console, current, "rotate", form)
+    return _confirm(context, current, "rotate", form)
 
 
 @get("/keys/{key_id:str}/revoke", guards=[needs(Action.KEYS)])
-async def confirm_revoke(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
+async def confirm_revoke(context: ContextDependency, key_id: FromPath[str]) -> Html:
     """Say what revocation does before it is done."""
-    return _confirm(request, console, await _key(request, console, key_id, Action.KEYS), "revoke")
+    return _confirm(context, await _key(context, key_id, Action.KEYS), "revoke")
 
 
 @post("/keys/{key_id:str}/revoke", guards=[needs(Action.KEYS)], status_code=200)
-async def revoke_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
+async def revoke_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
     """Refuse the key from now on."""
-    key = await console.services.keys.revoke(key_id, access=access_of(request))
-    return console.pages.redirect(request, f"/tenants/{key.tenant_id}", done="key-revoked")
+    key = await context.services.keys.revoke(key_id, access=context.access)
+    return context.redirect(f"/tenants/{key.tenant_id}", done="key-revoked")
 
 
-async def _key(request: ConsoleRequest, console: Console, key_id: str, action: Action) -> ApiKey:
+async def _key(context: Context, key_id: str, action: Action) -> ApiKey:
     """Return the key, after a check that the member may do `action` in its tenant. Raises NotFound for keys not to be seen."""
-    return await console.services.keys.get(key_id, access=access_of(request), action=action)
+    return await context.services.keys.get(key_id, access=context.access, action=action)
 
 
-def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict[str, Any]:
+def _read(form: Form, services: Services, expires_at: Unset | None = None) -> dict[str, Any]:
     """Return the settings of a form; scopes and mode stay as they are if it does not have them."""
-    services, chosen = console.services, dict[str, Any]()
+    chosen = dict[str, Any]()
     if form.raw("scopes"):
         chosen["scopes"] = form.choice("scopes", [scopes for scopes, _ in SCOPE_CHOICES]).split(", ")
     if form.raw("limit_mode"):
@@ -160,27 +162,25 @@ def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict
     }
 
 
-def _new_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
+def _new_form(context: Context, tenant: Tenant, form: Form | None) -> Html:
     title = f"New key for {tenant.name}"
-    return console.pages.sheet(request, "fragments/key_new.html", title=title, tenant=tenant, form=form, **_choices(console))
+    return context.sheet("fragments/key_new.html", title=title, tenant=tenant, form=form, **_choices(context.services))
 
 
-def _secret(request: ConsoleRequest, console: Console, principal: Principal, secret: str, heading: str) -> Html:
-    return console.pages.sheet(
-        request,
+def _secret(context: Context, principal: Principal, secret: str, heading: str) -> Html:
+    return context.sheet(
         "fragments/key_secret.html",
         title=heading,
         key=principal.key,
         runs_models=INFERENCE_SCOPE in principal.key.scopes,
         secret=secret,
         heading=heading,
-        **console.example(principal.may_use),
+        **context.console.example(principal.may_use),
     )
 
 
-def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, form: Form | None = None) -> Html:
-    return console.pages.sheet(
-        request,
+def _confirm(context: Context, key: ApiKey, verb: str, form: Form | None = None) -> Html:
+    return context.sheet(
         "fragments/key_confirm.html",
         title=f"{verb.capitalize()} {key.name}",
         key=key,
@@ -191,29 +191,28 @@ def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, 
     )
 
 
-async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form: Form | None = None) -> Html:
-    access = access_of(request)
-    tenant = await console.services.tenants.get(key.tenant_id, access=access)
-    return console.pages.page(
-        request,
+async def _key_page(context: Context, key: ApiKey, form: Form | None = None) -> Html:
+    access = context.access
+    tenant = await context.services.tenants.get(key.tenant_id, access=access)
+    return context.page(
         "pages/key.html",
         key=key,
         tenant=tenant,
-        levels=await key_levels(console.services, tenant, key, access=access),
+        levels=await key_levels(context.services, tenant, key, access=access),
         form=form,
         scopes_of=SCOPE_WORDS,
-        last_day=_last_day(console, key),
-        **_choices(console),
+        last_day=_last_day(context.services, key),
+        **_choices(context.services),
     )
 
 
-def _choices(console: Console) -> dict[str, Any]:
-    return {"scope_choices": SCOPE_CHOICES, "modes": LIMIT_MODES, "zone": console.services.reports.calendar.time_zone}
+def _choices(services: Services) -> dict[str, Any]:
+    return {"scope_choices": SCOPE_CHOICES, "modes": LIMIT_MODES, "zone": services.reports.calendar.time_zone}
 
 
-def _last_day(console: Console, key: ApiKey) -> str:
+def _last_day(services: Services, key: ApiKey) -> str:
     """Return the day in the billing time zone on which the key ends, as a form field; empty if it never ends."""
-    return "" if key.expires_at is None else str(console.services.reports.calendar.day_of(key.expires_at))
+    return "" if key.expires_at is None else str(services.reports.calendar.day_of(key.expires_at))
 
 
 HANDLERS = (list_keys, new_key, create_key, show_key, save_key, confirm_rotate, rotate_key, confirm_revoke, revoke_key)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from litestar import get
 from litestar.params import FromPath
 
 from appliance.base.clock import format_wait
 from appliance.base.errors import GatehouseError
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import ContextDependency
 from appliance.console.formatting import count, money
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of
 from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_work
 from appliance.metering.limits.decisions import LimitDecision
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name
 from appliance.tenancy.principals import ApiKey, Tenant
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
 
 KEYS_LISTED_MAX = 200
 PROMPT_TOKENS = 500
@@ -37,17 +41,16 @@ FIELDS = {
 
 
 @get("/tenants/{tenant_id:str}/check")
-async def check_request(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def check_request(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """The form, and the verdict on the request that the address describes; htmx requests only the verdict."""
-    access = access_of(request)
-    tenant = await console.services.tenants.get(tenant_id, access=access)
-    page = await console.services.keys.list(tenant.id, KEYS_LISTED_MAX, None, access=access)
+    access = context.access
+    tenant = await context.services.tenants.get(tenant_id, access=access)
+    page = await context.services.keys.list(tenant.id, KEYS_LISTED_MAX, None, access=access)
     keys = [key for key in page.data if key.revoked_at is None]
-    models = [served.name for served in console.services.models.list()]
-    form = Form({"model": models[0] if models else "", "prompt_tokens": str(PROMPT_TOKENS)} | dict(request.query_params))
-    verdict = await _ask(console, form, tenant, keys)
-    return console.pages.page(
-        request,
+    models = [served.name for served in context.services.models.list()]
+    form = Form({"model": models[0] if models else "", "prompt_tokens": str(PROMPT_TOKENS)} | dict(context.query))
+    verdict = await _ask(context.services, form, tenant, keys)
+    return context.page(
         "pages/limit_check.html",
         part="fragments/limit_verdict.html",
         status=200,
@@ -58,7 +61,7 @@ async def check_request(request: ConsoleRequest, console: ConsoleDependency, ten
         fields=FIELDS,
         verdict=verdict,
         headline=headline(verdict) if verdict else None,
-        rows=[_row(decision, console, tenant) for decision in verdict.forecast.decisions] if verdict else [],
+        rows=[_row(decision, context.services, tenant) for decision in verdict.forecast.decisions] if verdict else [],
     )
 
 
@@ -73,7 +76,7 @@ def headline(verdict: Verdict) -> tuple[str, str]:
     return "bad", f"Refused with {verdict.error.status} {verdict.error.code}: {sentence(verdict.error.message)}"
 
 
-async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey]) -> Verdict | None:
+async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey]) -> Verdict | None:
     """Return the verdict, or None if the form is wrong; its `errors` say how."""
     prompt_tokens = form.whole_number("prompt_tokens", most=LIMIT_MAX)
     max_tokens = form.whole_number("max_tokens", least=1, most=LIMIT_MAX)
@@ -95,15 +98,15 @@ async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey])
             max_tokens=max_tokens,
             batch=is_batch_work(form.raw("service_tier") or "default"),
         )
-        return await console.services.forecasts.ask(question)
+        return await services.forecasts.ask(question)
     except GatehouseError as error:
         form.fail_with(error, tuple(FIELDS))
         return None
 
 
-def _row(decision: LimitDecision, console: Console, tenant: Tenant) -> dict[str, object]:
+def _row(decision: LimitDecision, services: Services, tenant: Tenant) -> dict[str, object]:
     """Return the table's row for one limit, budgets as money."""
-    currency = tenant.currency if decision.scope != "model" and tenant.currency else console.services.settings.currency
+    currency = tenant.currency if decision.scope != "model" and tenant.currency else services.settings.currency
 
     def shown(value: int) -> str:
         return money(value, currency) if decision.kind == "budget" else count(value)

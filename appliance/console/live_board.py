@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from appliance.console.charts import Segment, stack
 from appliance.console.formatting import duration_s, size
@@ -35,6 +35,7 @@ _MEMORY_LABELS = {
     "rotary_tables": "Rotary tables",
     "device_context": "Device context",
     "kv_cache": "KV cache",
+    "other_models": "Other models",
 }
 _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
 
@@ -52,47 +53,23 @@ class TenantsView:
     more_blocks: int
 
 
-class MemoryLine(NamedTuple):
-    """The device memory of one part of an engine: measured (None if the device does not report it) and predicted. For graphs
-    also how many each figure is for."""
-
-    label: str
-    measured_bytes: int | None
-    predicted_bytes: int
-    num_measured: int | None = None
-    num_predicted: int | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """One served model as a card. Histories hold one value per sample, oldest first. `draft_rate` is the share of draft tokens
-    that became output."""
+    """One served model as a card: its reading, and what follows from it. Histories hold one value per sample, oldest first.
+    `draft_rate` is the share of draft tokens that became output; `memory` has the parts that take any, each with its label."""
 
-    model: str
-    state: str
+    reading: EngineReading
     tone: str
     reason: str | None
     facts: list[str]
-    tokens_out_per_s: float
     tokens_in_per_s: float
     out_history: list[float]
     in_history: list[float]
-    block_size: int
-    kv_total: int
-    kv_used: int
-    kv_cached: int
-    kv_free: int
     step_s: float | None
     hit_rate: float | None
-    preemptions: int
-    host_total: int
-    host_used: int
     draft_rate: float | None
-    fallback_steps: int
-    fallback_reason: str | None
     plain_steps: dict[str, int]
-    memory: list[MemoryLine]
-    memory_note: str | None
+    memory: list[tuple[str, MemoryPart]]
     tenants: TenantsView
 
 
@@ -107,12 +84,9 @@ class GpuView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverviewView:
-    """Everything on the overview at one moment."""
+    """Everything on the overview at one moment: the snapshot, what follows from it, and what the ledger says."""
 
-    at: datetime
-    running: int
-    waiting: int
-    tokens_out_per_s: float
+    snapshot: SystemSnapshot
     tokens_in_per_s: float
     ttft_p50_s: float | None
     ttft_p95_s: float | None
@@ -120,11 +94,7 @@ class OverviewView:
     engines: list[EngineView]
     gpus: list[GpuView]
     gpu_absent: bool
-    gpu_error: str | None
     engine_device: str | None
-    host: Any
-    database_ok: bool
-    database_kind: str
     recent: list[RequestLine]
 
 
@@ -141,7 +111,7 @@ class LiveBoard:
     async def overview(self) -> OverviewView:
         """Return the view of the newest sample."""
         snapshot = self._services.sampler.latest
-        if self._overview is None or self._overview.at != snapshot.at:
+        if self._overview is None or self._overview.snapshot.at != snapshot.at:
             await self._refresh()
             self._overview = overview_view(snapshot, list(self._services.sampler.history), self._totals, self._recent)
         return self._overview
@@ -164,10 +134,7 @@ def overview_view(
     engines = [engine_view(engine, history, snapshot.at) for engine in snapshot.engines]
     infos = [engine.info for engine in snapshot.engines if engine.info is not None]
     return OverviewView(
-        at=snapshot.at,
-        running=snapshot.requests_running,
-        waiting=snapshot.requests_waiting,
-        tokens_out_per_s=snapshot.tokens_per_second,
+        snapshot=snapshot,
         tokens_in_per_s=sum(engine.tokens_in_per_s for engine in engines),
         ttft_p50_s=_slowest([engine.ttft_p50_s for engine in snapshot.engines]),
         ttft_p95_s=_slowest([engine.ttft_p95_s for engine in snapshot.engines]),
@@ -175,11 +142,7 @@ def overview_view(
         engines=engines,
         gpus=[gpu_view(gpu, snapshot) for gpu in snapshot.gpus],
         gpu_absent=snapshot.gpu_error in (None, NO_GPU),
-        gpu_error=snapshot.gpu_error,
         engine_device=infos[0].device_name if infos else None,
-        host=snapshot.host,
-        database_ok=snapshot.database.ok,
-        database_kind=snapshot.database.kind,
         recent=recent,
     )
 
@@ -192,48 +155,26 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
     """Return the card of one engine."""
     figures, prompt_rates = engine.figures, prompt_history(engine.model, history)
     return EngineView(
-        model=engine.model,
-        state=engine.state,
+        reading=engine,
         tone=_TONES.get(engine.state, ""),
         reason=_reason(engine),
         facts=_facts(engine, now),
-        tokens_out_per_s=engine.tokens_per_second,
         tokens_in_per_s=prompt_rates[-1] if prompt_rates else 0.0,
         out_history=[reading.tokens_per_second for snapshot in history for reading in _readings_of(engine.model, snapshot)],
         in_history=prompt_rates,
-        block_size=engine.info.block_size if engine.info else 0,
-        kv_total=figures.kv_blocks_total,
-        kv_used=figures.kv_blocks_used,
-        kv_cached=figures.kv_blocks_cached,
-        kv_free=figures.kv_blocks_free,
         step_s=None if engine.status is None else figures.step_ms / 1000,
         hit_rate=_hit_rate(figures),
-        preemptions=figures.preemptions_total,
-        host_total=figures.host_blocks_total,
-        host_used=figures.host_blocks_used,
         draft_rate=_draft_rate(figures),
-        fallback_steps=figures.fallback_steps_total,
-        fallback_reason=figures.fallback_reason,
         plain_steps={reason: steps for reason, steps in figures.plain_steps_total.items() if steps},
-        memory=[] if engine.info is None else memory_lines(engine.info.memory),
-        memory_note=None if engine.info is None else engine.info.memory_note,
+        memory=[] if engine.info is None else _labelled(engine.info.memory),
         tenants=tenants_view(engine.tenants),
     )
 
 
-def memory_lines(parts: Sequence[MemoryPart]) -> list[MemoryLine]:
-    """Return the parts that take any memory, in the order in which the engine reports them."""
-    return [
-        MemoryLine(
-            _MEMORY_LABELS.get(part.name, part.name),
-            part.measured_bytes,
-            part.predicted_bytes,
-            part.num_measured,
-            part.num_predicted,
-        )
-        for part in parts
-        if part.predicted_bytes or part.measured_bytes
-    ]
+def _labelled(parts: Sequence[MemoryPart]) -> list[tuple[str, MemoryPart]]:
+    """Return the parts that take any memory with their labels, in the order in which the engine reports them."""
+    taking = [part for part in parts if part.predicted_bytes or part.measured_bytes]
+    return [(_MEMORY_LABELS.get(part.name, part.name), part) for part in taking]
 
 
 def _hit_rate(figures: EngineStatus) -> float | None:
@@ -293,7 +234,7 @@ def _facts(engine: EngineReading, now: datetime) -> list[str]:
     if engine.info is not None:
         info = engine.info
         facts += [info.device_name, f"{info.num_parameters / 1e6:,.1f} M parameters", info.dtype]
-        quantised = "" if info.quantization == "none" else f" in {info.quantization}"
+        quantised = "" if info.quantization.startswith("none") else f" in {info.quantization}"
         rounded = f" in {info.kv_cache_dtype}" if info.kv_cache_dtype.startswith("fp8") else ""
         facts += [f"weights {size(info.weights_bytes)}{quantised}", f"KV {size(info.kv_bytes)}{rounded}"]
         facts += [f"context {info.max_model_len:,} tokens"]

@@ -12,11 +12,10 @@ from litestar.params import FromQuery
 from litestar.response import Stream
 
 from appliance.base.errors import InvalidValue, Overloaded
-from appliance.console.account import own_session
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Console, ContextDependency
 from appliance.console.overview import overview_fragment
 from appliance.console.requests import live_requests_fragment
-from appliance.console.security import ConsoleRequest, access_of, resolve_access, session_token
+from appliance.console.security import resolve_access, session_token
 from appliance.telemetry.sampler import CONSOLE_SUBSCRIBERS, TooManySubscribers
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
@@ -31,20 +30,22 @@ VIEWS = {"overview": overview_fragment, "requests": live_requests_fragment}
 
 
 @get("/console/events")
-async def live_stream(request: ConsoleRequest, console: ConsoleDependency, view: FromQuery[str] = "overview") -> Stream:
+async def live_stream(context: ContextDependency, view: FromQuery[str] = "overview") -> Stream:
     """Send the live part of a page whenever the sampler has a new sample."""
     if view not in VIEWS:
         raise InvalidValue(f"view must be one of {', '.join(VIEWS)}", param="view")
     if view == "overview":
-        access_of(request).require(Action.READ_BOX)
-    member_id = own_session(request).member.id
-    _check_place(console, member_id)
+        context.access.require(Action.READ_BOX)
+    member_id = context.session.member.id
+    _check_place(context.console, member_id)
     try:
-        console.services.sampler.check_place()
+        context.services.sampler.check_place()
     except TooManySubscribers as error:
         raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
-    frames = _frames(console, view, token=session_token(request, console.services) or "")
-    return Stream(_placed(console, member_id, frames), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+    frames = _frames(context.console, view, token=session_token(context.request, context.services) or "")
+    return Stream(
+        _placed(context.console, member_id, frames), media_type="text/event-stream", headers={"x-accel-buffering": "no"}
+    )
 
 
 def _check_place(console: Console, member_id: str) -> None:

@@ -10,10 +10,10 @@ from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.addresses import next_page
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names
 from appliance.tenancy.members import Member
 from appliance.tenancy.memberships import Membership
@@ -45,13 +45,12 @@ HELP = {
 
 
 @get("/members", guards=[needs(Action.READ_BOX)])
-async def list_members(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def list_members(context: ContextDependency) -> Html:
     """All members, with roles, second factor, and when last seen."""
-    services, access = console.services, access_of(request)
-    page = await services.members.list(PAGE_ROWS, request.query_params.get("cursor"))
+    services, access = context.services, context.access
+    page = await services.members.list(PAGE_ROWS, context.query.get("cursor"))
     ids = [member.id for member in page.data]
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/members.html",
         members=page.data,
         factors=await services.second_factors.enabled_of(ids),
@@ -65,79 +64,79 @@ async def list_members(request: ConsoleRequest, console: ConsoleDependency) -> H
 
 
 @get("/members/new", guards=[needs(Action.MEMBERS)])
-async def new_member(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def new_member(context: ContextDependency) -> Html:
     """The form of an invitation."""
-    return _invitation(request, console, None)
+    return _invitation(context, None)
 
 
 @post("/members", guards=[needs(Action.MEMBERS)], status_code=200)
-async def invite_member(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def invite_member(context: ContextDependency) -> Html:
     """Create a member and show the password, or show the form again with what is wrong."""
-    form = await console.form(request)
+    form = await context.form()
     email, role = form.text("email", chars_max=320), form.choice("role", [role for role, _ in ROLES])
     if not form.errors:
         password = new_password()
         try:
-            member = await console.services.members.create(email, password, role, temporary=True)
-            return show_password(request, console, member.email, password, back="/members")
+            member = await context.services.members.create(email, password, role, temporary=True)
+            return show_password(context, member.email, password, back="/members")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return _invitation(request, console, form)
+    return _invitation(context, form)
 
 
 @get("/members/{member_id:str}", guards=[needs(Action.MEMBERS)])
-async def edit_member(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+async def edit_member(context: ContextDependency, member_id: FromPath[str]) -> Html:
     """The form with role and state of a member."""
-    return await _change_form(request, console, await console.services.members.get(member_id), None)
+    return await _change_form(context, await context.services.members.get(member_id), None)
 
 
 @post("/members/{member_id:str}", guards=[needs(Action.MEMBERS)], status_code=200)
-async def change_member(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+async def change_member(context: ContextDependency, member_id: FromPath[str]) -> Html:
     """Save role and state, or show the form again with what is wrong: the last owner stays one."""
-    member = await console.services.members.get(member_id)
-    form = await console.form(request)
+    member = await context.services.members.get(member_id)
+    form = await context.form()
     role = form.choice("role", [role for role, _ in ROLES])
     if not form.errors:
         try:
-            await console.services.members.change(member_id, role=role, disabled=form.raw("disabled") == "yes")
-            return console.pages.redirect(request, "/members", done="member-saved")
+            await context.services.members.change(member_id, role=role, disabled=form.raw("disabled") == "yes")
+            return context.redirect("/members", done="member-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return await _change_form(request, console, member, form)
+    return await _change_form(context, member, form)
 
 
 @get("/members/{member_id:str}/password", guards=[needs(Action.MEMBERS)])
-async def confirm_password(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+async def confirm_password(context: ContextDependency, member_id: FromPath[str]) -> Html:
     """Say what a new password does before it is made."""
-    return _confirm(request, console, await console.services.members.get(member_id), "password")
+    return _confirm(context, await context.services.members.get(member_id), "password")
 
 
 @post("/members/{member_id:str}/password", guards=[needs(Action.MEMBERS)], status_code=200)
-async def reset_password(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+async def reset_password(context: ContextDependency, member_id: FromPath[str]) -> Html:
     """Replace the password and show the new one."""
-    member, password = await console.services.members.get(member_id), new_password()
-    await console.services.members.reset_password(member.email, password, temporary=True)
-    return show_password(request, console, member.email, password, back="/members")
+    member, password = await context.services.members.get(member_id), new_password()
+    await context.services.members.reset_password(member.email, password, temporary=True)
+    return show_password(context, member.email, password, back="/members")
 
 
 @get("/members/{member_id:str}/second-factor", guards=[needs(Action.MEMBERS)])
-async def confirm_factor_reset(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+async def confirm_factor_reset(context: ContextDependency, member_id: FromPath[str]) -> Html:
     """Say what a reset does before it is done."""
-    return _confirm(request, console, await console.services.members.get(member_id), "second-factor")
+    return _confirm(context, await context.services.members.get(member_id), "second-factor")
 
 
 @post("/members/{member_id:str}/second-factor", guards=[needs(Action.MEMBERS)], status_code=200)
-async def reset_factor(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+async def reset_factor(context: ContextDependency, member_id: FromPath[str]) -> Html:
     """Remove the second factor of a member."""
-    await console.services.second_factors.reset(member_id)
-    return console.pages.redirect(request, "/members", done="factor-reset")
+    await context.services.second_factors.reset(member_id)
+    return context.redirect("/members", done="factor-reset")
 
 
-def show_password(request: ConsoleRequest, console: Console, email: str, password: str, *, back: str) -> Html:
+def show_password(context: Context, email: str, password: str, *, back: str) -> Html:
     """Return the only answer that contains this password; `back` is the address to continue to."""
     template = "fragments/member_password.html"
     title = f"Password of {email}"
-    return console.pages.sheet(request, template, title=title, email=email, password=password, back=back)
+    return context.sheet(template, title=title, email=email, password=password, back=back)
 
 
 def _places(memberships: list[Membership], names: dict[str, str]) -> dict[str, list[str]]:
@@ -148,26 +147,24 @@ def _places(memberships: list[Membership], names: dict[str, str]) -> dict[str, l
     return places
 
 
-def _invitation(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    return console.pages.sheet(request, "fragments/member_new.html", title="Invite a member", form=form, roles=ROLES)
+def _invitation(context: Context, form: Form | None) -> Html:
+    return context.sheet("fragments/member_new.html", title="Invite a member", form=form, roles=ROLES)
 
 
-async def _change_form(request: ConsoleRequest, console: Console, member: Member, form: Form | None) -> Html:
-    return console.pages.sheet(
-        request,
+async def _change_form(context: Context, member: Member, form: Form | None) -> Html:
+    return context.sheet(
         "fragments/member_change.html",
         title=f"Change {member.email}",
         person=member,
         form=form,
         roles=ROLES,
-        has_factor=member.id in await console.services.second_factors.enabled_of([member.id]),
+        has_factor=member.id in await context.services.second_factors.enabled_of([member.id]),
     )
 
 
-def _confirm(request: ConsoleRequest, console: Console, member: Member, what: str) -> Html:
+def _confirm(context: Context, member: Member, what: str) -> Html:
     title, consequence, verb = HELP[what]
-    return console.pages.sheet(
-        request,
+    return context.sheet(
         "fragments/member_confirm.html",
         title=f"{title} of {member.email}",
         person=member,

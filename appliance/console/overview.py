@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from litestar import get
 
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Console, ContextDependency
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, may
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 
 
 @get("/")
-async def show_overview(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_overview(context: ContextDependency) -> Html:
     """The live board of the box; members without a role on the box are sent to their tenants."""
-    if not may(request, Action.READ_BOX):
-        return console.pages.redirect(request, "/tenants")
-    view = await console.board.overview()
-    return console.pages.page(request, "pages/overview.html", view=view, **console.example())
+    if not context.access.may(Action.READ_BOX):
+        return context.redirect("/tenants")
+    view = await context.console.board.overview()
+    return context.page("pages/overview.html", view=view, **context.console.example())
 
 
 async def overview_fragment(console: Console, access: Access) -> str:

@@ -8,11 +8,11 @@ from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict, RoleNotAllowed
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form, sentence
 from appliance.console.members import show_password
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.security import needs
 from appliance.tenancy.memberships import Membership
 from appliance.tenancy.roles import Action, TenantRole
 
@@ -26,84 +26,77 @@ ROLES = (
 ROLE_NAMES = [role for role, _ in ROLES]
 
 
-async def people_of(request: ConsoleRequest, console: Console, tenant_id: str) -> dict[str, Any]:
+async def people_of(context: Context, tenant_id: str) -> dict[str, Any]:
     """Return the values of the section on the tenant's page."""
-    page = await console.services.memberships.of_tenant(tenant_id, SHOWN_MAX, access=access_of(request))
+    page = await context.services.memberships.of_tenant(tenant_id, SHOWN_MAX, access=context.access)
     return {
         "people": page.data,
         "people_more": page.has_more,
-        "may_people": access_of(request).may(Action.TENANT_MEMBERS, tenant_id),
+        "may_people": context.access.may(Action.TENANT_MEMBERS, tenant_id),
     }
 
 
 @get("/tenants/{tenant_id:str}/members/new", guards=[needs(Action.TENANT_MEMBERS)])
-async def new_person(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def new_person(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """The form of an invitation to a tenant."""
-    return await _invitation(request, console, tenant_id, None)
+    return await _invitation(context, tenant_id, None)
 
 
 @post("/tenants/{tenant_id:str}/members", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
-async def invite_person(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def invite_person(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Add somebody to the tenant; a new member gets a password, shown only in this answer."""
-    form, services = await console.form(request), console.services
+    form, services = await context.form(), context.services
     email, role = form.text("email", chars_max=320), form.choice("role", ROLE_NAMES)
     if not form.errors:
         try:
             membership, password = await services.memberships.invite(
-                services.members, tenant_id, email, role, access=access_of(request)
+                services.members, tenant_id, email, role, access=context.access
             )
             if password is None:
-                return console.pages.redirect(request, f"/tenants/{tenant_id}", done="person-added")
-            return show_password(request, console, membership.email, password, back=f"/tenants/{tenant_id}")
+                return context.redirect(f"/tenants/{tenant_id}", done="person-added")
+            return show_password(context, membership.email, password, back=f"/tenants/{tenant_id}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
         except RoleNotAllowed as error:
             form.fail("email", sentence(error.message))
-    return await _invitation(request, console, tenant_id, form)
+    return await _invitation(context, tenant_id, form)
 
 
 @get("/tenants/{tenant_id:str}/members/{member_id:str}", guards=[needs(Action.TENANT_MEMBERS)])
-async def edit_person(
-    request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
-) -> Html:
+async def edit_person(context: ContextDependency, tenant_id: FromPath[str], member_id: FromPath[str]) -> Html:
     """The form with the role of a member in the tenant."""
-    return _change_form(request, console, await _membership(request, console, tenant_id, member_id), None)
+    return _change_form(context, await _membership(context, tenant_id, member_id), None)
 
 
 @post("/tenants/{tenant_id:str}/members/{member_id:str}", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
-async def change_person(
-    request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
-) -> Html:
+async def change_person(context: ContextDependency, tenant_id: FromPath[str], member_id: FromPath[str]) -> Html:
     """Save the role, or show the form again with what is wrong."""
-    membership, form = await _membership(request, console, tenant_id, member_id), await console.form(request)
+    membership, form = await _membership(context, tenant_id, member_id), await context.form()
     role = form.choice("role", ROLE_NAMES)
     if form.errors:
-        return _change_form(request, console, membership, form)
-    await console.services.memberships.change(tenant_id, member_id, role, access=access_of(request))
-    return console.pages.redirect(request, f"/tenants/{tenant_id}", done="person-saved")
+        return _change_form(context, membership, form)
+    await context.services.memberships.change(tenant_id, member_id, role, access=context.access)
+    return context.redirect(f"/tenants/{tenant_id}", done="person-saved")
 
 
 @post("/tenants/{tenant_id:str}/members/{member_id:str}/remove", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
-async def remove_person(
-    request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
-) -> Html:
+async def remove_person(context: ContextDependency, tenant_id: FromPath[str], member_id: FromPath[str]) -> Html:
     """Remove a member from the tenant. Members who remove themselves are sent to a page that they may still see."""
-    await console.services.memberships.remove(tenant_id, member_id, access=access_of(request))
-    access = access_of(request)
+    await context.services.memberships.remove(tenant_id, member_id, access=context.access)
+    access = context.access
     stays = access.sees_all or access.actor.id != member_id
-    return console.pages.redirect(request, f"/tenants/{tenant_id}" if stays else "/tenants", done="person-removed")
+    return context.redirect(f"/tenants/{tenant_id}" if stays else "/tenants", done="person-removed")
 
 
-async def _membership(request: ConsoleRequest, console: Console, tenant_id: str, member_id: str) -> Membership:
+async def _membership(context: Context, tenant_id: str, member_id: str) -> Membership:
     """Return the membership. Raises NotFound."""
-    memberships, access = console.services.memberships, access_of(request)
+    memberships, access = context.services.memberships, context.access
     return await memberships.get(tenant_id, member_id, access=access, action=Action.TENANT_MEMBERS)
 
 
-async def _invitation(request: ConsoleRequest, console: Console, tenant_id: str, form: Form | None) -> Html:
-    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
-    return console.pages.sheet(
-        request,
+async def _invitation(context: Context, tenant_id: str, form: Form | None) -> Html:
+    tenant = await context.services.tenants.get(tenant_id, access=context.access)
+    return context.sheet(
         "fragments/person_new.html",
         title=f"Add a person to {tenant.name}",
         tenant=tenant,
@@ -112,9 +105,8 @@ async def _invitation(request: ConsoleRequest, console: Console, tenant_id: str,
     )
 
 
-def _change_form(request: ConsoleRequest, console: Console, membership: Membership, form: Form | None) -> Html:
-    return console.pages.sheet(
-        request,
+def _change_form(context: Context, membership: Membership, form: Form | None) -> Html:
+    return context.sheet(
         "fragments/person_change.html",
         title=f"Role of {membership.email}",
         person=membership,

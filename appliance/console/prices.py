@@ -4,33 +4,35 @@ withdrawn."""
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict, NotFound
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, needs
+from appliance.console.security import needs
 from appliance.metering.prices import Price
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.pages import every_row
 from appliance.tenancy.roles import Action
 
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
 FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejected_draft", "effective_from", "batch_percent")
 
 
 @get("/prices", guards=[needs(Action.READ_BOX)])
-async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def list_prices(context: ContextDependency) -> Html:
     """Every price: for each model and currency the present, the future and the past ones."""
-    services = console.services
+    services = context.services
     prices = await every_row(services.prices.list)
     currencies = await services.tenants.currencies(services.settings.currency)
     served = [(model.name, currency) for model in services.models.list() for currency in currencies]
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/prices.html",
         books=books_of(prices, services.clock.now()),
         refuse_unpriced=services.settings.unpriced == "refuse",
@@ -39,46 +41,46 @@ async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Ht
 
 
 @get("/prices/new", guards=[needs(Action.BILLING)])
-async def new_price(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def new_price(context: ContextDependency) -> Html:
     """The form of a new price; a model in the address, and a currency, fill it with the price in force."""
-    services = console.services
-    model = request.query_params.get("model", "")
-    currency = request.query_params.get("currency") or services.settings.currency
+    services = context.services
+    model = context.query.get("model", "")
+    currency = context.query.get("currency") or services.settings.currency
     current = await services.prices.current(model, services.clock.now(), currency=currency) if model else None
-    return _form(request, console, None, model=model, priced_in=currency, current=current)
+    return _form(context, None, model=model, priced_in=currency, current=current)
 
 
 @post("/prices", guards=[needs(Action.BILLING)], status_code=200)
-async def add_price(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def add_price(context: ContextDependency) -> Html:
     """Add a price, or show the form again with what is wrong."""
-    form = await console.form(request)
-    values = _read(form, console)
+    form = await context.form()
+    values = _read(form, context.services)
     if not form.errors:
         try:
-            await console.services.prices.add(**values)
-            return console.pages.redirect(request, "/prices", done="price-added")
+            await context.services.prices.add(**values)
+            return context.redirect("/prices", done="price-added")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, (*FIELDS, *(f"tier_{tier}" for tier in TIERS)))
-    return _form(request, console, form, model=form.raw("model"), priced_in=form.raw("currency"), current=None)
+    return _form(context, form, model=form.raw("model"), priced_in=form.raw("currency"), current=None)
 
 
 @get("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)])
-async def confirm_withdrawal(request: ConsoleRequest, console: ConsoleDependency, price_id: FromPath[str]) -> Html:
+async def confirm_withdrawal(context: ContextDependency, price_id: FromPath[str]) -> Html:
     """Ask for confirmation before a future price is withdrawn."""
-    return _withdrawal(request, console, None, await _price(console, price_id))
+    return _withdrawal(context, None, await _price(context.services, price_id))
 
 
 @post("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)], status_code=200)
-async def withdraw_price(request: ConsoleRequest, console: ConsoleDependency, price_id: FromPath[str]) -> Html:
+async def withdraw_price(context: ContextDependency, price_id: FromPath[str]) -> Html:
     """Withdraw a future price, or say why it stays."""
-    form = await console.form(request)
-    price = await _price(console, price_id)
+    form = await context.form()
+    price = await _price(context.services, price_id)
     try:
-        await console.services.prices.withdraw(price_id)
+        await context.services.prices.withdraw(price_id)
     except Conflict as error:
         form.fail_with(error, ())
-        return _withdrawal(request, console, form, price)
-    return console.pages.redirect(request, "/prices", done="price-withdrawn")
+        return _withdrawal(context, form, price)
+    return context.redirect("/prices", done="price-withdrawn")
 
 
 def books_of(prices: list[Price], now: datetime) -> list[tuple[str, str, list[tuple[Price, str]]]]:
@@ -94,7 +96,7 @@ def books_of(prices: list[Price], now: datetime) -> list[tuple[str, str, list[tu
     return made
 
 
-def _read(form: Form, console: Console) -> dict[str, Any]:
+def _read(form: Form, services: Services) -> dict[str, Any]:
     required = ("prompt", "completion")
     names = (*required, "cached_prompt", "rejected_draft")
     amounts = {name: form.amount_micros(name, required=name in required) for name in names}
@@ -102,22 +104,19 @@ def _read(form: Form, console: Console) -> dict[str, Any]:
     tiers = {tier: form.whole_number(f"tier_{tier}", most=100) for tier in TIERS}
     return {
         "model": form.text("model"),
-        "currency": form.raw("currency") or console.services.settings.currency,
+        "currency": form.raw("currency") or services.settings.currency,
         "prompt": amounts["prompt"],
         "cached_prompt": amounts["prompt"] if amounts["cached_prompt"] is None else amounts["cached_prompt"],
         "completion": amounts["completion"],
         "rejected_draft": amounts["rejected_draft"] or 0,
         "batch_percent": 100 if batch_percent is None else batch_percent,
         "tier_percents": {tier: percent for tier, percent in tiers.items() if percent is not None} or None,
-        "effective_from": form.first_day("effective_from", console.services.reports.calendar),
+        "effective_from": form.first_day("effective_from", services.reports.calendar),
     }
 
 
-def _form(
-    request: ConsoleRequest, console: Console, form: Form | None, *, model: str, priced_in: str, current: Price | None
-) -> Html:
-    return console.pages.sheet(
-        request,
+def _form(context: Context, form: Form | None, *, model: str, priced_in: str, current: Price | None) -> Html:
+    return context.sheet(
         "fragments/price_new.html",
         title="New price",
         form=form,
@@ -127,17 +126,17 @@ def _form(
         is_discounted=current is not None and (current.batch_percent != 100 or bool(current.tier_percents)),
         tiers=TIERS,
         discounts=("batch_percent", "rejected_draft", *(f"tier_{tier}" for tier in TIERS)),
-        models=[served.name for served in console.services.models.list()],
-        zone=console.services.settings.time_zone,
+        models=[served.name for served in context.services.models.list()],
+        zone=context.services.settings.time_zone,
     )
 
 
-def _withdrawal(request: ConsoleRequest, console: Console, form: Form | None, price: Price) -> Html:
-    return console.pages.sheet(request, "fragments/price_withdraw.html", title="Withdraw price", form=form, price=price)
+def _withdrawal(context: Context, form: Form | None, price: Price) -> Html:
+    return context.sheet("fragments/price_withdraw.html", title="Withdraw price", form=form, price=price)
 
 
-async def _price(console: Console, price_id: str) -> Price:
-    found = next((price for price in await every_row(console.services.prices.list) if price.id == price_id), None)
+async def _price(services: Services, price_id: str) -> Price:
+    found = next((price for price in await every_row(services.prices.list) if price.id == price_id), None)
     if found is None:
         raise NotFound("no such price", param="price_id")
     return found

@@ -35,10 +35,10 @@ from appliance.console import (
     tenants,
     usage,
 )
-from appliance.console.context import Console
+from appliance.console.context import Console, Context
 from appliance.console.error_pages import error_handler
 from appliance.console.rendering import STATIC_DIR
-from appliance.console.security import Connection, SecurityHeaders, require_csrf_token, session_guard
+from appliance.console.security import Connection, ConsoleRequest, SecurityHeaders, require_csrf_token, session_guard
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -58,13 +58,13 @@ def create_console_router(services: Services) -> Router:
     """Return the router with every page of the console and its static files."""
     console = Console(services)
 
-    def provide_console() -> Console:
-        return console
+    def provide_context(request: ConsoleRequest) -> Context:
+        return Context(console, request)
 
     pages = Router(
         path="/",
         route_handlers=[handler for module in MODULES for handler in module.HANDLERS],
-        dependencies={"console": Provide(provide_console, sync_to_thread=False)},
+        dependencies={"context": Provide(provide_context, sync_to_thread=False)},
         guards=[session_guard(services)],
         before_request=require_csrf_token,
         exception_handlers={Exception: error_handler(console.pages), GatehouseError: error_handler(console.pages)},

@@ -14,12 +14,11 @@ from litestar import get, post
 from markupsafe import Markup
 
 from appliance.base.errors import Conflict, InvalidCredentials, RateLimitExceeded
-from appliance.console.account import NOT_YOURS, own_session
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.account import NOT_YOURS
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest
-from appliance.console.sign_in import address_of, open_session, wait_of
+from appliance.console.sign_in import open_session, wait_of
 from appliance.tenancy.members import Member, Proof
 from appliance.tenancy.recovery_codes import normalised
 from appliance.tenancy.second_factor import Enrolment
@@ -30,80 +29,80 @@ NO_PROOF = "Wrong password or code."
 
 
 @get("/account/second-factor")
-async def new_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def new_second_factor(context: ContextDependency) -> Html:
     """The QR code, and the fields that prove that the right person scanned it."""
-    member = own_session(request).member
-    return _enrolment_form(request, console, console.services.second_factors.begin(member), None)
+    member = context.session.member
+    return _enrolment_form(context, context.services.second_factors.begin(member), None)
 
 
 @post("/account/second-factor", status_code=200)
-async def enable_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def enable_second_factor(context: ContextDependency) -> Html:
     """Check password and code, store the secret, and show the recovery codes in a new session."""
-    session, form = own_session(request), await console.form(request)
-    factors, member = console.services.second_factors, session.member
+    session, form = context.session, await context.form()
+    factors, member = context.services.second_factors, session.member
     enrolment = factors.resume(member, form.values.get("ticket", ""))
     if enrolment is None:
         form.fail(FORM_ERROR, EXPIRED)
-        return _enrolment_form(request, console, factors.begin(member), form)
+        return _enrolment_form(context, factors.begin(member), form)
     try:
-        console.attempts.count(address=address_of(request), account=member.email)
-        proven = await console.services.members.prove_password(member.email, form.values.get("password", ""))
+        context.attempts.count(address=context.address, account=member.email)
+        proven = await context.services.members.prove_password(member.email, form.values.get("password", ""))
         codes = await factors.enable(member, enrolment, form.raw("code"), proof=proven.still_valid)
     except (RateLimitExceeded, InvalidCredentials, Conflict) as error:
         _explain(form, error)
-        return _enrolment_form(request, console, enrolment, form)
-    console.attempts.reset_account(account=member.email)
-    return await _codes_in_new_session(request, console, session, codes, proven.still_valid)
+        return _enrolment_form(context, enrolment, form)
+    context.attempts.reset_account(account=member.email)
+    return await _codes_in_new_session(context, session, codes, proven.still_valid)
 
 
 @get("/account/second-factor/disable")
-async def confirm_disable(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def confirm_disable(context: ContextDependency) -> Html:
     """Ask for a proof before the second factor is removed."""
-    return _proof_form(request, console, "disable", None)
+    return _proof_form(context, "disable", None)
 
 
 @post("/account/second-factor/disable", status_code=200)
-async def disable_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def disable_second_factor(context: ContextDependency) -> Html:
     """Remove the second factor; every other device is signed out."""
-    session, form = own_session(request), await console.form(request)
-    proof = await _proven(request, console, session.member, form)
+    session, form = context.session, await context.form()
+    proof = await _proven(context, session.member, form)
     if proof is None:
-        return _proof_form(request, console, "disable", form)
-    proof = await console.services.second_factors.disable(session.member.id, proof=proof)
-    cookie = await open_session(request, console, session.member, method=session.method, proof=proof)
-    answer = console.pages.redirect(request, "/account", done="second-factor-off")
+        return _proof_form(context, "disable", form)
+    proof = await context.services.second_factors.disable(session.member.id, proof=proof)
+    cookie = await open_session(context, session.member, method=session.method, proof=proof)
+    answer = context.redirect("/account", done="second-factor-off")
     answer.set_cookie(cookie)
     return answer
 
 
 @get("/account/recovery-codes")
-async def confirm_renew(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def confirm_renew(context: ContextDependency) -> Html:
     """Ask for a proof before the old codes are replaced."""
-    return _proof_form(request, console, "renew", None)
+    return _proof_form(context, "renew", None)
 
 
 @post("/account/recovery-codes", status_code=200)
-async def renew_recovery_codes(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def renew_recovery_codes(context: ContextDependency) -> Html:
     """Show ten new codes; the old ones are refused from now on."""
-    session, form = own_session(request), await console.form(request)
-    proof = await _proven(request, console, session.member, form)
+    session, form = context.session, await context.form()
+    proof = await _proven(context, session.member, form)
     if proof is None:
-        return _proof_form(request, console, "renew", form)
+        return _proof_form(context, "renew", form)
     try:
-        codes = await console.services.second_factors.renew_recovery_codes(session.member.id, proof=proof)
+        codes = await context.services.second_factors.renew_recovery_codes(session.member.id, proof=proof)
     except Conflict as error:
         form.fail_with(error, ())
-        return _proof_form(request, console, "renew", form)
-    return _codes(request, console, codes)
+        return _proof_form(context, "renew", form)
+    return _codes(context, codes)
 
 
-async def _proven(request: ConsoleRequest, console: Console, member: Member, form: Form) -> Proof | None:
+async def _proven(context: Context, member: Member, form: Form) -> Proof | None:
     """Return the proof in the field `proof`: the member's password or a valid code; None, with an error in the form, if it is
     neither."""
     typed = form.values.get("proof", "")
     for proven_by in _ways(typed):
         try:
-            return await proven_by(request, console, member, typed)
+            return await proven_by(context, member, typed)
         except RateLimitExceeded as error:
             form.fail("proof", wait_of(error))
             return None
@@ -113,7 +112,7 @@ async def _proven(request: ConsoleRequest, console: Console, member: Member, for
     return None
 
 
-def _ways(typed: str) -> Sequence[Callable[[ConsoleRequest, Console, Member, str], Awaitable[Proof]]]:
+def _ways(typed: str) -> Sequence[Callable[[Context, Member, str], Awaitable[Proof]]]:
     """Return the checks to try on `typed`: ten letters may be a recovery code, or a password that looks like one."""
     digits = typed.replace(" ", "")
     if len(digits) == 6 and digits.isdigit():
@@ -121,21 +120,21 @@ def _ways(typed: str) -> Sequence[Callable[[ConsoleRequest, Console, Member, str
     return (_password_proven,) if normalised(typed) is None else (_code_proven, _password_proven)
 
 
-async def _code_proven(request: ConsoleRequest, console: Console, member: Member, code: str) -> Proof:
-    factors = console.services.second_factors
-    console.attempts.count_code(address=address_of(request), member_id=member.id)
+async def _code_proven(context: Context, member: Member, code: str) -> Proof:
+    factors = context.services.second_factors
+    context.attempts.count_code(address=context.address, member_id=member.id)
     stamp = await factors.required(member.id)
     if stamp is None:
         raise InvalidCredentials(NO_PROOF)
     await factors.check(member.id, code, stamp=stamp)
-    console.attempts.reset_codes(member_id=member.id)
+    context.attempts.reset_codes(member_id=member.id)
     return factors.proof_of(stamp)
 
 
-async def _password_proven(request: ConsoleRequest, console: Console, member: Member, password: str) -> Proof:
-    console.attempts.count(address=address_of(request), account=member.email)
-    proven = await console.services.members.prove_password(member.email, password)
-    console.attempts.reset_account(account=member.email)
+async def _password_proven(context: Context, member: Member, password: str) -> Proof:
+    context.attempts.count(address=context.address, account=member.email)
+    proven = await context.services.members.prove_password(member.email, password)
+    context.attempts.reset_account(account=member.email)
     return proven.still_valid
 
 
@@ -150,25 +149,22 @@ def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflic
         form.fail("password", NOT_YOURS)
 
 
-async def _codes_in_new_session(
-    request: ConsoleRequest, console: Console, session: Session, codes: list[str], proof: Proof
-) -> Html:
+async def _codes_in_new_session(context: Context, session: Session, codes: list[str], proof: Proof) -> Html:
     method = f"{session.method.partition('+')[0]}+totp"
-    cookie = await open_session(request, console, session.member, method=method, proof=proof)
-    answer = _codes(request, console, codes)
+    cookie = await open_session(context, session.member, method=method, proof=proof)
+    answer = _codes(context, codes)
     answer.set_cookie(cookie)
     return answer
 
 
-def _codes(request: ConsoleRequest, console: Console, codes: list[str]) -> Html:
-    return console.pages.sheet(request, "fragments/recovery_codes.html", title="Recovery codes", codes=codes)
+def _codes(context: Context, codes: list[str]) -> Html:
+    return context.sheet("fragments/recovery_codes.html", title="Recovery codes", codes=codes)
 
 
-def _enrolment_form(request: ConsoleRequest, console: Console, enrolment: Enrolment, form: Form | None) -> Html:
+def _enrolment_form(context: Context, enrolment: Enrolment, form: Form | None) -> Html:
     if form is not None:
         form.values.clear()  # never send back a password or code
-    return console.pages.sheet(
-        request,
+    return context.sheet(
         "fragments/second_factor_new.html",
         title="Set up a second factor",
         form=form,
@@ -178,11 +174,11 @@ def _enrolment_form(request: ConsoleRequest, console: Console, enrolment: Enrolm
     )
 
 
-def _proof_form(request: ConsoleRequest, console: Console, verb: str, form: Form | None) -> Html:
+def _proof_form(context: Context, verb: str, form: Form | None) -> Html:
     if form is not None:
         form.values.clear()
     title = {"disable": "Disable the second factor", "renew": "New recovery codes"}[verb]
-    return console.pages.sheet(request, "fragments/second_factor_proof.html", title=title, form=form, verb=verb)
+    return context.sheet("fragments/second_factor_proof.html", title=title, form=form, verb=verb)
 
 
 def qr_code(text: str) -> Markup:

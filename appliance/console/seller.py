@@ -8,10 +8,10 @@ from litestar import get, post
 
 from appliance.base.errors import BadRequest
 from appliance.base.money import BASIS_POINTS, MICROS_PER_UNIT
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, needs
+from appliance.console.security import needs
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
 from appliance.tenancy.roles import Action
 
@@ -30,23 +30,23 @@ _MICROS_PER_BASIS_POINT = MICROS_PER_UNIT * 100 // BASIS_POINTS
 
 
 @get("/settings/seller", guards=[needs(Action.BILLING)])
-async def show_seller(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_seller(context: ContextDependency) -> Html:
     """The form with the seller's details on invoices."""
-    return await _form(request, console, None)
+    return await _form(context, None)
 
 
 @post("/settings/seller", guards=[needs(Action.BILLING)], status_code=200)
-async def save_seller(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def save_seller(context: ContextDependency) -> Html:
     """Save it for invoices that are closed from now on, or show the form again with what is wrong."""
-    form = await console.form(request)
+    form = await context.form()
     values = _read(form)
     if not form.errors:
         try:
-            await store_seller(console.services.box_records, Seller(**values))
-            return console.pages.redirect(request, "/settings", done="seller-saved")
+            await store_seller(context.services.box_records, Seller(**values))
+            return context.redirect("/settings", done="seller-saved")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
-    return await _form(request, console, form)
+    return await _form(context, form)
 
 
 def _read(form: Form) -> dict[str, Any]:
@@ -74,10 +74,9 @@ def _read_tax(form: Form) -> int:
     return basis_points
 
 
-async def _form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    seller = await read_seller(console.services.box_records)
-    return console.pages.sheet(
-        request,
+async def _form(context: Context, form: Form | None) -> Html:
+    seller = await read_seller(context.services.box_records)
+    return context.sheet(
         "fragments/seller.html",
         title="Invoice issuer",
         form=form,

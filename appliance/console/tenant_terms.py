@@ -12,11 +12,11 @@ from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.security import needs
 from appliance.metering.invoicing.free_allowances import free_in
 from appliance.tenancy.fields import BILLING_FIELDS, LIMIT_MODES
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, Tenant, TenantChanges
@@ -57,45 +57,45 @@ async def free_terms(services: Services, tenant_id: str, *, access: Access) -> F
 
 
 @get("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)])
-async def show_terms(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def show_terms(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """The form with the terms of a tenant."""
-    return _terms_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), None)
+    return _terms_form(context, await context.services.tenants.get(tenant_id, access=context.access), None)
 
 
 @post("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)], status_code=200)
-async def save_terms(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def save_terms(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Save the terms, or show the form again with what is wrong."""
-    form = await console.form(request)
+    form = await context.form()
     changes = _read_terms(form)
     if not form.errors:
         try:
-            await console.services.tenants.update(tenant_id, TenantChanges(**changes), access=access_of(request))
-            return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
+            await context.services.tenants.update(tenant_id, TenantChanges(**changes), access=context.access)
+            return context.redirect(f"/tenants/{tenant_id}", done="tenant-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return _terms_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), form)
+    return _terms_form(context, await context.services.tenants.get(tenant_id, access=context.access), form)
 
 
 @get("/tenants/{tenant_id:str}/model-limits", guards=[needs(Action.WRITE)])
-async def show_model_limits(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def show_model_limits(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """The form with the limits of a tenant for one model; the model in the address fills it."""
-    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
-    return _model_form(request, console, tenant, request.query_params.get("model", ""), None)
+    tenant = await context.services.tenants.get(tenant_id, access=context.access)
+    return _model_form(context, tenant, context.query.get("model", ""), None)
 
 
 @post("/tenants/{tenant_id:str}/model-limits", guards=[needs(Action.WRITE)], status_code=200)
-async def save_model_limits(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def save_model_limits(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Set the limits of a tenant for one model; if all are empty, its own limits are removed."""
-    form = await console.form(request)
+    form = await context.form()
     model, limits = form.text("model"), read_limits(form)
     if not form.errors:
         try:
             changes = {name: getattr(limits, name) for name in LIMIT_NAMES}
-            await console.services.tenants.limit_model(tenant_id, model, changes, access=access_of(request))
-            return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
+            await context.services.tenants.limit_model(tenant_id, model, changes, access=context.access)
+            return context.redirect(f"/tenants/{tenant_id}", done="tenant-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, ("model", *LIMIT_NAMES))
-    return _model_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), model, form)
+    return _model_form(context, await context.services.tenants.get(tenant_id, access=context.access), model, form)
 
 
 def model_lines(limits_by_model: Mapping[str, Limits]) -> list[tuple[str, str, Limits]]:
@@ -125,9 +125,8 @@ def _read_percents(form: Form) -> list[int] | None:
     return [int(part) for part in parts]
 
 
-def _terms_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
-    return console.pages.sheet(
-        request,
+def _terms_form(context: Context, tenant: Tenant, form: Form | None) -> Html:
+    return context.sheet(
         "fragments/tenant_terms.html",
         title=f"Terms of {tenant.name}",
         tenant=tenant,
@@ -137,9 +136,8 @@ def _terms_form(request: ConsoleRequest, console: Console, tenant: Tenant, form:
     )
 
 
-def _model_form(request: ConsoleRequest, console: Console, tenant: Tenant, model: str, form: Form | None) -> Html:
-    return console.pages.sheet(
-        request,
+def _model_form(context: Context, tenant: Tenant, model: str, form: Form | None) -> Html:
+    return context.sheet(
         "fragments/model_limits.html",
         title=f"Model limits of {tenant.name}",
         tenant=tenant,

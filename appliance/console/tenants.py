@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.addresses import next_page
-from appliance.console.context import Console, ConsoleDependency
+from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.people import people_of
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.security import needs
 from appliance.console.tenant_terms import free_terms, model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
 from appliance.metering.invoicing.wording import month_name
@@ -23,25 +23,27 @@ from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
 PAGE_ROWS = 100
 KEYS_SHOWN_MAX = 200
 FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 
 
 @get("/tenants")
-async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def list_tenants(context: ContextDependency) -> Html:
     """Every tenant that the member may see and whose name matches the search; archived ones on request."""
-    asked = request.query_params
+    asked = context.query
     text, archived = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("archived") == "yes"
-    page = await console.services.tenants.list(
-        PAGE_ROWS, asked.get("cursor"), include_archived=archived, text=text or None, access=access_of(request)
+    page = await context.services.tenants.list(
+        PAGE_ROWS, asked.get("cursor"), include_archived=archived, text=text or None, access=context.access
     )
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/tenants.html",
         part="fragments/tenant_list.html",
         tenants=page.data,
-        costs=await costs_this_month(console.services, [tenant.id for tenant in page.data], access=access_of(request)),
+        costs=await costs_this_month(context.services, [tenant.id for tenant in page.data], access=context.access),
         text=text,
         archived=archived,
         next_page=next_page("/tenants", page, q=text, archived="yes" if archived else ""),
@@ -49,78 +51,78 @@ async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> H
 
 
 @get("/tenants/new", guards=[needs(Action.WRITE)])
-async def new_tenant(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def new_tenant(context: ContextDependency) -> Html:
     """The form of a new tenant."""
-    return _new_form(request, console, None)
+    return _new_form(context, None)
 
 
 @post("/tenants", guards=[needs(Action.WRITE)], status_code=200)
-async def create_tenant(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def create_tenant(context: ContextDependency) -> Html:
     """Create a tenant, or show the form again with what is wrong."""
-    form = await console.form(request)
+    form = await context.form()
     values = _read(form)
     if not form.errors:
         try:
-            tenant = await console.services.tenants.create(**values, access=access_of(request))
-            return console.pages.redirect(request, f"/tenants/{tenant.id}", done="tenant-created")
+            tenant = await context.services.tenants.create(**values, access=context.access)
+            return context.redirect(f"/tenants/{tenant.id}", done="tenant-created")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return _new_form(request, console, form)
+    return _new_form(context, form)
 
 
 @get("/tenants/{tenant_id:str}")
-async def show_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def show_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """One tenant: its usage, keys and settings."""
-    return await _tenant_page(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)))
+    return await _tenant_page(context, await context.services.tenants.get(tenant_id, access=context.access))
 
 
 @post("/tenants/{tenant_id:str}", guards=[needs(Action.WRITE)], status_code=200)
-async def save_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def save_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Save name, tier, weight, limits and models, or show the page again with what is wrong."""
-    form = await console.form(request)
-    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
+    form = await context.form()
+    tenant = await context.services.tenants.get(tenant_id, access=context.access)
     changes = _read(form) | {"allowed_models": form.changed_names("allowed_models", tenant.allowed_models)}
     if changes["name"] == tenant.name:  # an existing name may stay, even if it would be refused as a new one
         changes["name"] = UNSET
     if not form.errors:
         try:
-            await console.services.tenants.update(tenant_id, TenantChanges(**changes), access=access_of(request))
-            return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
+            await context.services.tenants.update(tenant_id, TenantChanges(**changes), access=context.access)
+            return context.redirect(f"/tenants/{tenant_id}", done="tenant-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return await _tenant_page(request, console, tenant, form)
+    return await _tenant_page(context, tenant, form)
 
 
 @post("/tenants/{tenant_id:str}/suspend", guards=[needs(Action.WRITE)], status_code=200)
-async def suspend_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def suspend_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Refuse the tenant's keys until it is resumed."""
-    await console.services.tenants.update(tenant_id, TenantChanges(suspended=True), access=access_of(request))
-    return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-suspended")
+    await context.services.tenants.update(tenant_id, TenantChanges(suspended=True), access=context.access)
+    return context.redirect(f"/tenants/{tenant_id}", done="tenant-suspended")
 
 
 @post("/tenants/{tenant_id:str}/resume", guards=[needs(Action.WRITE)], status_code=200)
-async def resume_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def resume_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Serve the tenant again."""
-    await console.services.tenants.update(tenant_id, TenantChanges(suspended=False), access=access_of(request))
-    return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-resumed")
+    await context.services.tenants.update(tenant_id, TenantChanges(suspended=False), access=context.access)
+    return context.redirect(f"/tenants/{tenant_id}", done="tenant-resumed")
 
 
 @get("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)])
-async def confirm_archive(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def confirm_archive(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Ask for the tenant's name before it is archived."""
-    return _archive_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), None)
+    return _archive_form(context, await context.services.tenants.get(tenant_id, access=context.access), None)
 
 
 @post("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)], status_code=200)
-async def archive_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+async def archive_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Archive the tenant for good if its name was typed."""
-    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
-    form = await console.form(request)
+    tenant = await context.services.tenants.get(tenant_id, access=context.access)
+    form = await context.form()
     if form.raw("confirm") != tenant.name:
         form.fail("confirm", "This is not the tenant's name.")
-        return _archive_form(request, console, tenant, form)
-    await console.services.tenants.archive(tenant_id, access=access_of(request))
-    return console.pages.redirect(request, "/tenants", done="tenant-archived")
+        return _archive_form(context, tenant, form)
+    await context.services.tenants.archive(tenant_id, access=context.access)
+    return context.redirect("/tenants", done="tenant-archived")
 
 
 def _read(form: Form) -> dict[str, Any]:
@@ -133,31 +135,29 @@ def _read(form: Form) -> dict[str, Any]:
     }
 
 
-def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    return console.pages.sheet(request, "fragments/tenant_new.html", title="New tenant", form=form, tiers=TIERS)
+def _new_form(context: Context, form: Form | None) -> Html:
+    return context.sheet("fragments/tenant_new.html", title="New tenant", form=form, tiers=TIERS)
 
 
-def _archive_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
+def _archive_form(context: Context, tenant: Tenant, form: Form | None) -> Html:
     title = f"Archive {tenant.name}"
-    return console.pages.sheet(request, "fragments/tenant_archive.html", title=title, tenant=tenant, form=form)
+    return context.sheet("fragments/tenant_archive.html", title=title, tenant=tenant, form=form)
 
 
-async def _unpriced(console: Console, tenant: Tenant) -> Sequence[tuple[str, str]]:
+async def _unpriced(services: Services, tenant: Tenant) -> Sequence[tuple[str, str]]:
     """Return the models that the tenant may use at no cost because they have no price in its currency."""
-    services = console.services
     currency = tenant.currency or services.settings.currency
     names = [model.name for model in services.models.list()]
     mine = [name for name in names if tenant.allowed_models is None or name in tenant.allowed_models]
     return await services.prices.unpriced([(name, currency) for name in mine], services.clock.now())
 
 
-async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None = None) -> Html:
-    services, access = console.services, access_of(request)
+async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = None) -> Html:
+    services, access = context.services, context.access
     keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None, access=access)
     today = await totals_today(services, tenant.id, currency=tenant.currency, access=access)
     month = await totals_this_month(services, tenant.id, currency=tenant.currency, access=access)
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/tenant.html",
         tenant=tenant,
         may_keys=access.may(Action.KEYS, tenant.id),
@@ -170,11 +170,11 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         month=month,
         tiers=TIERS,
         refuse_unpriced=services.settings.unpriced == "refuse",
-        unpriced=await _unpriced(console, tenant),
+        unpriced=await _unpriced(context.services, tenant),
         free=await free_terms(services, tenant.id, access=access),
         month_name=month_name,
         form=form,
-        **await people_of(request, console, tenant.id),
+        **await people_of(context, tenant.id),
     )
 
 

@@ -19,9 +19,8 @@ from appliance.base.errors import InvalidValue
 from appliance.base.spreadsheet import plain_text
 from appliance.console.addresses import address
 from appliance.console.charts import Column, columns
-from appliance.console.context import ConsoleDependency
+from appliance.console.context import ContextDependency
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, access_of
 from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.usage import UsageFilter, UsageRow
@@ -53,9 +52,8 @@ class View:
     bucket: str
 
     @classmethod
-    def of(cls, request: ConsoleRequest, now: datetime, calendar: BillingCalendar) -> View:
+    def of(cls, query: Mapping[str, str], now: datetime, calendar: BillingCalendar) -> View:
         """Return the view that the query string names; wrong values are ignored."""
-        query = request.query_params
         period = query.get("period", "30d")
         period = period if period in PERIODS else "30d"
         group, measure = query.get("group", "tenant"), query.get("measure", "tokens")
@@ -117,10 +115,10 @@ def bounds(period: str, now: datetime, calendar: BillingCalendar) -> tuple[datet
 
 
 @get("/usage")
-async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+async def show_usage(context: ContextDependency) -> Html:
     """The page; when a choice changes, htmx requests only its lower part."""
-    services, access = console.services, access_of(request)
-    view = View.of(request, services.clock.now(), services.reports.calendar)
+    services, access = context.services, context.access
+    view = View.of(context.query, services.clock.now(), services.reports.calendar)
     bars = await services.reports.usage(view.start, view.end, view.bucket, filters=view.filters, access=access)
     tenants = await tenants_by_name(services, access)
     own = next((tenant.currency for tenant in tenants if tenant.id == view.tenant), None)
@@ -138,8 +136,7 @@ async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Htm
     )
     names = await _names(services, view.group, rows, {tenant.id: tenant.name for tenant in tenants}, access)
     whole = sum(measured(row, view.measure, currency) for row in bars)
-    return console.pages.page(
-        request,
+    return context.page(
         "pages/usage.html",
         part="fragments/usage.html",
         view=view,
@@ -156,10 +153,10 @@ async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Htm
 
 
 @get("/usage.csv")
-async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> Response[str]:
+async def export_usage(context: ContextDependency) -> Response[str]:
     """The rows of the table for a spreadsheet: exact integers, costs in pico-units of their currency."""
-    services, access = console.services, access_of(request)
-    view = View.of(request, services.clock.now(), services.reports.calendar)
+    services, access = context.services, context.access
+    view = View.of(context.query, services.clock.now(), services.reports.calendar)
     rows = await services.reports.totals(
         view.start, view.end, (view.group,), view.filters, rows_max=CSV_ROWS_MAX + 1, access=access
     )

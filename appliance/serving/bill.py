@@ -79,7 +79,7 @@ class Bill:
     def submitted(self) -> None:
         """Note that the engine has the request: what it counts from now on must stand in a record."""
         self._submitted = True
-        self._model.client.figures.balance.opened()
+        self._model.engine.figures.balance.opened()
 
     def record_progress(self, event: TokenEvent) -> bool:
         """Count what `event` has added to the live request; return whether a budget is spent with it."""
@@ -140,7 +140,7 @@ class Bill:
             self._metrics.unrecorded(usage.total_tokens)
             self._reservation.recorded()
         if self._submitted:
-            self._model.client.figures.balance.closed(
+            self._model.engine.figures.balance.closed(
                 generated_tokens=sum(answer.generated_tokens for answer in answers),
                 billed_completion=usage.completion_tokens,
                 billed_prompt=usage.prompt_tokens,
@@ -165,7 +165,7 @@ class Bill:
     def _blocks_filled(self, answers: Sequence[Answer]) -> int:
         """Return the KV blocks that the tokens filled: the engine reports them a few times per second, too seldom for short
         requests. The last token was never written to the cache."""
-        info = self._model.client.info
+        info = self._model.engine.info
         if info is None or not self.billable:
             return 0
         prompt_tokens = self._live.prompt_tokens

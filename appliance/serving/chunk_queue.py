@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from appliance.serving.text_output import Chunk, joined
+from appliance.serving.chunks import Chunk, joined
 from appliance.serving.wakeup import Wakeup
 
 LOGPROBS_JOINED_MAX = 32  # tokens; some 2 ms of encoding, with the twenty likeliest of each

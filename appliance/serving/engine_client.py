@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping
 
 from appliance.base.errors import EngineUnavailable
-from appliance.serving.event_stream import EventStream
+from appliance.serving.event_queue import EventQueue
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GatewayFrame, GenerationRequest
 from engine.transport import (
     AsyncFrameSocket,
@@ -44,7 +44,7 @@ class EngineClient:
         self._on_discarded = on_discarded
         self._back_in_s = back_in_s
         self._final_event_wait_s = FINAL_EVENT_WAIT_S if final_event_wait_s is None else final_event_wait_s
-        self._streams: dict[str, EventStream] = {}
+        self._queues: dict[str, EventQueue] = {}
         self._submits: dict[str, bytes] = {}
         self._aborts: list[str] = []
         self._answer_aborts: list[tuple[str, int]] = []
@@ -58,9 +58,9 @@ class EngineClient:
     @property
     def open_requests(self) -> int:
         """Return how many requests wait for their final event."""
-        return len(self._streams)
+        return len(self._queues)
 
-    def submit(self, request: GenerationRequest) -> EventStream:
+    def submit(self, request: GenerationRequest) -> EventQueue:
         """Send `request` with the next frame. Raises EngineUnavailable when the engine is gone.
 
         It is encoded here, so that what cannot be sent is told to its own caller, as TransportError, and to nobody else.
@@ -68,26 +68,26 @@ class EngineClient:
         if self._closed_reason is not None:
             raise EngineUnavailable(self._closed_reason, retry_after_s=self._back_in_s())
         encoded = encode_request(request)
-        stream = EventStream(request.request_id, request.sampling.num_answers)
-        self._streams[request.request_id] = stream
+        queue = EventQueue(request.request_id, request.sampling.num_answers)
+        self._queues[request.request_id] = queue
         self._submits[request.request_id] = encoded
         self._plan_flush()
-        return stream
+        return queue
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request with all its answers. An id that is not open is ignored.
 
-        Its final events still come; when they do not within `final_event_wait_s`, the stream ends in EngineUnavailable.
+        Its final events still come; when they do not within `final_event_wait_s`, the queue ends in EngineUnavailable.
         """
-        if request_id in self._streams and self._closed_reason is None:
+        if request_id in self._queues and self._closed_reason is None:
             self._aborts.append(request_id)
             self._plan_flush()
             self._expect_end(request_id, None)
 
     def abort_answer(self, request_id: str, index: int) -> None:
         """Ask the engine to end one answer of a request, as `abort` does; the others go on."""
-        stream = self._streams.get(request_id)
-        if stream is not None and index in stream.open_answers and self._closed_reason is None:
+        queue = self._queues.get(request_id)
+        if queue is not None and index in queue.open_answers and self._closed_reason is None:
             self._answer_aborts.append((request_id, index))
             self._plan_flush()
             self._expect_end(request_id, index)
@@ -99,7 +99,7 @@ class EngineClient:
             self._write(GatewayFrame(shutdown=True))
 
     async def run(self) -> None:
-        """Read frames until the engine closes its end. Every open stream then ends in EngineUnavailable."""
+        """Read frames until the engine closes its end. Every open queue then ends in EngineUnavailable."""
         reason = "the engine process ended"
         try:
             while True:
@@ -121,19 +121,19 @@ class EngineClient:
         if frame.fatal is not None:
             self.fatal = frame.fatal
         for event in frame.events:
-            stream = self._streams.get(event.request_id)
-            if stream is None:
+            queue = self._queues.get(event.request_id)
+            if queue is None:
                 self._on_discarded(len(event.token_ids))
                 continue
-            stream.put(event)
-            if not stream.open_answers:
-                del self._streams[event.request_id]
+            queue.put(event)
+            if not queue.open_answers:
+                del self._queues[event.request_id]
         for request_id, index, token_id in frame.decoded:
-            stream = self._streams.get(request_id)
-            if stream is None:
+            queue = self._queues.get(request_id)
+            if queue is None:
                 self._on_discarded(1)
             else:
-                stream.put_token(index, token_id)
+                queue.put_token(index, token_id)
         self._on_frame(frame)
 
     def _plan_flush(self) -> None:
@@ -168,21 +168,21 @@ class EngineClient:
         asyncio.get_running_loop().call_later(self._final_event_wait_s, self._fail_if_open, request_id, index)
 
     def _fail_if_open(self, request_id: str, index: int | None) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None and (index is None or index in stream.open_answers):
+        queue = self._queues.get(request_id)
+        if queue is not None and (index is None or index in queue.open_answers):
             self._fail(request_id, "the engine did not end the request")
 
     def _fail(self, request_id: str, reason: str) -> None:
-        """End a stream whose final event will not come; a stream that has ended stays as it is."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            stream.fail(reason)
+        """End a queue whose final event will not come; a queue that has ended stays as it is."""
+        queue = self._queues.pop(request_id, None)
+        if queue is not None:
+            queue.fail(reason)
 
     def _close(self, reason: str) -> None:
         self._closed_reason = reason
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(reason, retry_after_s=self._back_in_s())
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.fail(reason, retry_after_s=self._back_in_s())
         self._socket.close()
 
 

@@ -12,22 +12,22 @@ from engine.protocol import TenantProgress
 
 def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, str]) -> EngineReading:
     """Return what the live pages show of a model's engine. `tenant_names` are those with live requests."""
-    client = model.client
+    engine = model.engine
     return EngineReading(
         model=model.name,
-        state=client.state,
-        error=client.error,
-        load_fraction=client.load_fraction,
-        info=client.info,
-        status=client.status,
-        pid=client.pid,
-        started_at=client.started_at,
-        restarts=client.restarts,
-        tokens_per_second=client.figures.tokens_per_second(clock.monotonic_s()),
-        probe_prompt_tokens=client.figures.probe_prompt_tokens,
-        ttft_p50_s=client.figures.ttft_quantile_s(0.5),
-        ttft_p95_s=client.figures.ttft_quantile_s(0.95),
-        tenants=tenant_readings(client.figures.tenants if client.state == "ready" else [], tenant_names),
+        state=engine.state,
+        error=engine.error,
+        load_fraction=engine.load_fraction,
+        info=engine.info,
+        status=engine.status,
+        pid=engine.pid,
+        started_at=engine.started_at,
+        restarts=engine.restarts,
+        tokens_per_second=engine.figures.tokens_per_second(clock.monotonic_s()),
+        probe_prompt_tokens=engine.figures.probe_prompt_tokens,
+        ttft_p50_s=engine.figures.ttft_quantile_s(0.5),
+        ttft_p95_s=engine.figures.ttft_quantile_s(0.95),
+        tenants=tenant_readings(engine.figures.tenants if engine.state == "ready" else [], tenant_names),
     )
 
 

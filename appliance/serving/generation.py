@@ -22,7 +22,6 @@ from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.endings import Ended, Outcome, as_written, early
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
-from appliance.serving.text_output import TextOutput
 from appliance.telemetry.metrics import Metrics
 from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 
@@ -60,7 +59,7 @@ class Generation:
         self._model = model
         self._request = request
         self._field_names = field_names
-        self._answers = [Answer(index, _text_output(model, request)) for index in range(request.sampling.num_answers)]
+        self._answers = [Answer(index, model.prompting, request.sampling) for index in range(request.sampling.num_answers)]
         self._bill = bill
         self._clock = clock
         self._metrics = metrics
@@ -82,7 +81,7 @@ class Generation:
             return
         self._left = early(reason)
         if self._submitted:
-            self._model.client.abort(self.request_id)
+            self._model.engine.abort(self.request_id)
 
     def end_at(self, moment: datetime | None) -> None:
         """End when the key of the request expires, at `moment`; None is never. It takes the place of what was set before."""
@@ -134,14 +133,14 @@ class Generation:
             return self._end_without_engine(error)
         except Exception:  # owned task: a bug here must not leave the record pending
             log.exception("generation failed", request_id=self.request_id)
-            self._model.client.abort(self.request_id)
+            self._model.engine.abort(self.request_id)
             return _failed("internal_error", InternalError("the answer could not be completed"))
         finally:
             timer.cancel()
 
     async def _follow_engine(self) -> Ended:
         """Follow every answer to its final event, which has its exact counts, also when one of them has failed."""
-        events = self._model.client.submit(self._request)
+        events = self._model.engine.submit(self._request)
         self._submitted = True
         self._bill.submitted()
         while True:
@@ -156,7 +155,7 @@ class Generation:
                 failure = self._end_answer(answer, event)
                 if failure is not None and self._failed is None:
                     self._failed = failure
-                    self._model.client.abort(self.request_id)  # one answer alone is not what was asked for
+                    self._model.engine.abort(self.request_id)  # one answer alone is not what was asked for
                 if all(answer.finish_reason is not None for answer in self._answers):
                     return self._failed or self._end_of_all()
 
@@ -175,7 +174,7 @@ class Generation:
         is_budget_spent = self._bill.record_progress(event)
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
-            self._model.client.figures.note_ttft(self.live.ttft_s)
+            self._model.engine.figures.note_ttft(self.live.ttft_s)
         if is_budget_spent:
             self.end_early("budget_exceeded")
 
@@ -189,9 +188,9 @@ class Generation:
         if not answer.stopped or event.finish_reason is not None:
             return
         if len(self._answers) == 1:
-            self._model.client.abort(self.request_id)
+            self._model.engine.abort(self.request_id)
         else:
-            self._model.client.abort_answer(self.request_id, answer.index)
+            self._model.engine.abort_answer(self.request_id, answer.index)
 
     def _end_answer(self, answer: Answer, event: TokenEvent) -> Ended | None:
         """Note how `answer` ended; return the end of the whole request when it is a failure."""
@@ -276,13 +275,6 @@ class Generation:
             ttft_s=live.ttft_s,
             preemptions=live.preemptions,
         )
-
-
-def _text_output(model: ServedModel, request: GenerationRequest) -> TextOutput:
-    sampling = request.sampling
-    return TextOutput(
-        model.prompting, stop=sampling.stop, min_tokens=sampling.min_tokens, stop_token_ids=sampling.stop_token_ids
-    )
 
 
 def _failed(cause: str, error: GatehouseError | None, finish_reason: str = "error") -> Ended:

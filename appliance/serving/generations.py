@@ -126,15 +126,15 @@ class Generations:
             raise _draining()
         if not self._ledger.healthy:
             raise Overloaded("the usage ledger cannot be written now", retry_after_s=RETRY_AFTER_OVERLOADED_S)
-        model.client.check_ready()
+        model.engine.check_ready()
         if not self._open.has_place(model.name, tenant_id, self._limits.max_waiting_requests + self._seats(model)):
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
     def _seats(self, model: ServedModel) -> int:
         """Return how many requests run at a time: as the settings say, else as the engine of `model` chose."""
-        if self._limits.max_num_seqs is not None or model.client.info is None:
+        if self._limits.max_num_seqs is not None or model.engine.info is None:
             return self._limits.max_num_seqs or 0
-        return model.client.info.max_num_seqs
+        return model.engine.info.max_num_seqs
 
     async def start(self, order: Order, gone: Callable[[], Awaitable[None]] | None = None) -> Generation:
         """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing.

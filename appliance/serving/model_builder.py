@@ -39,8 +39,11 @@ def build_models(
 
 
 def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
-    """Return the command line of an engine process that speaks on the inherited socket `fd`."""
+    """Return the command line of an engine process that speaks on the inherited socket `fd`. All engines use the same GPU, if
+    there is one: each leaves memory to the others."""
     options = {"model": str(folder.path), "name": folder.name, **settings.engine_options()}
+    paths = [Path(model).expanduser().absolute() for model in settings.models]
+    options["colocated_models"] = [str(path) for path in paths if path != folder.path]
     return [sys.executable, "-m", "engine.main", "--fd", str(fd), "--options", json.dumps(options)]
 
 
@@ -65,7 +68,7 @@ def _serve(
     return ServedModel(
         name=folder.name,
         path=folder.path,
-        client=supervisor,
+        engine=supervisor,
         prompting=Prompting.load(folder.path),
         context_len=folder.context_len,
         sampling_defaults=folder.sampling_defaults,

@@ -21,7 +21,7 @@ class ServedModel:
 
     name: str
     path: Path
-    client: Supervisor
+    engine: Supervisor
     prompting: Prompting
     context_len: int | None
     sampling_defaults: dict[str, Any]
@@ -30,7 +30,7 @@ class ServedModel:
     @property
     def info(self) -> EngineInfo | None:
         """Return the engine's facts, or None before it was ready."""
-        return self.client.info
+        return self.engine.info
 
     @property
     def max_model_len(self) -> int | None:

@@ -15,7 +15,7 @@ from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
 from appliance.base.ids import new_id
-from appliance.serving.event_stream import EventStream
+from appliance.serving.event_queue import EventQueue
 from appliance.serving.model_registry import ModelRegistry, ServedModel
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams
 
@@ -52,8 +52,8 @@ class Readiness:
 
     def problem(self, model: ServedModel) -> str | None:
         """Return why `model` is not ready, or None when it is. What the engine said stays with administrators and the log."""
-        if model.client.state != "ready":
-            return f"engine of {model.name} is {model.client.state}"
+        if model.engine.state != "ready":
+            return f"engine of {model.name} is {model.engine.state}"
         age_s = self._token_age_s(model)
         if age_s is None:
             return f"engine of {model.name} has not generated a token yet"
@@ -62,15 +62,15 @@ class Readiness:
         return None
 
     def _token_age_s(self, model: ServedModel) -> float | None:
-        last_s = model.client.last_token_monotonic_s
-        started_s = model.client.ready_monotonic_s
+        last_s = model.engine.last_token_monotonic_s
+        started_s = model.engine.ready_monotonic_s
         if last_s is None or started_s is None or last_s < started_s:
             return None
         return self._clock.monotonic_s() - last_s
 
     async def _keep_fresh(self, model: ServedModel) -> None:
         while True:
-            await model.client.wait_for_state("ready")
+            await model.engine.wait_for_state("ready")
             age_s = self._token_age_s(model)
             if age_s is None or age_s >= self._interval_s / 2:
                 await self._probe(model)
@@ -86,10 +86,10 @@ class Readiness:
             prompt_token_ids=[info.eos_token_ids[0] if info.eos_token_ids else 0],
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True),
         )
-        counted, figures = _Counted(), model.client.figures
+        counted, figures = _Counted(), model.engine.figures
         figures.probe_id = request.request_id
         try:
-            events = model.client.submit(request)
+            events = model.engine.submit(request)
         except GatehouseError as error:
             log.warning("probe failed", model=model.name, reason=error.message)
             return
@@ -99,7 +99,7 @@ class Readiness:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
                     await _until_final(model, events, counted)
             except TimeoutError:
-                model.client.abort(request.request_id)
+                model.engine.abort(request.request_id)
                 log.warning("probe unanswered", model=model.name, timeout_s=PROBE_TIMEOUT_S)
                 await _until_final(model, events, counted)  # comes soon: an engine that does not answer is given up
         except GatehouseError as error:
@@ -115,7 +115,7 @@ class _Counted:
     tokens: int = 0
 
 
-async def _until_final(model: ServedModel, events: EventStream, counted: _Counted) -> None:
+async def _until_final(model: ServedModel, events: EventQueue, counted: _Counted) -> None:
     while True:
         for event in await events.take():
             counted.tokens = event.num_prompt_tokens_computed + event.num_output_tokens

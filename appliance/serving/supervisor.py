@@ -31,7 +31,7 @@ from appliance.base.settings import ENVIRONMENT_PREFIX
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_figures import EngineFigures
 from appliance.serving.engine_log import LINE_BYTES_MAX, forward_log
-from appliance.serving.event_stream import EventStream
+from appliance.serving.event_queue import EventQueue
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GenerationRequest
 
 BACKOFF_FIRST_S = 0.5
@@ -142,7 +142,7 @@ class Supervisor:
         was_steady = self._clock.monotonic_s() - self._starts_monotonic_s >= STEADY_S
         return BACKOFF_FIRST_S if was_steady else self._backoff_s
 
-    def submit(self, request: GenerationRequest) -> EventStream:
+    def submit(self, request: GenerationRequest) -> EventQueue:
         """Hand `request` to the engine. Raises like `check_ready`."""
         self.check_ready()
         assert self._client is not None

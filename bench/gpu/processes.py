@@ -30,6 +30,7 @@ REHEARSAL_LIMIT_FACTOR = 8.0
 """Factor for the limits of parts in a rehearsal, which may share two busy cores with everything else."""
 STAGE_MIN_S = 8.0
 """With less time left than this, a stage is not begun."""
+NOT_BEGUN = "not begun"
 IMPORT_S = 120.0
 """Time that the first part may take to import before its own time begins; no other part imports meanwhile."""
 TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
@@ -181,8 +182,8 @@ class Recorder:
         self.show(f"-- {process.job.name}: {elapsed_s} s{', ' + record['error'] if 'error' in record else ''}")
 
     def add_skipped(self, process: Process, reason: str) -> None:
-        self.outcome.parts.append({**_part_record(process.job), "error": f"not begun: {reason}"})
-        self.show(f"-- {process.job.name}: not begun, {reason}")
+        self.outcome.parts.append({**_part_record(process.job), "error": f"{NOT_BEGUN}: {reason}"})
+        self.show(f"-- {process.job.name}: {NOT_BEGUN}, {reason}")
 
 
 def run_stages(

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from bench.gpu.processes import Outcome
+from bench.gpu.processes import NOT_BEGUN, Outcome
 from bench.gpu.rows import CARD_SHORT, GOALS_CARD, PEER_MISSING, Row, fill_ratios, invalid_reason, verdict
 from bench.gpu.targets import TARGETS
 from bench.rows import revision, table_line
@@ -91,9 +91,18 @@ def status(report: dict[str, Any]) -> int:
     return 3 if wrong else 0
 
 
+def measured_nothing(report: dict[str, Any]) -> bool:
+    """Whether the run ended before anything was known of a card."""
+    return not report["card"] and all(row["value"] is None for row in report["rows"])
+
+
 def table(report: dict[str, Any]) -> str:
-    """The rows as text for people to read. A rehearsal shows which rows are there, without figures."""
+    """The rows as text for people to read. A rehearsal shows which rows are there, without figures. A run that measured nothing
+    shows only the parts that failed."""
     facts, rehearsal = report["facts"], report["rehearsal"]
+    if measured_nothing(report):
+        begun = [part for part in report["parts"] if not part.get("error", "").startswith(NOT_BEGUN)]
+        report = {**report, "rows": [], "parts": begun}
     title = "REHEARSAL on the CPU: shapes are tiny and no figure means anything" if rehearsal else _card(report["card"])
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     lines = [f"{title} · {report['revision']}{' +changes' if report['changed'] else ''} · {versions}"]
@@ -112,7 +121,8 @@ def table(report: dict[str, Any]) -> str:
             if remark:
                 lines.append(f"    {remark}"[:240])
     lines += _failures(report)
-    lines += ["", f"{count_verdicts(report['rows'])}; {report['taken_s']} s"]
+    if report["rows"]:
+        lines += ["", f"{count_verdicts(report['rows'])}; {report['taken_s']} s"]
     return "\n".join(lines)
 
 

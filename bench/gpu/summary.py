@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.gpu.report import count_verdicts, format_figure
+from bench.gpu.report import count_verdicts, format_figure, measured_nothing
 
 CHARS_MAX = 6000
 COUNTED_PARTS = ("checks", "invariant")
@@ -17,7 +17,7 @@ JUDGED_BY = {"of limit": "fraction", "× peer": "ratio"}
 def summary(report: dict[str, Any]) -> str:
     """One line for every row with a goal: verdict, name, figure, goal. Checks are only counted, unless they fail. Without a
     card: the reason."""
-    if not report["card"] and all(row["value"] is None for row in report["rows"]):
+    if measured_nothing(report):
         reason = next((part["error"] for part in report["parts"] if "error" in part), "no part was run")
         return f"\nnothing was measured: {reason}; {report['taken_s']} s"
     judged = [row for row in report["rows"] if row.get("must_show", "-") != "-"]

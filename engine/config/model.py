@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.families import FAMILIES, Family
-from engine.config.quantization import KEY as QUANTIZATION
-from engine.config.quantization import CheckpointQuantization, parse_quantization
+from engine.config.quantization import parse_quantization
+from engine.config.quantization_keys import KEY as QUANTIZATION
 from engine.config.rope import RopeConfig, RopeDefaults, parse_rope
+from engine.config.stored_weights import CheckpointQuantization
 from engine.config.values import JsonObject, flag, integers, mapping, number, positive
 from engine.config.windows import layer_windows
 from engine.errors import NotAModelDirectory, UnsupportedModel
@@ -111,17 +112,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_json(directory: Path) -> dict[str, Any]:
-    """`config.json` of a model directory, with the description of its quantisation where early AutoGPTQ put it in a file of its
-    own. Raises `NotAModelDirectory`."""
+    """`config.json` of a model directory, with the description of its quantisation that early AutoGPTQ and ModelOpt put in a
+    file of its own. Raises `NotAModelDirectory` and `UnsupportedModel`."""
     if not directory.is_dir():
         raise NotAModelDirectory(f"{directory} is not a directory; give the folder that holds config.json and the weights")
     path = directory / "config.json"
     if not path.is_file():
         raise NotAModelDirectory(f"{directory} has no config.json; give the folder of a Hugging Face model")
-    config, quantisation_path = read_json(path), directory / "quantize_config.json"
-    if not config.get("quantization_config") and quantisation_path.is_file():
-        config["quantization_config"] = {"quant_method": "gptq", **read_json(quantisation_path)}
+    config = read_json(path)
+    if not config.get(QUANTIZATION):
+        config |= _quantization_beside(directory)
     return config
+
+
+def _quantization_beside(directory: Path) -> dict[str, Any]:
+    """`quantization_config` from the first of these files that is there; without any, nothing."""
+    gptq, modelopt = directory / "quantize_config.json", directory / "hf_quant_config.json"
+    if gptq.is_file():
+        return {QUANTIZATION: {"quant_method": "gptq", **read_json(gptq)}}
+    if modelopt.is_file():
+        return {QUANTIZATION: {"quant_method": "modelopt", **mapping(read_json(modelopt), "quantization")}}
+    return {}
 
 
 def load_model_config(directory: Path) -> ModelConfig:

@@ -20,8 +20,9 @@ from engine.grammar.numbers import Automaton, NumberError, Numbers, build_automa
 from engine.grammar.regex import literal
 from engine.grammar.schema_nodes import PARAM
 from engine.grammar.schema_values import Term, type_of
-from engine.grammar.shapes import Array, Constants, Object, Shape, Shapes, Strings
+from engine.grammar.shapes import Array, Constants, Object, Shape, Strings
 from engine.grammar.spec import GrammarError
+from engine.grammar.term_shapes import Shapes
 
 LINE_BREAKS_MAX = 2
 INDENT_MAX = 64

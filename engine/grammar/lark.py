@@ -14,9 +14,10 @@ from engine.grammar.patterns import PatternError, full_language
 from engine.grammar.regex import Regex, alt, literal
 from engine.grammar.schema_cases import conjunction
 from engine.grammar.schema_document import Document
+from engine.grammar.schema_keywords import Keywords
 from engine.grammar.schema_nodes import parse
-from engine.grammar.shapes import Shapes
 from engine.grammar.spec import GrammarError, GrammarSpec, check_schema_text
+from engine.grammar.term_shapes import Shapes
 from engine.grammar.terminals import Terminals
 
 
@@ -45,7 +46,7 @@ def schema_to_lark(text: str) -> str:
     name."""
     check_schema_text(text)
     document = Document(parse(text))
-    return JsonGrammar(Shapes(document, matches_nothing)).write(conjunction([document.root]))
+    return JsonGrammar(Shapes(Keywords(document), matches_nothing)).write(conjunction([document.root]))
 
 
 def checked_lark(text: str) -> str:

@@ -105,7 +105,7 @@ class Rules:
             name = worklist.pop()
             bodies = dict.fromkeys(_body_text(body) for body in self.rules[name])
             lines.append(f"{name}{'::_' if name in self._parametric else ''}: " + " | ".join(bodies))
-            for reference in (n for body in self.rules[name] for n in _rule_names(body)):
+            for reference in (n for body in self.rules[name] for n in sorted(_rule_names(body))):
                 if reference not in reached:
                     reached.add(reference)
                     worklist.append(reference)

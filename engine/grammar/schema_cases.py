@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.grammar.patterns import PatternError, search_language
 from engine.grammar.regex import Regex, alt, complement, intersection, literal
-from engine.grammar.schema_document import Document
+from engine.grammar.schema_keywords import Keywords
 from engine.grammar.schema_nodes import PARAM, TYPES, Constraint, Contains, Items, Members, Node, refusal
 from engine.grammar.schema_values import TYPE_OF_KIND, Literal, Pair, Term, Values, type_of
 from engine.grammar.spec import GrammarError
@@ -83,11 +83,11 @@ class Cases:
     """Cases of the terms of one document. `is_empty` says when no value can satisfy a term; `names_of` returns the strings that
     satisfy one."""
 
-    def __init__(self, document: Document, is_empty: Callable[[Term], bool], names_of: Callable[[Term], Regex]) -> None:
-        self._document = document
+    def __init__(self, keywords: Keywords, is_empty: Callable[[Term], bool], names_of: Callable[[Term], Regex]) -> None:
+        self._keywords = keywords
         self._is_empty = is_empty
         self._names_of = names_of
-        self._values = Values(document)
+        self._values = Values(keywords)
         self._cache: dict[Term, tuple[Case, ...]] = {}
         self._integer_constraints: dict[Constraint, Constraint] = {}
         self._type_facts: dict[frozenset[str], Constraint] = {}
@@ -140,7 +140,7 @@ class Cases:
     def _expand_literal(self, branch: _Branch, formula: Node | Constraint, holds: bool) -> bool:
         """Expand one literal into the branch; False when nothing satisfies it."""
         if isinstance(formula, Node):
-            constraints = self._document.constraints(formula)
+            constraints = self._keywords.of(formula)
             if holds:
                 branch.pending.extend((constraint, True) for constraint in reversed(constraints))
                 return True
@@ -234,7 +234,7 @@ class Cases:
         if not nested:
             return None
         others = [value for value in values if not (isinstance(value, list | dict) and value)]
-        nodes = [self._document.const_node(value, constraint.path) for value in nested]
+        nodes = [self._keywords.document.const_node(value, constraint.path) for value in nested]
         return [[(Constraint("enum", others, constraint.path), False), *((node, False) for node in nodes)]]
 
     def _negated_members(self, constraint: Constraint, members: Members) -> list[list[Literal]]:

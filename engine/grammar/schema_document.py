@@ -10,8 +10,7 @@ import re
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from engine.grammar.schema_keywords import KeywordReader
-from engine.grammar.schema_nodes import PARAM, Constraint, Node, json_type, refusal
+from engine.grammar.schema_nodes import PARAM, Node, json_type, refusal
 from engine.grammar.spec import GrammarError
 
 NODES_MAX = 50_000
@@ -30,7 +29,6 @@ class Document:
         self._booleans: dict[tuple[bool, str], Node] = {}
         self._kept_alive: list[Any] = []  # values created here, kept alive because nodes are identified by object identity
         self._schemas: dict[str, tuple[Any, str, str]] = {}
-        self._constraints: dict[int, tuple[Constraint, ...]] = {}
         self._id = "id" if self.draft == 4 else "$id"
         self._index(root)
         self.root = self.node(root, "", "#")
@@ -65,12 +63,6 @@ class Document:
             schema = {"enum": [value]}
         self._kept_alive.append(schema)
         return self.node(schema, "", path)
-
-    def constraints(self, node: Node) -> tuple[Constraint, ...]:
-        """The constraints of a node: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced."""
-        if node.index not in self._constraints:
-            self._constraints[node.index] = tuple(KeywordReader(self, node).read())
-        return self._constraints[node.index]
 
     def resolve(self, reference: Any, node: Node) -> Node:
         """The target of a `$ref`. Raises `GrammarError` when it leaves the document or has no target."""

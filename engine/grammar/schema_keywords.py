@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from engine.grammar.schema_document import Document
 from engine.grammar.schema_nodes import TYPES, Constraint, Contains, Items, Members, Node, refusal
 from engine.grammar.spec import GrammarError
-
-if TYPE_CHECKING:
-    from engine.grammar.schema_document import Document
 
 _REFUSED = ("$dynamicRef", "$recursiveRef", "$vocabulary")
 
@@ -25,6 +23,20 @@ class Evaluated(NamedTuple):
     names: set[str]
     patterns: set[str]
     num_items: int
+
+
+class Keywords:
+    """The constraints of the schemas of one document, each of which is read once."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self._constraints: dict[Node, tuple[Constraint, ...]] = {}
+
+    def of(self, node: Node) -> tuple[Constraint, ...]:
+        """The constraints of a schema: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced."""
+        if node not in self._constraints:
+            self._constraints[node] = tuple(KeywordReader(self.document, node).read())
+        return self._constraints[node]
 
 
 class KeywordReader:

@@ -11,7 +11,7 @@ from typing import Any
 from engine.grammar.formats import format_language
 from engine.grammar.patterns import PatternError, search_language
 from engine.grammar.regex import Regex, matches
-from engine.grammar.schema_document import Document
+from engine.grammar.schema_keywords import Keywords
 from engine.grammar.schema_nodes import Constraint, Contains, Items, Members, Node, refusal
 
 Literal = tuple[Node | Constraint, bool]
@@ -51,8 +51,8 @@ def equality_key(value: Any) -> Any:
 class Values:
     """Tests values against the schemas of one document."""
 
-    def __init__(self, document: Document) -> None:
-        self._document = document
+    def __init__(self, keywords: Keywords) -> None:
+        self._keywords = keywords
         self._tests: dict[str, Callable[[str, Any, Any], Any]] = {
             "number": self._number,
             "string": self._string,
@@ -67,7 +67,7 @@ class Values:
         return self._constraint(formula, value) is positive
 
     def _node(self, node: Node, value: Any) -> bool:
-        return all(self._constraint(constraint, value) for constraint in self._document.constraints(node))
+        return all(self._constraint(constraint, value) for constraint in self._keywords.of(node))
 
     def _constraint(self, constraint: Constraint, value: Any) -> bool:
         kind, expected = constraint.kind, constraint.value

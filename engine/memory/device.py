@@ -10,7 +10,7 @@ import torch
 
 from engine import cgroup
 from engine.errors import EngineConfigError
-from engine.memory.needs import GIB, MemoryNeeds
+from engine.memory.needs import CONTEXT_BYTES, GIB, MemoryNeeds
 from engine.options import EngineOptions
 
 SWAP_SPACE_SHARE_MAX = 0.8
@@ -27,12 +27,16 @@ def release_dropped_engines() -> None:
     torch.cuda.empty_cache()
 
 
-def free_kv_bytes(needs: MemoryNeeds, utilization: float, device: torch.device) -> int:
+def free_kv_bytes(needs: MemoryNeeds, utilization: float, device: torch.device, *, others_bytes: int = 0) -> int:
     """Bytes that a GPU has left for the KV cache once the weights are loaded, beside what steps need. `utilization`: the share
-    of its memory that may be used."""
+    of its memory that may be used. `others_bytes`: what the engines of other models are to have, taken yet or not."""
     free, total = torch.cuda.mem_get_info(device)
+    used_bytes = total - free
+    if others_bytes:
+        own_bytes = torch.cuda.memory_reserved(device) + CONTEXT_BYTES - WORKSPACE_BYTES
+        used_bytes = max(used_bytes, own_bytes + others_bytes)
     reserved = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + needs.rotary_bytes + WORKSPACE_BYTES
-    return max(0, int(total * utilization) - (total - free) - reserved)
+    return max(0, int(total * utilization) - used_bytes - reserved)
 
 
 class CapturedGraphs(NamedTuple):

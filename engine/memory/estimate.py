@@ -23,13 +23,15 @@ fit beside the slots of so many requests, or the cache holds fewer than this man
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
     """`usable_bytes` is what this engine may reach, of which `context_bytes` are taken already; of a GPU `capability` is the
-    compute capability, and `memory_bytes` all that it has."""
+    compute capability, and `memory_bytes` all that it has. `others_bytes`: what it leaves to the engines of `others`."""
 
     device_type: str
     usable_bytes: int
     context_bytes: int
     capability: tuple[int, int] | None = None
     memory_bytes: int | None = None
+    others: tuple[MemoryFit, ...] = ()
+    others_bytes: int = 0
 
 
 def estimate_fit(
@@ -59,6 +61,8 @@ def estimate_fit(
         load=load,
         usable_bytes=memory.usable_bytes,
         context_bytes=memory.context_bytes,
+        others=memory.others,
+        others_bytes=memory.others_bytes,
         wanted_len=options.max_model_len or config.max_position_len,
         draft=None if draft is None else MemoryShape.of(draft),
         has_fp8=has_fp8(memory.capability),

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
-from engine.memory.needs import GIB, MemoryNeeds
+from engine.memory.needs import CONTEXT_BYTES, GIB, MemoryNeeds
 from engine.memory.shape import Load, MemoryShape
 
 REMEDIES_MAX = 6
@@ -30,19 +30,22 @@ LARGER_SHARE = 0.95
 
 
 class Remedy(NamedTuple):
-    """A change that makes a model fit: what to do, in words, and the context that fits then."""
+    """A change that makes a model fit: what to do, in words, and the context that fits then. Beside other models this is
+    approximate, because with the same change these may choose other numbers of seats."""
 
     words: str
     context_len: int
+    is_approximate: bool = False
 
     def __str__(self) -> str:
-        return f"{self.words}: max_model_len={self.context_len}"
+        return f"{self.words}: max_model_len{' about ' if self.is_approximate else '='}{self.context_len}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
     """A model that is to have `wanted_len` tokens of context in `usable_bytes` of a device that computes with fp8, or not.
-    `memory_bytes`: all of a GPU's, of which an option says the share that is usable."""
+    `memory_bytes`: all of a GPU's, of which an option says the share that is usable. `others_bytes`: what is left to the
+    engines of `others`, models that are served from the same GPU with the same options; `context_bytes` may include it."""
 
     model: MemoryShape
     formats: Formats
@@ -53,6 +56,8 @@ class MemoryFit:
     draft: MemoryShape | None = None
     has_fp8: bool = True
     memory_bytes: int | None = None
+    others: tuple[MemoryFit, ...] = ()
+    others_bytes: int = 0
 
     @property
     def needs(self) -> MemoryNeeds:
@@ -60,9 +65,11 @@ class MemoryFit:
         return self._needs(self.context_len)
 
     def _needs(self, context_len: int) -> MemoryNeeds:
-        context_bytes, draft = self.context_bytes, self.draft
+        context_bytes = self.context_bytes
+        if self.others_bytes:  # taken yet or not
+            context_bytes = max(context_bytes, CONTEXT_BYTES + self.others_bytes)
         return MemoryNeeds.of(
-            self.model, self.formats, self.load, context_bytes=context_bytes, context_len=context_len, draft=draft
+            self.model, self.formats, self.load, context_bytes=context_bytes, context_len=context_len, draft=self.draft
         )
 
     def _needed_bytes(self, context_len: int) -> int:
@@ -106,7 +113,7 @@ class MemoryFit:
                 continue
             length = fit.context_len
             if length == self.wanted_len or length > best * GAIN_MIN:
-                found.append(Remedy((" with " if len(words) == 2 else ", ").join(words), length))
+                found.append(Remedy((" with " if len(words) == 2 else ", ").join(words), length, bool(self.others)))
         while len(found) > REMEDIES_MAX:
             gains = [after.context_len / before.context_len for before, after in pairwise(found[:-1])]
             del found[1 + gains.index(min(gains))]
@@ -126,7 +133,8 @@ class MemoryFit:
             ("graphs", needs.graphs_bytes),
             ("slots and batch-invariant attention" if self.load.batch_invariant else "slots", needs.slots_bytes),
             ("rotary tables", needs.rotary_bytes),
-            ("device context", needs.context_bytes),
+            ("device context", needs.context_bytes - self.others_bytes),
+            ("the other models of this GPU", self.others_bytes),
             (f"keys and values of {self.wanted_len} tokens", needs.kv_bytes(self.wanted_len)),
         ]
         text = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in parts if num_bytes)
@@ -139,7 +147,7 @@ class MemoryFit:
         remedies = [str(remedy) for remedy in self.remedies()]
         if not remedies:
             return f"{text}; {self._smallest()}"
-        text += "; what would make it fit:"
+        text += "; what would make it fit, for all models of this GPU:" if self.others else "; what would make it fit:"
         return "\n  ".join([text, *remedies]) if in_lines else f"{text} {'; '.join(remedies)}"
 
     def _smallest(self) -> str:
@@ -259,8 +267,26 @@ def _apply_changes(changes: Sequence[Change], fit: MemoryFit) -> tuple[list[str]
         changed = change(fit)
         if changed is not None:
             words.append(changed.words)
-            fit = changed.fit
+            fit = _change_others(change, changed.fit)
     return words, fit
+
+
+def _change_others(change: Change, fit: MemoryFit) -> MemoryFit:
+    """`fit` with the same change of the other models, which have the same options, and the GPU divided anew."""
+    if not fit.others:
+        return fit
+    others = tuple(other if (changed := change(other)) is None else changed.fit for other in fit.others)
+    return replace(fit, others=others, others_bytes=sum(divide_memory(fit.usable_bytes, [fit, *others])[1:]))
+
+
+def divide_memory(usable_bytes: int, fits: Sequence[MemoryFit]) -> list[int]:
+    """The bytes of a GPU that each of these engines has, each with a driver's context of its own: what it needs besides keys
+    and values, and of the rest so much that all caches hold the same number of tokens."""
+    needs = [fit.needs for fit in fits]
+    fixed_bytes = [each.fixed_bytes - each.context_bytes + CONTEXT_BYTES for each in needs]
+    left_bytes = max(0, usable_bytes - sum(fixed_bytes))
+    total_block_bytes = sum(each.block_bytes for each in needs)
+    return [fixed + left_bytes * each.block_bytes // total_block_bytes for fixed, each in zip(fixed_bytes, needs, strict=True)]
 
 
 def _in_16_bits(formats: Formats) -> Formats:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from engine.config.model import ModelConfig
+from engine.config.model import ModelConfig, load_model_config
 from engine.device import format_name
-from engine.errors import EngineConfigError
-from engine.formats import formats_of, has_fp8
+from engine.errors import EngineConfigError, ModelError
+from engine.formats import computed_dtype, formats_of, has_fp8
+from engine.memory.colocation import estimate_beside
 from engine.memory.device import (
     WORKSPACE_BYTES,
     CapturedGraphs,
@@ -85,9 +89,11 @@ class MemoryForecast:
         return f"the context is {self.fit.context_len} tokens: {self.name} {self.fit.explain()}"
 
     def parts(self, measured: MeasuredMemory) -> list[MemoryPart]:
-        """Predicted and measured bytes, part by part."""
-        needs = self.fit.needs
-        return [
+        """Predicted and measured bytes, part by part. What the driver reports in use beside this process cannot be told apart
+        from what other models have, so it is not reported beside them."""
+        needs, others_bytes = self.fit.needs, self.fit.others_bytes
+        context_bytes = None if others_bytes else measured.context_bytes
+        parts = [
             MemoryPart(name="weights", predicted_bytes=needs.weights_bytes, measured_bytes=measured.weights_bytes),
             MemoryPart(name="activations", predicted_bytes=needs.activations_bytes, measured_bytes=measured.activations_bytes),
             MemoryPart(
@@ -96,9 +102,12 @@ class MemoryForecast:
             ),
             MemoryPart(name="slots", predicted_bytes=needs.slots_bytes, measured_bytes=measured.slots_bytes),
             MemoryPart(name="rotary_tables", predicted_bytes=needs.rotary_bytes, measured_bytes=measured.rotary_bytes),
-            MemoryPart(name="device_context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
+            MemoryPart(
+                name="device_context", predicted_bytes=needs.context_bytes - others_bytes, measured_bytes=context_bytes
+            ),
             MemoryPart(name="kv_cache", predicted_bytes=self.predicted_kv_bytes, measured_bytes=measured.kv_bytes),
         ]  # fmt: skip
+        return [*parts, MemoryPart(name="other_models", predicted_bytes=others_bytes)] if others_bytes else parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +134,29 @@ def forecast_memory(
     device: torch.device,
     draft: ModelConfig | None = None,
 ) -> MemoryForecast:
-    """Predict from the configuration and what the device reports now. Creates the driver's context, to count it."""
+    """Predict from the configuration, those of `colocated_models`, and what the device reports now. Creates the driver's
+    context, to count it."""
     ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
-    fit = estimate_fit(config, options, format_name(dtype), _memory(options, device), mode, draft=draft)
+
+    def estimate(config: ModelConfig, dtype: str, memory: DeviceMemory) -> MemoryFit:
+        return estimate_fit(config, options, dtype, memory, mode, draft=draft)
+
+    others = []
+    if device.type == "cuda" and options.kv_cache_bytes is None and options.num_kv_blocks is None:
+        for other in _readable_configs(options.colocated_models):
+            others.append(partial(estimate, other, computed_dtype(options.dtype, other.torch_dtype, device.type)))
+    fit = estimate_beside(partial(estimate, config, format_name(dtype)), others, _memory(options, device))
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
     if kv_bytes is not None:
         fit = replace(fit, wanted_len=min(fit.wanted_len, kv_bytes // fit.needs.block_bytes * options.block_size))
     return MemoryForecast(fit, kv_bytes, name)
+
+
+def _readable_configs(folders: Sequence[Path]) -> Iterator[ModelConfig]:
+    """Configurations of models; those that cannot be read are left out, because their own engines refuse them."""
+    for folder in folders:
+        with suppress(ModelError):
+            yield load_model_config(folder)
 
 
 def check_text_decoder(

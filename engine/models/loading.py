@@ -16,11 +16,13 @@ from engine.weights import WeightsSize, load_weights
 
 @dataclass(frozen=True, slots=True)
 class LoadedDecoder:
-    """A decoder with its weights, before it has a cache. `quantization`: how they are kept, for `EngineInfo`."""
+    """A decoder with its weights, before it has a cache. `quantization`: how they are kept. `decoded_from`: the form in which
+    they were stored, if they were decoded while they were read."""
 
     decoder: Decoder
     size: WeightsSize
     quantization: str
+    decoded_from: str | None = None
 
 
 def load_decoder(
@@ -43,4 +45,4 @@ def load_decoder(
     size = WeightsSize.of(plan)
     del plan  # it refers to the plain tensors, which packing releases
     decoder.pack(scheme.packer, scheme.head_packer)
-    return LoadedDecoder(decoder, size, scheme.name)
+    return LoadedDecoder(decoder, size, scheme.name, None if scheme.decoded is None else str(scheme.decoded))

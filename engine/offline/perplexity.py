@@ -50,10 +50,17 @@ class Comparison:
         return None if self.as_stored is None else self.perplexity / self.as_stored
 
 
-def compare(directory: Path, formats: FormatOptions, *, is_plain: bool, unquantised: Path | None = None) -> Comparison:
+def compare(
+    directory: Path,
+    formats: FormatOptions,
+    *,
+    is_plain: bool,
+    is_decoded: bool = False,
+    unquantised: Path | None = None,
+) -> Comparison:
     """The perplexity of a model in `formats`, and what to compare it with: that of `unquantised`; without it, that of the same
     model in its own format if that `is_plain`. A quantised checkpoint whose head or cache is changed is also compared with
-    itself as it is stored.
+    itself as it is stored; one that `is_decoded` while it is read, with its decoded numbers.
 
     Raises `EngineConfigError` when the two read the text as different tokens, and what building an engine raises.
     """
@@ -65,8 +72,9 @@ def compare(directory: Path, formats: FormatOptions, *, is_plain: bool, unquanti
     num_scored = sum(len(window) - 1 for window in windows_of(tokens, size))
     measured = perplexity(directory, tokens, formats, size)
     baseline = None if reference is None else perplexity(reference, tokens, FormatOptions(), size)
-    differs_from_stored = not is_plain and replace(formats, quantization=None) != FormatOptions()
-    as_stored = perplexity(directory, tokens, FormatOptions(), size) if differs_from_stored else None
+    own = FormatOptions(quantization="none") if is_decoded else FormatOptions()
+    differs_from_stored = not is_plain and (formats if is_decoded else replace(formats, quantization=None)) != own
+    as_stored = perplexity(directory, tokens, own, size) if differs_from_stored else None
     return Comparison(measured, baseline, num_scored, as_stored)
 
 

@@ -1,4 +1,4 @@
-"""Modules of a quantised checkpoint, each in the format of its tensors: 8-bit floats with scales, AWQ or GPTQ words, or plain.
+"""Modules of a quantised checkpoint, each in the format of its tensors: 8-bit numbers with scales, words of 4 bits, or plain.
 
 Modules that share their input are one module here. Their matrices are stacked into as few products as possible: neighbours are
 joined if they are stored in the same way and quantise their input in the same way.
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.config.quantization import CheckpointQuantization, Fp8Weights
+from engine.config.stored_weights import Fp8Weights, Int8Weights, MultipliedWeights
 from engine.quantization.products import concat_outputs
 from engine.quantization.stored_fp8 import Fp8Matrix
 from engine.quantization.stored_int4 import Int4Matrix
+from engine.quantization.stored_int8 import Int8Matrix
 from engine.weights import WeightPlan
 from kernels import ops
 
@@ -35,36 +36,53 @@ PREFIX = "model."
 """The prefix that the tensor names of some checkpoints lack."""
 
 
+class CheckpointNames:
+    """What the names of the tensors in a checkpoint's files say about its modules. `marker`: the last part of a name that only
+    quantised modules have."""
+
+    def __init__(self, names: Set[str], marker: str) -> None:
+        self._names = {name for stored in names for name in (stored, PREFIX + stored)}
+        self._marker = marker
+
+    def is_quantised(self, module: str) -> bool:
+        return self.has(module, self._marker)
+
+    def has(self, module: str, last: str) -> bool:
+        return f"{module}.{last}" in self._names
+
+    def biased(self, modules: Sequence[tuple[str, int]], *, bias: bool) -> list[str]:
+        """The modules with a bias: all of them, or those for which one is stored, as some GPTQ packers do."""
+        return [module for module, _ in modules if bias or self.has(module, "bias")]
+
+
 class CheckpointStorage:
     """The `LinearStorage` of a quantised checkpoint. `names` are those of the tensors in its files."""
 
-    def __init__(self, quantization: CheckpointQuantization, names: Set[str], *, row_invariant: bool = False) -> None:
-        self._weights = quantization.weights
-        self._names = {name for stored in names for name in (stored, PREFIX + stored)}
+    def __init__(self, weights: MultipliedWeights, names: Set[str], *, row_invariant: bool = False) -> None:
+        self._weights = weights
+        self._names = CheckpointNames(names, weights.marker)
         self._row_invariant = row_invariant
 
     def linear(
         self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> StackedMatrices | None:
         """None when none of the modules is quantised."""
-        if not any(self._is_quantised(module) for module, _ in modules):
+        if not any(self._names.is_quantised(module) for module, _ in modules):
             return None
         matrices: list[tuple[str, int, StoredMatrix | torch.Tensor]] = []
         for module, rows in modules:
-            if self._is_quantised(module):
+            if self._names.is_quantised(module):
                 matrices.append((module, rows, self._stored_matrix(rows, columns, device)))
             else:
                 matrices.append((module, rows, torch.empty(rows, columns, dtype=dtype, device=device)))
-        biased = [module for module, _ in modules if bias or f"{module}.bias" in self._names]
+        biased = self._names.biased(modules, bias=bias)
         return StackedMatrices(matrices, columns, biased, dtype=dtype, device=device, row_invariant=self._row_invariant)
-
-    def _is_quantised(self, module: str) -> bool:
-        suffix = "weight_scale" if isinstance(self._weights, Fp8Weights) else "qweight"
-        return f"{module}.{suffix}" in self._names
 
     def _stored_matrix(self, rows: int, columns: int, device: torch.device) -> StoredMatrix:
         if isinstance(self._weights, Fp8Weights):
             return Fp8Matrix(rows, columns, self._weights.activations, device=device)
+        if isinstance(self._weights, Int8Weights):
+            return Int8Matrix(rows, columns, self._weights, device=device)
         return Int4Matrix(rows, columns, self._weights, device=device)
 
 

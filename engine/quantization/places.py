@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.errors import WeightsError
@@ -37,13 +39,14 @@ class ScalePlace:
 
 def checked_scales(tensor: torch.Tensor) -> torch.Tensor:
     """In float32. Raises `WeightsError`, without the name of the tensor, unless all are finite and none is negative."""
-    numbers = _finite_scales(tensor)
+    numbers = finite_scales(tensor)
     if bool((numbers < 0).any()):
         raise WeightsError("holds negative scales")
     return numbers
 
 
-def _finite_scales(tensor: torch.Tensor) -> torch.Tensor:
+def finite_scales(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32. Raises `WeightsError`, without the name of the tensor, unless all are finite."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         raise WeightsError(f"is {tensor.dtype}, expected a floating-point type")
     numbers = tensor.float()
@@ -63,47 +66,126 @@ class Fp8CodesPlace:
 
     def load(self, tensor: torch.Tensor) -> None:
         copy_checked(self._target, tensor)
-        codes = tensor if self._target.is_meta else self._target
-        num_rows = max(1, CHECK_CHUNK_BYTES // codes.shape[1]) if codes.device.type == "cpu" else codes.shape[0]
-        if any(int(rows.bitwise_and(NAN_BITS).amax()) == NAN_BITS for rows in torch.split(codes.view(torch.uint8), num_rows)):
-            raise WeightsError("holds codes that are no numbers (NaN)")
+        check_fp8_codes(tensor if self._target.is_meta else self._target)
+
+
+def check_fp8_codes(codes: torch.Tensor) -> None:
+    """codes: [rows, columns] float8_e4m3fn. Raises `WeightsError`, without the name of the tensor, for codes that are NaN."""
+    num_rows = max(1, CHECK_CHUNK_BYTES // codes.shape[1]) if codes.device.type == "cpu" else codes.shape[0]
+    if any(int(rows.bitwise_and(NAN_BITS).amax()) == NAN_BITS for rows in torch.split(codes.view(torch.uint8), num_rows)):
+        raise WeightsError("holds codes that are no numbers (NaN)")
+
+
+class Int8CodesPlace:
+    """Fills `target`, [rows, columns] int8: from codes as they are, or, if they are `packed`, from words that hold four of them
+    along the columns, offset by 128."""
+
+    def __init__(self, target: torch.Tensor, *, packed: bool) -> None:
+        self._target, self._packed = target, packed
+        self.num_parameters = target.numel()
+        self.num_bytes = target.nbytes
+
+    def load(self, tensor: torch.Tensor) -> None:
+        if not self._packed:
+            copy_checked(self._target, tensor)
+            return
+        rows, columns = self._target.shape
+        words = _checked_words(tensor, (rows, -(-columns // 4)), 8)
+        self._target.copy_(words.contiguous().view(torch.uint8)[:, :columns].bitwise_xor(0x80).view(torch.int8))
 
 
 class CodesPlace:
-    """Keeps words of codes as they are. `are_parameters`: else they are zero points, whose bytes count with those of their
-    scales."""
+    """Keeps words of codes of `bits` bits as they are. `are_parameters`: else they are zero points, whose bytes count with
+    those of their scales."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device, *, are_parameters: bool) -> None:
-        self.tensor = torch.empty(shape, dtype=torch.int32, device=device)
-        self.num_parameters = self.tensor.numel() * 8 if are_parameters else 0
-        self.num_bytes = self.tensor.nbytes if are_parameters else 0
+    def __init__(self, shape: tuple[int, int], bits: int, device: torch.device, *, are_parameters: bool) -> None:
+        self._shape, self._bits, self._device = shape, bits, device
+        self.tensor = torch.empty(0, dtype=torch.int32, device=device)
+        num_words = shape[0] * shape[1]
+        self.num_parameters = num_words * 32 // bits if are_parameters else 0
+        self.num_bytes = num_words * torch.int32.itemsize if are_parameters else 0
 
     def load(self, tensor: torch.Tensor) -> None:
-        if tensor.dtype is not torch.int32:
-            raise WeightsError(f"is {tensor.dtype}, expected torch.int32 with eight codes in each")
-        copy_checked(self.tensor, tensor)
+        self.tensor = _checked_words(tensor, self._shape, self._bits).to(self._device)
+
+
+def _checked_words(tensor: torch.Tensor, shape: tuple[int, int], bits: int) -> torch.Tensor:
+    if tensor.dtype is not torch.int32:
+        number = {4: "eight", 8: "four"}[bits]
+        raise WeightsError(f"is {tensor.dtype}, expected torch.int32 with {number} codes in each")
+    if tensor.shape != shape:
+        raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {shape} by config.json")
+    return tensor
 
 
 class GroupScalesPlace:
-    """Keeps the scales of groups, [groups, rows], in the format of the checkpoint, which 16 bits must hold exactly. They may be
-    negative: AutoRound's symmetric weights give the code 0 to the number of largest magnitude, whatever its sign."""
+    """Keeps the scales of groups, of `shape`, in the format of the checkpoint, which 16 bits must hold exactly if they are
+    `packed` with their zero points. They may be negative: AutoRound's symmetric weights give the code 0 to the number of
+    largest magnitude, whatever its sign."""
 
     num_parameters = 0
 
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        self._shape, self._device = shape, device
+    def __init__(self, shape: tuple[int, int], device: torch.device, *, packed: bool) -> None:
+        self._shape, self._device, self._packed = shape, device, packed
         self.tensor = torch.empty(0, dtype=torch.float16, device=device)
-        self.num_bytes = torch.int32.itemsize * shape[0] * shape[1]  # packed with zero points: `Int4Weight.scales_zeros`
+        self.num_bytes = torch.int32.itemsize * shape[0] * shape[1]  # with their zero points: `Int4Weight.scales_zeros`
 
     def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shape:
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {self._shape}: group_size says so")
-        _finite_scales(tensor)
+        finite_scales(tensor)
         try:
-            ops.int4_scale_dtype(tensor)
+            if self._packed:
+                ops.int4_scale_dtype(tensor)
         except ValueError as error:
             raise WeightsError(f"has {error}") from error
         self.tensor = tensor.to(self._device)
+
+
+class HeldPlace:
+    """Keeps a tensor of `shape` and the kind of `dtype` until it is decoded. `check` raises `WeightsError` for numbers that it
+    must not hold."""
+
+    num_parameters = 0
+    num_bytes = 0
+
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, check: Callable[[torch.Tensor], object]
+    ) -> None:
+        self._expected, self._device, self._check = torch.empty(shape, dtype=dtype, device="meta"), device, check
+        self.tensor = torch.empty(0, dtype=dtype, device=device)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        copy_checked(self._expected, tensor)  # raises, naming what is wrong
+        self._check(tensor)
+        self.tensor = tensor.to(self._device)
+
+    def release(self) -> None:
+        self.tensor = self.tensor.new_empty(0)
+
+
+class ShapePlace:
+    """Checks the [2] integers that say how large a packed matrix is."""
+
+    num_parameters = 0
+    num_bytes = 0
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._shape = [rows, columns]
+
+    def load(self, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point() or tensor.flatten().tolist() != self._shape:
+            raise WeightsError(f"is {tensor.flatten()[:4].tolist()}, expected {self._shape} by config.json")
+
+
+class UnusedPlace:
+    """For what belongs to a matrix and is not used: scales of inputs that are not rounded."""
+
+    num_parameters = 0
+    num_bytes = 0
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Any tensor will do."""
 
 
 class OrderPlace:

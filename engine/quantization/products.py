@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.config.quantization import Activations
+from engine.config.stored_weights import Activations
 from kernels import ops
 
 

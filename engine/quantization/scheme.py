@@ -8,24 +8,25 @@ from pathlib import Path
 import torch
 
 from engine.config.model import ModelConfig
-from engine.formats import check_quantization
+from engine.config.stored_weights import DecodedWeights, MultipliedWeights
+from engine.formats import UNQUANTISED, check_quantization
 from engine.quantization.checkpoint import CheckpointStorage
+from engine.quantization.decoding import DecodedCheckpoint
 from engine.quantization.on_the_fly import PACKERS, OnTheFlyHeadStorage, OnTheFlyStorage
 from engine.weights import LinearStorage, stored_names
 from kernels import ops
 
-UNQUANTISED = "none"
-
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """`name` is for `EngineInfo`; `packer` is for what `storage` leaves plain, the output head among it unless there is a
-    `head_packer`."""
+    """`name`: the format in which weights are kept. `packer` is for what `storage` leaves plain, the output head among it
+    unless there is a `head_packer`. `decoded`: the form of the checkpoint, if it is decoded while it is read."""
 
     name: str
     storage: LinearStorage | None
     packer: ops.LinearPacker
     head_packer: ops.LinearPacker | None = None
+    decoded: DecodedWeights | None = None
 
 
 def weight_scheme(
@@ -39,20 +40,27 @@ def weight_scheme(
         return scheme
     packer = ops.pack_linear if head == UNQUANTISED else PACKERS[head]
     packer = _row_invariant(packer) if batch_invariant else packer
-    storage = OnTheFlyHeadStorage(scheme.storage, packer, is_plain=head == UNQUANTISED)
+    plain = packer if head == UNQUANTISED else ops.pack_linear
+    decoded = None if scheme.decoded is None else DecodedCheckpoint(scheme.decoded, stored_names(directory))
+    storage = OnTheFlyHeadStorage(scheme.storage, OnTheFlyStorage(packer, plain, decoded))
     return replace(scheme, storage=storage, head_packer=packer)
 
 
 def _layers_scheme(directory: Path, config: ModelConfig, quantization: str | None, *, batch_invariant: bool) -> WeightScheme:
     plain = ops.pack_linear_row_invariant if batch_invariant else ops.pack_linear
-    checkpoint_format = config.quantization
-    if checkpoint_format is not None:
-        storage = CheckpointStorage(checkpoint_format, stored_names(directory), row_invariant=batch_invariant)
-        return WeightScheme(checkpoint_format.method, storage, plain)
-    if quantization is None:
-        return WeightScheme(UNQUANTISED, None, plain)
-    packer = _row_invariant(PACKERS[quantization]) if batch_invariant else PACKERS[quantization]
-    return WeightScheme(quantization, OnTheFlyStorage(packer, plain), packer)
+    stored = config.quantization
+    if stored is not None and isinstance(stored.weights, MultipliedWeights):
+        storage = CheckpointStorage(stored.weights, stored_names(directory), row_invariant=batch_invariant)
+        return WeightScheme(stored.method, storage, plain)
+    decoded = None if stored is None else stored.decoded
+    checkpoint = None if decoded is None else DecodedCheckpoint(decoded, stored_names(directory))
+    name = quantization or UNQUANTISED
+    packer: ops.LinearPacker = plain
+    if name != UNQUANTISED:
+        packer = _row_invariant(PACKERS[name]) if batch_invariant else PACKERS[name]
+    elif checkpoint is None:
+        return WeightScheme(name, None, plain)
+    return WeightScheme(name, OnTheFlyStorage(packer, plain, checkpoint), packer, decoded=decoded)
 
 
 def _row_invariant(packer: ops.LinearPacker) -> ops.LinearPacker:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.config.quantization import Activations
+from engine.config.stored_weights import Activations
 from engine.quantization.places import Fp8CodesPlace, ScalePlace
 from engine.quantization.products import fp8_product
 from engine.weights import WeightPlan

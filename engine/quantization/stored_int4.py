@@ -1,4 +1,4 @@
-"""One matrix of 4-bit codes as AWQ and GPTQ checkpoints store it: `qweight`, `qzeros`, `scales` and, for GPTQ, `g_idx`."""
+"""One matrix of 4-bit codes as AWQ, GPTQ and compressed-tensors store it, packed to the one layout of the products."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from engine.config.quantization import Int4Layout, Int4Weights
+from engine.config.stored_weights import GroupLayout, Int4Weights
 from engine.errors import WeightsError
-from engine.quantization.places import CodesPlace, GroupScalesPlace, OrderPlace
+from engine.quantization.group_tensors import GroupTensors
 from engine.weights import WeightPlan
 from kernels import ops
-
-CODES_PER_WORD = 8
 
 
 class Int4Matrix:
@@ -23,23 +21,13 @@ class Int4Matrix:
 
     def __init__(self, rows: int, columns: int, stored: Int4Weights, *, device: torch.device) -> None:
         self._stored, self._module = stored, ""
-        num_groups = 1 if stored.group_size is None else -(-columns // stored.group_size)
-        words = (columns, rows // CODES_PER_WORD)
-        if stored.layout is Int4Layout.GPTQ:
-            words = (columns // CODES_PER_WORD, rows)
-        self._codes = CodesPlace(words, device, are_parameters=True)
-        self._zeros = CodesPlace((num_groups, rows // CODES_PER_WORD), device, are_parameters=False)
-        self._scales = GroupScalesPlace((num_groups, rows), device)
-        self._order = OrderPlace(columns, stored.group_size or columns, device)
+        self._tensors = GroupTensors(rows, columns, stored, device=device)
         self._packed: ops.Int4Weight | None = None
 
     def plan(self, plan: WeightPlan, module: str) -> None:
         self._module = module
-        plan.add(f"{module}.qweight", self._codes)
-        plan.add(f"{module}.qzeros", self._zeros)
-        plan.add(f"{module}.scales", self._scales)
-        if self._stored.layout is Int4Layout.GPTQ:
-            plan.add(f"{module}.g_idx", self._order, optional=True)
+        for last, place in self._tensors.places().items():
+            plan.add(f"{module}.{last}", place, optional=last in self._tensors.optional)
 
     def join_key(self) -> object:
         """Columns sorted in different ways belong to different inputs."""
@@ -63,12 +51,12 @@ class Int4Matrix:
                 self._packed = self._pack_layout(self._stored.group_size or -1)
             except ValueError as error:
                 raise WeightsError(f"the 4-bit weights of {self._module} cannot be used: {error}") from error
-            self._codes.tensor = self._zeros.tensor = self._scales.tensor = torch.empty(0)
+            self._tensors.release()
         return self._packed
 
     def _pack_layout(self, group_size: int) -> ops.Int4Weight:
-        codes, zeros, scales = self._codes.tensor, self._zeros.tensor, self._scales.tensor
-        if self._stored.layout is Int4Layout.AWQ:
+        codes, zeros, scales = self._tensors.codes, self._tensors.zeros, self._tensors.scales
+        if self._stored.layout is GroupLayout.AWQ:
             return ops.pack_awq(codes, zeros, scales, group_size)
         minus_one = self._stored.zero_offset == 1
-        return ops.pack_gptq(codes, zeros, scales, self._order.tensor, group_size, zeros_minus_one=minus_one)
+        return ops.pack_gptq(codes, zeros, scales, self._tensors.order, group_size, zeros_minus_one=minus_one)

@@ -78,10 +78,6 @@ class MeasuredSpeed:
     step_times: StepTimeModel
     speculation: SpeculationCosts
 
-    def __post_init__(self) -> None:
-        """Have the step-time model count in what a draft model costs."""
-        self.step_times.draft_step_s = self.speculation.draft_step * self.step_times.weights_s(1)
-
 
 @torch.inference_mode()
 def measure_speed(
@@ -102,9 +98,7 @@ def measure_speed(
     """
     cache, block_size = target.kv_caches[0], limits.block_size
     device, guesses_in_passes = cache.device.type, max_guesses > 0 and steps is None
-    row_counts = [*ROW_COUNTS[device], *(GUESS_ROW_COUNTS if guesses_in_passes else ())]
-    fitting = [num_rows for num_rows in row_counts if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
-    rows = sorted({min(num_rows, limits.max_num_batched_tokens) for num_rows in fitting})
+    rows = _row_counts(device, limits, has_guesses=guesses_in_passes)
     most_rows = rows[-1]
     max_sampled = min(most_rows, ROW_COUNTS[device][1] if guesses_in_passes else limits.max_num_seqs)
     one_row_s = _pass_s(target, 1, 1, block_size) if steps is None else _fastest_s(partial(steps.decode, 1), STEPS_MAX)
@@ -127,11 +121,20 @@ def measure_speed(
         shape, speed, weight_bytes=weight_bytes, kv_bytes=cache.itemsize, block_size=block_size, efficiency=MEASURED
     )
     if steps is not None and max_guesses:
-        max_rows = limits.max_num_seqs + max_guesses
-        return MeasuredSpeed(step_times, _measured_guesses(steps, max_rows, device, has_draft=draft is not None))
-    if len(rows) == 1:  # in so short a context, another row costs as much as the first
-        rows, times = [1, 2], [times[0], 2 * times[0]]
-    return MeasuredSpeed(step_times, _costs(rows, [time_s + draft_s for time_s in times], draft_s))
+        costs = _measured_guesses(steps, limits.max_num_seqs + max_guesses, device, has_draft=draft is not None)
+    else:
+        if len(rows) == 1:  # in so short a context, another row costs as much as the first
+            rows, times = [1, 2], [times[0], 2 * times[0]]
+        costs = _costs(rows, [time_s + draft_s for time_s in times], draft_s)
+    step_times.draft_step_s = costs.draft_step * step_times.weights_s(1)
+    return MeasuredSpeed(step_times, costs)
+
+
+def _row_counts(device: str, limits: SchedulerLimits, *, has_guesses: bool) -> list[int]:
+    """Numbers of rows of the passes that are timed, in ascending order, as far as steps within `limits` have so many."""
+    counts = [*ROW_COUNTS[device], *(GUESS_ROW_COUNTS if has_guesses else ())]
+    fitting = [num_rows for num_rows in counts if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
+    return sorted({min(num_rows, limits.max_num_batched_tokens) for num_rows in fitting})
 
 
 def _measured_guesses(steps: TimedSteps, max_rows: int, device: str, *, has_draft: bool) -> SpeculationCosts:

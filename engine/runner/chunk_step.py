@@ -126,11 +126,13 @@ PADDING_ONLY = ChunkRows(EMPTY_INT64, (), EMPTY_INT64, EMPTY_INT64, EMPTY_INT64)
 
 class SamplingInputs(NamedTuple):
     """The inputs of sampling for R rows, valid until the next step: hidden states [R, hidden], slots [R] int32, and the index
-    of the sampled token in prompt plus output [R] int64."""
+    of the sampled token in prompt plus output [R] int64. `tokens`: the input token of each row [R] int64, where guesses among
+    them are known only on the device."""
 
     hidden: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
+    tokens: torch.Tensor | None = None
 
 
 class ChunkStep:

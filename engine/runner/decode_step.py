@@ -20,7 +20,7 @@ the logits, and `sample` runs after it. On a CPU the operations of a step are re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -52,28 +52,27 @@ class DecodeShape(NamedTuple):
 
 
 class DecodeStep:
-    """The step of one model, for the rows of `inputs`."""
+    """The step of one model, or of a draft model and the one that is served, for the rows of `inputs`."""
 
     def __init__(
         self,
-        decoder: PagedDecoder,
+        decoders: Sequence[PagedDecoder],
         inputs: DecodeInputBuffers,
         state: SlotState,
         sampler: ColumnSampler,
         *,
-        should_record: bool = False,
-        draft: PagedDecoder | None = None,
-        host: ops.HostTokens | None = None,
+        should_record: bool,
+        host: ops.HostTokens | None,
     ) -> None:
-        """`should_record`: run as one recorded call, where all operations can be recorded. `draft`: a model that computes the
-        same inputs before `decoder`, for its keys and values. `host`: the host memory that tokens are written to, if any."""
+        """decoders: in their order; tokens are those of the last one. `should_record`: run as one recorded call, where all
+        operations can be recorded. `host`: the host memory that tokens are written to, if any."""
         (max_rows, max_blocks), device = inputs.block_tables.shape, inputs.block_tables.device
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
         self.scores = torch.zeros(max_rows, scores.width(TOP_LOGPROBS_MAX), dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None  # [max_rows, V], of steps whose rows wait for masks
-        self._decoder = decoder
-        self._decoders = [decoder] if draft is None else [draft, decoder]
+        decoder = decoders[-1]
+        self._decoders, self._decoder = decoders, decoder
         self._greedy_head = decoder.greedy_head
         self._inputs = inputs
         self._state = state

@@ -65,8 +65,9 @@ class BlockMover:
         self._host = [_host_tier(kind, num_host_blocks) for kind in self._kinds]
 
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, swap in, then copy, after every step launched before. A repeated call does no harm, because nothing
-        that is read here is written by a later kind of move of the same step."""
+        """Swap out, swap in, then copy, after every step launched before. Moves of one kind may be repeated by themselves: none
+        of them writes what another one reads. With those of several kinds that is not so: a block that was swapped out may be
+        the target of a swap in."""
         self.swap_out(moves.swap_out)
         self.swap_in(moves.swap_in)
         self.copy(moves.copies)

@@ -26,7 +26,6 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.step_mode import StepMode
 from engine.step_sizes import decode_graphs_kept, draft_graphs_kept
 from engine.switches import GRAPHS
-from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -35,8 +34,7 @@ def resolve_step_mode(config: ModelConfig, options: EngineOptions, *, dtype: tor
     """The decision for a model that computes in `dtype`, before it is loaded; a decoder's `has_host_sync` may still cost
     it the graphs. Warns where a switch does."""
     if device.type == "cuda":
-        table = ops.operations(device, batch_invariant=options.batch_invariant)
-        mode = StepMode.of(options, "cuda", has_invariant_pages=table.is_row_invariant)
+        mode = StepMode.of(options, "cuda")
         if mode is StepMode.AHEAD:
             log.warning("%s=0: steps are launched kernel by kernel", GRAPHS)
         return mode

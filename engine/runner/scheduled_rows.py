@@ -95,23 +95,8 @@ class PlainStepRows:
     def of(cls, items: Sequence[ScheduledRequest]) -> PlainStepRows:
         rows = cls()
         for item in items:
-            if item.num_tokens == 1 and item.samples and item.request.sampling.prompt_logprobs is None:
-                rows._add_token(item)
-            else:
-                rows._add(item)
+            rows._add(item)
         return rows
-
-    def _add_token(self, item: ScheduledRequest) -> None:
-        """As `_add`, faster: for a plain decode, of which a batch may have hundreds."""
-        request, start, row = item.request, item.start, len(self.sampled)
-        token_ids = request.token_ids
-        self.spans.append(TokenSpan((token_ids[start],), start, request.block_table, FIRST_OUTPUT))
-        self.sampled.append(SampledRow(request, len(token_ids)))
-        self.hidden_rows.append(self.num_outputs)
-        self.sampled_ranges.append(range(row, row + 1))
-        self.scored_ranges.append(EMPTY)
-        self.scored_starts.append(start + 1)
-        self.num_outputs += 1
 
     def _add(self, item: ScheduledRequest) -> None:
         request, span, positions = item.request, token_span(item), scored_positions(item)

@@ -97,21 +97,15 @@ class SlotRunner:
         return None
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Begin a step."""
+        """Begin a step. Where some rows verify guesses, all before it is settled."""
         with self._inference:
             self.steps.token_return.begin_step()
-            self._decodes = batch.decodes
+            if not batch.num_draft_tokens:
+                self._decodes = batch.decodes
+                return self._launch_decodes(batch) if _has_no_chunks(batch) else self._launch_chunks(batch)
             if _has_no_chunks(batch):
-                return self._launch_decodes(batch)
-            return self._launch_chunks(batch)
-
-    @torch.inference_mode()
-    def launch_verification(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Begin a step in which some rows verify guesses; all before it is settled."""
-        self.steps.token_return.begin_step()
-        if _has_no_chunks(batch):
-            return self._launch_verification(batch.items)
-        return self._launch_verification_with_chunks(batch)
+                return self._launch_verification(batch.items)
+            return self._launch_verification_with_chunks(batch)
 
     @property
     @torch.inference_mode()
@@ -168,7 +162,7 @@ class SlotRunner:
             hidden = self._forward_spans(items, dict(zip(sampling_rows, slots.tolist(), strict=True)), None)
             sampling_inputs = self._make_sampling_inputs(hidden, slots, positions)
         launched = LaunchedStep(len(items), len(sampling_rows), sampling_rows, needs.scored)
-        return self._sample_chunks(launched, sampling_inputs, None, needs.kind, fill)
+        return self._sample_chunks(launched, sampling_inputs, needs.kind, fill)
 
     def _launch_verification_with_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
         """As `_launch_chunks`, a step in which some rows verify guesses: as the plain forward pass computes it."""
@@ -178,14 +172,15 @@ class SlotRunner:
         rows = SlotStepRows.of(sampling_items, slots)
         needs = self._sampler.needs(rows.slots)
         fill = self._masks.begin(rows.items, needs)
-        guesses, inputs = self._guess(rows), None
+        guesses = self._guess(rows)
         hidden = self._forward_spans(items, dict(zip(sampling_rows, slots, strict=True)), guesses)
+        sampling_inputs = self._make_sampling_inputs(hidden, rows.slots, rows.positions)
         if guesses is not None:
-            inputs = self.steps.staging.send(rows.tokens).index_copy_(0, self.steps.staging.send(rows.guess_rows), guesses)
+            tokens = self.steps.staging.send(rows.tokens).index_copy_(0, self.steps.staging.send(rows.guess_rows), guesses)
+            sampling_inputs = sampling_inputs._replace(tokens=tokens)
         host_inputs = rows.tokens if guesses is None else None
         launched = LaunchedStep(len(items), len(rows.slots), sampling_rows, needs.scored, rows.depths, host_inputs)
-        sampling_inputs = self._make_sampling_inputs(hidden, rows.slots, rows.positions)
-        return self._sample_chunks(launched, sampling_inputs, inputs, needs.kind, fill)
+        return self._sample_chunks(launched, sampling_inputs, needs.kind, fill)
 
     def _make_sampling_inputs(
         self, hidden: torch.Tensor, slots: Sequence[int] | Int64Array, positions: Sequence[int] | Int64Array
@@ -193,15 +188,13 @@ class SlotRunner:
         where = self.steps.staging.send(np.array([slots, positions], dtype=np.int64))
         return SamplingInputs(hidden, where[0].to(torch.int32), where[1])
 
-    def _sample_chunks(
-        self, launched: LaunchedStep, rows: SamplingInputs, inputs: torch.Tensor | None, kind: Kind, fill: FillMasks | None
-    ) -> LaunchedStep:
+    def _sample_chunks(self, launched: LaunchedStep, rows: SamplingInputs, kind: Kind, fill: FillMasks | None) -> LaunchedStep:
         """Launch the sampling of a step with chunks, if any request in it samples."""
         if not launched.num_sampled:
             launched.fetch = self.steps.token_return.fetch_end()
             return launched
         logits = self.target.logits(rows.hidden, wide=False)
-        sample = partial(self._sample_rows, logits, rows, inputs, kind)
+        sample = partial(self._sample_rows, logits, rows, kind)
         return self._begin_sampling(launched, sample, len(logits), fill)
 
     def _guess(self, rows: SlotStepRows) -> torch.Tensor | None:
@@ -227,13 +220,11 @@ class SlotRunner:
             hidden = decoder.forward_spans(spans, unknown)
         return hidden
 
-    def _sample_rows(
-        self, logits: torch.Tensor, rows: SamplingInputs, inputs: torch.Tensor | None, kind: Kind, masks: torch.Tensor | None
-    ) -> Fetch:
-        """logits: [R, V]; inputs: [R], if the host does not know them"""
+    def _sample_rows(self, logits: torch.Tensor, rows: SamplingInputs, kind: Kind, masks: torch.Tensor | None) -> Fetch:
+        """logits: [R, V]"""
         chosen = self._sampler.choose(logits, rows.slots, rows.positions, kind, masks)
         self.steps.state.advance(rows.slots, chosen.tokens, host=self.steps.token_return.host)
-        return self.steps.token_return.fetch(chosen.tokens, chosen.scores, inputs=inputs)
+        return self.steps.token_return.fetch(chosen.tokens, chosen.scores, inputs=rows.tokens)
 
     def _begin_sampling(
         self, launched: LaunchedStep, sample: SampleTokens, num_rows: int, fill: FillMasks | None

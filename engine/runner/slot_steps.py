@@ -9,6 +9,8 @@ Staging, TokenReturn            transfers to the device and back
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.runner.chunk_step import ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_input_buffers import DecodeInputBuffers
@@ -59,8 +61,8 @@ class SlotSteps:
         self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
         self.drafts: DraftSteps | None = None
         if draft is not None:
-            self.drafts = DraftSteps(self._make_steps("draft", draft), self.inputs, sampler)
-        self.decodes = self._make_steps("decode", target, draft=draft, host=self.token_return.host)
+            self.drafts = DraftSteps(self._make_steps("draft", [draft]), self.inputs, sampler)
+        self.decodes = self._make_steps("decode", self.decoders, host=self.token_return.host)
         self.chunks: ChunkSteps | None = None
         if chunk_rows:
             chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size)
@@ -68,11 +70,9 @@ class SlotSteps:
         self.staging = Staging(device)
         self._last_sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has
 
-    def _make_steps(
-        self, name: str, decoder: PagedDecoder, *, draft: PagedDecoder | None = None, host: ops.HostTokens | None = None
-    ) -> DecodeSteps:
+    def _make_steps(self, name: str, decoders: Sequence[PagedDecoder], *, host: ops.HostTokens | None = None) -> DecodeSteps:
         is_synchronous, max_num_seqs = self.is_synchronous, self.limits.max_num_seqs
-        step = DecodeStep(decoder, self.inputs, self.state, self.sampler, should_record=is_synchronous, draft=draft, host=host)
+        step = DecodeStep(decoders, self.inputs, self.state, self.sampler, should_record=is_synchronous, host=host)
         return DecodeSteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=is_synchronous)
 
     def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:

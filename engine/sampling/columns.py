@@ -104,8 +104,7 @@ class ColumnSampler:
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_biases, device, make_words=make_words)
         self._device = device
         self._ops = ops.operations(device, dtype)
-        self._kernels = ops.sampling_kernels(device, dtype)
-        self._workspace = self._kernels.sampling_workspace(num_slots + max_guesses, vocab_size, device)
+        self._workspace = self._ops.sampling_workspace(num_slots + max_guesses, vocab_size, device)
         self.vocab_size = vocab_size
         self._bias_row_of: dict[Request, int] = {}
         self._prompt_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()  # of the first answer of each request
@@ -216,7 +215,7 @@ class ColumnSampler:
         """logits: [R, V], not changed; slots: [R] int32, below 0 is padding; positions: [R], index of the chosen token in
         prompt plus output; masks: [R, ceil(V / 32)] int32, the tokens that may be chosen; scores_out: [R, W] int64, for the
         scores. Can be captured in a graph."""
-        tokens: torch.Tensor = self._kernels.sample(
+        tokens = self._ops.sample(
             logits, slots, positions, self.columns, masks=masks, workspace=self._workspace, weighs=kind.weighs
         )
         if kind.counts:

@@ -146,13 +146,17 @@ class Admission:
         self._kv.release(request, is_preempted=is_preempted, is_failed=is_failed)
 
     def check_invariants(self) -> None:
-        self._forecast.check_invariants()
+        """Raise `AssertionError` unless an end to come is predicted for each running request, and for no other."""
+        self._forecast.check_invariants(self._accounts.running_requests, self._accounts.step)
 
 
 def _shares_prompt(request: Request) -> bool:
-    """Whether a fork can have the blocks of its parent, which decodes."""
+    """Whether a fork can have the blocks of its parent, which decodes: also after a preemption, not before a step that computes
+    the prompt again has worked."""
     parent = request.forked_from
-    return parent is not None and parent.status is RequestStatus.DECODE and request.num_output_tokens == 0
+    if parent is None or parent.status is not RequestStatus.DECODE or request.num_output_tokens:
+        return False
+    return parent.num_settled_tokens >= request.num_prompt_tokens
 
 
 def predicted_remaining(request: Request) -> int:

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from engine.scheduling.request import RequestStatus
+from engine.scheduling.accounts import Accounts
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.request import Request, RequestStatus
 
-if TYPE_CHECKING:
-    from engine.scheduling.scheduler import Scheduler
 
-
-def check_scheduler(scheduler: Scheduler) -> None:
-    """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Visits every request, block and account."""
-    live = list(scheduler.live())
-    assert len(live) == len(set(live)), "a request is live twice"
-    scheduler.kv.check_invariants(live)
-    assert scheduler.num_running <= scheduler.limits.max_num_seqs, "more requests run than max_num_seqs"
-    for request in scheduler.accounts.running_requests:
+def check_requests(running: Sequence[Request], waiting: Sequence[Request], limits: SchedulerLimits) -> None:
+    """Raise `AssertionError` unless each live request is in one place, in a state and with blocks that fit there."""
+    assert len(running) + len(waiting) == len({*running, *waiting}), "a request is live twice"
+    assert len(running) <= limits.max_num_seqs, "more requests run than max_num_seqs"
+    for request in running:
         assert request.status in (RequestStatus.PREFILL, RequestStatus.DECODE), (
             f"{request.request_id} runs while {request.status}"
         )
-        slots = len(request.block_table) * scheduler.limits.block_size
+        slots = len(request.block_table) * limits.block_size
         assert request.num_computed_tokens <= slots, f"{request.request_id} computed more tokens than it has slots"
-    for request in scheduler.waiting():
+    for request in waiting:
         assert request.status is RequestStatus.QUEUED, f"{request.request_id} waits while {request.status}"
         assert not request.block_table, f"{request.request_id} waits and holds blocks"
-    _check_accounts(scheduler)
 
 
-def _check_accounts(scheduler: Scheduler) -> None:
-    accounts = scheduler.accounts
+def check_accounts(accounts: Accounts) -> None:
+    """Raise `AssertionError` unless the accounts agree with the requests that run. Visits every account."""
     running = Counter(request.account for request in accounts.running_requests)
     for account in accounts:
         name = f"{account.tenant_id}/{account.priority}"

@@ -8,6 +8,7 @@ time passes, and the peak costs one pass over the buckets instead of a sort.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.scheduling.request import Request
@@ -89,10 +90,12 @@ class KvForecast:
         bucket = self._buckets.get(step // BUCKET_STEPS)
         return [] if bucket is None else list(bucket.members)
 
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` unless the sums are those of the members."""
-        for bucket in self._buckets.values():
+    def check_invariants(self, requests: Iterable[Request], step: int) -> None:
+        """Raise `AssertionError` unless the sums are those of the members, which are `requests` and end after `step`."""
+        assert set(self._bucket_of) == set(requests), "the end of other requests is predicted"
+        for end, bucket in self._buckets.items():
             assert bucket.members, "an empty bucket was kept"
+            assert end > step // BUCKET_STEPS, "the predicted end of a request is over"
             assert bucket.sum_bases == sum(bucket.members.values()), "the sum of a bucket is wrong"
         at_end = sum(b.sum_bases + len(b.members) * end * BUCKET_STEPS for end, b in self._buckets.items())
         assert at_end == self._sum_at_end, "the sum of all buckets is wrong"

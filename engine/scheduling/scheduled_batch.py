@@ -52,6 +52,11 @@ class BlockMoves:
     def __bool__(self) -> bool:
         return bool(self.swap_out or self.swap_in or self.copies)
 
+    def kinds(self) -> list[BlockMoves]:
+        """The moves of each kind by themselves, in order."""
+        kinds = [BlockMoves(swap_out=self.swap_out), BlockMoves(swap_in=self.swap_in), BlockMoves(copies=self.copies)]
+        return [kind for kind in kinds if kind]
+
 
 @dataclass(slots=True)
 class ScheduledBatch:

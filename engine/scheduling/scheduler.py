@@ -22,7 +22,7 @@ from engine.protocol import FinishReason, SamplingParams, TenantProgress, TokenE
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.checks import check_scheduler
+from engine.scheduling.checks import check_accounts, check_requests
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.drafting import Drafter, Drafting
@@ -74,7 +74,7 @@ class Scheduler:
         self.kv = KvBlocks(pool, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
         urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache)
         self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
-        self._step_budget = step_budget
+        self.step_budget = step_budget
         self.admission = Admission(self.accounts, self.kv, max_num_seqs=limits.max_num_seqs, step_budget=step_budget)
         self._rotation = TenantRotation(self.accounts, self.kv, clock)
         self._decodes = DecodeSet(self.accounts, limits.block_size)
@@ -201,8 +201,8 @@ class Scheduler:
     def _schedule_prefills(self, batch: ScheduledBatch) -> None:
         if not self.accounts.prefilling and not (self._lifecycle.has_queued and self.admission.has_seat):
             return
-        if self._step_budget is not None:
-            self._step_budget.begin_step(len(batch.decodes), self.accounts.aggregate.context_at(self.accounts.step))
+        if self.step_budget is not None:
+            self.step_budget.begin_step(len(batch.decodes), self.accounts.aggregate.context_at(self.accounts.step))
         for returning in self._rotation.first_prefills(self.admission.can_return):
             if not self._add_chunk(batch, returning):
                 return
@@ -216,8 +216,8 @@ class Scheduler:
         """Compute the next part of a prompt; False when the step is full."""
         start = self.admission.first_position(request)
         num_tokens = min(self.limits.max_num_batched_tokens - batch.num_tokens, request.num_tokens - start)
-        if self._step_budget is not None:
-            num_tokens = self._step_budget.chunk(start, num_tokens)
+        if self.step_budget is not None:
+            num_tokens = self.step_budget.chunk(start, num_tokens)
             if not num_tokens:
                 return False
         if request.status is RequestStatus.QUEUED:
@@ -269,8 +269,14 @@ class Scheduler:
         return self.accounts.progress()
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` unless blocks, requests, accounts and limits agree. For tests and for the idle engine."""
-        check_scheduler(self)
+        """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Visits every request, block and account:
+        for tests and for the idle engine."""
+        running, waiting = self.running, list(self.waiting())
+        check_requests(running, waiting, self.limits)
+        self.kv.check_invariants([*running, *waiting])
+        check_accounts(self.accounts)
+        self.admission.check_invariants()
+        self._decodes.check_invariants()
 
 
 def _probe_item(block_id: int) -> ScheduledRequest:

@@ -6,14 +6,16 @@ known model name stands for its checkpoint in bfloat16, or in 4 bits if that is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.config.model import ModelConfig, load_model_config, parse_model_config
-from engine.config.quantization import KEY
+from engine.config.quantization_keys import KEY
 from engine.errors import EngineConfigError
 from engine.formats import check_formats, computed_dtype
+from engine.memory.colocation import Estimate, estimate_beside
 from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import MemoryFit, gib
 from engine.memory.kv_plan import check_context
@@ -30,11 +32,20 @@ SHORTER_CONTEXT = "the context is shorter than the model's"
 FOUR_BITS = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
-def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None, **engine_options: Any) -> MemoryFit:
+def memory_fit(
+    model: str, gpu: SimulatedGpu, *, quantization: str | None = None, beside: Sequence[str] = (), **engine_options: Any
+) -> MemoryFit:
     """The memory on `gpu` of an engine that serves `model`, a directory or a known name, with these options of `EngineOptions`.
+    `beside`: other models, which are served from the same GPU with the same options.
 
     Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
     """
+    configured = [_configured(each, quantization, engine_options) for each in (model, *beside)]
+    estimate, *others = (_estimate(*each, gpu) for each in configured)
+    return estimate_beside(estimate, others, _empty_gpu(configured[0][1], gpu))
+
+
+def _configured(model: str, quantization: str | None, options: Mapping[str, Any]) -> tuple[ModelConfig, EngineOptions]:
     known_config = CONFIGS.get(model.lower())
     if known_config is None:
         folder = model_folder(model)
@@ -43,22 +54,29 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
         folder, quantized = Path(model), _quantization_config(quantization or "none")
         quantization = quantization if quantization in ("int8", "fp8") else None
         config = parse_model_config({**known_config, **quantized}, {})
-    return engine_fit(config, EngineOptions(model=folder, device="cuda", quantization=quantization, **engine_options), gpu)
+    return config, EngineOptions(model=folder, device="cuda", quantization=quantization, **options)
 
 
 def engine_fit(config: ModelConfig, options: EngineOptions, gpu: SimulatedGpu) -> MemoryFit:
     """The memory on `gpu` of an engine with these options. Raises as `memory_fit` does."""
+    return _estimate(config, options, gpu)(_empty_gpu(options, gpu))
+
+
+def _estimate(config: ModelConfig, options: EngineOptions, gpu: SimulatedGpu) -> Estimate:
     dtype = computed_dtype(options.dtype, config.torch_dtype, options.device)
     check_formats(config, options, dtype, gpu.capability)
     check_context(config, options)
-    memory = DeviceMemory(
+    return lambda memory: estimate_fit(config, options, dtype, memory, StepMode.of(options, options.device))
+
+
+def _empty_gpu(options: EngineOptions, gpu: SimulatedGpu) -> DeviceMemory:
+    return DeviceMemory(
         device_type=options.device,
         usable_bytes=int(gpu.memory_bytes * options.gpu_memory_utilization),
         context_bytes=CONTEXT_BYTES,
         capability=gpu.capability,
         memory_bytes=gpu.memory_bytes,
     )
-    return estimate_fit(config, options, dtype, memory, StepMode.of(options, options.device))
 
 
 def with_memory(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:
@@ -88,7 +106,8 @@ def fit_report(fit: MemoryFit) -> dict[str, Any]:
         "graphs_bytes": needs.graphs_bytes,
         "slots_bytes": needs.slots_bytes,
         "rotary_tables_bytes": needs.rotary_bytes,
-        "device_context_bytes": needs.context_bytes,
+        "device_context_bytes": needs.context_bytes - fit.others_bytes,
+        "other_models_bytes": fit.others_bytes,
         "kv_cache_bytes": num_blocks * needs.block_bytes,
         "num_kv_blocks": num_blocks,
         "kv_tokens": fit.kv_tokens,

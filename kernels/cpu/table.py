@@ -15,6 +15,7 @@ from kernels.cpu.logprobs import token_logprobs
 from kernels.cpu.norm import add_rms_norm
 from kernels.cpu.paged_attention import no_workspace, paged_decode, paged_prefill
 from kernels.cpu.rope_and_cache import rope_and_cache
+from kernels.cpu.sampling import sample, sampling_workspace
 from kernels.cpu.token_counts import count_tokens
 from kernels.operations import Operations
 
@@ -43,6 +44,8 @@ OPERATIONS = Operations(
     decode_workspace=no_workspace,
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
+    sample=sample,
+    sampling_workspace=sampling_workspace,
     apply_bitmask=apply_bitmask,
     count_tokens=count_tokens,
     cap_logits=cap_logits,

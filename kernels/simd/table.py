@@ -18,6 +18,7 @@ from kernels.simd.linear import pack_linear
 from kernels.simd.logits import cap_logits
 from kernels.simd.norm import add_rms_norm, rms_norm
 from kernels.simd.rope_and_cache import rope_and_cache
+from kernels.simd.sampling import sample, sampling_workspace
 from kernels.simd.scores import score_tokens
 from kernels.simd.threads import pool
 from kernels.simd.token_counts import count_tokens
@@ -71,6 +72,8 @@ OPERATIONS = replace(
     paged_prefill=_paged_prefill,
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
+    sample=sample,
+    sampling_workspace=sampling_workspace,
     count_tokens=count_tokens,
     supports_paged=_supports_paged,
     is_row_invariant=True,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_splits import MERGE_CHUNK, MERGE_WARPS, TABLES, DecodeWorkspace, merge_row, scheduled_requests
-from kernels.triton.card_properties import power_of_two
+from kernels.triton.card_properties import multiprocessors, power_of_two
 from kernels.triton.query_tiles import tile_key_range
 
 SPLIT_KEYS = 512
@@ -36,6 +36,9 @@ about a microsecond."""
 SPLIT_TIME_RATIO_MAX = 0.85
 """Splitting must reduce the estimated time (`_fastest_splits`) to this fraction of the unsplit time; the estimate ignores the
 merge."""
+MERGE_PROGRAMS = 32
+"""The most merging programs for each multiprocessor, which holds 16 to 25 at a time, by their registers: fewer would merge
+many heads one after the other where a few queries are split."""
 _SPLIT_FROM = tl.constexpr(SPLIT_FROM)
 
 
@@ -122,10 +125,10 @@ def merge_chunks_kernel(
     REQUESTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Merges the splits of one query and head, as `attention_splits.merge_kernel`. An unsplit tile has already been written to
-    `out`. queries and keys: of a tile; window: 0 is none. They are not constants, so that there is one variant per head
-    size."""
-    token_row, head = tl.program_id(0), tl.program_id(1)
+    """Merges the splits of one query, for every num_programs(1)-th head, as `attention_splits.merge_kernel`. An unsplit tile
+    has already been written to `out`. queries and keys: of a tile; window: 0 is none. They are not constants, so that there is
+    one variant per head size."""
+    token_row = tl.program_id(0)
     index = tl.arange(0, REQUESTS)
     ends = tl.load(query_starts + index + 1, mask=index < num_requests, other=token_row + 1)
     request = tl.sum((ends <= token_row).to(tl.int32), 0)
@@ -138,7 +141,8 @@ def merge_chunks_kernel(
     begin, _, newest = tile_key_range(start, first_query, num_queries, queries, window, keys)
     _, num_splits = plan_tile_splits(begin, newest, max_splits, keys, SPLIT)
     if num_splits > 1:
-        merge_row(out, partial_out, partial_lse, token_row, head, num_splits, max_splits, H, D, WIDTH, CHUNK)
+        for head in range(tl.program_id(1), H, tl.num_programs(1)):
+            merge_row(out, partial_out, partial_lse, token_row, head, num_splits, max_splits, H, D, WIDTH, CHUNK)
 
 
 def merge_chunks(
@@ -157,11 +161,18 @@ def merge_chunks(
     float32. Splits beyond a tile's own are not read."""
     rows, keys = tile
     num_requests, queries = context_lens.shape[0], rows // shape.group
-    merge_chunks_kernel[out.shape[:2]](
+    num_rows = out.shape[0]
+    merge_chunks_kernel[num_rows, _merging_programs(num_rows, shape.num_heads, multiprocessors(out.device))](
         context_lens, query_starts, out, *partials,
         num_requests, partials.partial_out.shape[1], queries, shape.sliding_window or 0, keys,
         **merge_constants(shape), REQUESTS=scheduled_requests(num_requests), CHUNK=MERGE_CHUNK, num_warps=MERGE_WARPS,
     )  # fmt: skip
+
+
+def _merging_programs(num_rows: int, num_heads: int, multiprocessors: int) -> int:
+    """Programs per query, each for some of its heads: only as many as the card holds at a time or twice, because most queries
+    of most steps are not split, and their programs do nothing but start and end."""
+    return max(1, min(num_heads, MERGE_PROGRAMS * multiprocessors // num_rows))
 
 
 def merge_constants(shape: AttentionShape) -> dict[str, object]:

@@ -28,6 +28,7 @@ from kernels.triton.plain_linear import PlainLinear
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.router import route_live
+from kernels.triton.sampling import sample, sampling_workspace
 from kernels.triton.token_counts import count_tokens
 
 OPERATIONS = Operations(
@@ -57,6 +58,8 @@ OPERATIONS = Operations(
     max_verify_group=max_verify_group,
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
+    sample=sample,
+    sampling_workspace=sampling_workspace,
     apply_bitmask=apply_bitmask,
     count_tokens=count_tokens,
     cap_logits=cap_logits,

@@ -25,7 +25,7 @@ from bench.gpu.idle import WORK, idle_of
 from bench.gpu.part import STACK_DUMP_S
 from bench.gpu.plan import COMMANDS, PARTS, TOTAL_S, Job, allotted_s, stages, usual_s
 from bench.gpu.processes import Outcome, shorten_log
-from bench.gpu.report import document, table
+from bench.gpu.report import complete_rows, document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, fill_ratios, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
 from bench.gpu.targets import HOST_CALLS, TARGETS, error_row, invariance_row
@@ -347,9 +347,23 @@ def test_without_a_gpu_it_says_so_and_begins_nothing_else(tmp_path: Path) -> Non
     )
     assert answer.returncode == 1
     assert "torch finds no NVIDIA GPU here" in answer.stdout
-    assert "formats: not begun: the card could not be calibrated" in answer.stdout
-    last = answer.stdout.splitlines()[-1]
+    assert "formats: not begun, the card could not be calibrated" in answer.stdout
+    lines = answer.stdout.splitlines()
+    assert len(lines) < 40
+    last = lines[-1]
     assert last.startswith("nothing was measured: exit status 1: torch finds no NVIDIA GPU here")
+
+
+def test_a_run_that_measured_nothing_is_told_by_its_parts_and_not_by_a_row_for_each_goal() -> None:
+    parts = [
+        {"part": "calibrate", "targets": ["checks"], "error": "exit status 1: boom", "log": "last words\n"},
+        {"part": "check rows", "targets": ["checks"], "error": "not begun: the card could not be calibrated"},
+    ]
+    outcome = Outcome(parts=parts)
+    printed = table(document(complete_rows(outcome, {"checks"}), outcome, rehearsal=False, taken_s=1.0)).splitlines()
+    assert printed[0].startswith("no GPU · ")
+    assert printed[-3:] == ["what went wrong", "  part calibrate: exit status 1: boom", "    | last words"]
+    assert len(printed) < 7
 
 
 def test_what_is_missing_is_named_in_one_message() -> None:

@@ -234,7 +234,6 @@ GUESSING = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens"
         ("mistral-window", {}, True),
         ("qwen3_moe", {}, False),
         ("llama", {"speculative_config": GUESSING}, True),
-        ("llama", {"batch_invariant": True}, False),
     ],
 )
 def test_what_needs_the_host_between_steps_is_not_captured(

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU no
 
 FOLDERS = "/engine/runner/", "/engine/sampling/", "/kernels/device_words.py", "/kernels/transfer.py"
 ONE_LINE_OF = 3000
-LAUNCHING = ((SlotRunner, "launch"), (SlotRunner, "launch_verification"), (LaunchedStep, "complete"), (LaunchedStep, "outputs"))
+LAUNCHING = ((SlotRunner, "launch"), (LaunchedStep, "complete"), (LaunchedStep, "outputs"))
 """What may raise for any reason: the engine computes the step in the plain way."""
 WISHES = ("greedy", "sampled", "stops", "guided", "guided, sampled", "scored", "scored more", "penalised", "two answers")
 

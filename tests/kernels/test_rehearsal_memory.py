@@ -12,6 +12,7 @@ import torch
 
 from engine import LLM
 from engine.build import build_engine
+from engine.memory.needs import CONTEXT_BYTES
 from engine.options import EngineOptions
 from tests.support.engines import PASS_S
 from tests.support.rehearsal import DEVICE, rehearsal
@@ -62,6 +63,23 @@ def test_a_closed_llm_leaves_its_memory_to_the_next_one(card: Card, llama: Path)
 def test_an_engine_that_was_dropped_leaves_its_memory_to_the_next_one(card: Card, llama: Path) -> None:
     num_blocks = [build_engine(EngineOptions(model=llama, **SMALL)).info.num_kv_blocks for _ in range(2)]
     assert num_blocks[0] == num_blocks[1]
+
+
+def test_engines_of_two_models_have_room_on_one_card(card: Card, llama: Path, tmp_path: Path) -> None:
+    """As in two processes: to torch's allocator of the second engine what the first one has is not its own."""
+    other = tmp_path / "other"
+    make_model("qwen3", other, num_hidden_layers=2, head_dim=16)
+    card.total_bytes = 2 << 30  # room for the context that each process is assumed to have
+    engines = []
+    for model, beside in ((llama, other), (other, llama)):
+        reserved_by_others = card.reserved_bytes
+        with mock.patch("torch.cuda.memory_reserved", lambda *_, others=reserved_by_others: card.reserved_bytes - others):
+            engines.append(build_engine(EngineOptions(model=model, colocated_models=(beside,), **SMALL)))
+    blocks = [engine.info.num_kv_blocks for engine in engines]
+    assert min(blocks) > 0.9 * max(blocks), "the same number of tokens"
+    assert card.used_bytes + 2 * CONTEXT_BYTES <= card.total_bytes
+    caches_bytes = [part.measured_bytes for engine in engines for part in engine.info.memory if part.name == "kv_cache"]
+    assert sum(filter(None, caches_bytes)) > 0.25 * card.total_bytes
 
 
 def test_what_was_made_in_inference_mode_is_refused_outside_of_it_as_by_torch() -> None:

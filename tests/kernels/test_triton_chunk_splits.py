@@ -189,6 +189,26 @@ def test_how_long_a_neighbour_is_changes_no_bit(columns: int, partials: GuardedP
     assert_same(computed(chunks)[:21], together[:21])
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("tiles", [SHORT], indirect=True)
+def test_how_many_programs_share_the_heads_of_a_query_changes_no_bit(
+    partials: GuardedPartials, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = Chunks([(9, 150), (12, 300), (3, 3)], AttentionShape(BLOCK, 7, 1, 16), device)
+    results = []
+    for programs in (1, 2, 7):
+        monkeypatch.setattr(chunk_splits, "_merging_programs", lambda *_, programs=programs: programs)
+        results.append(computed(chunks))
+        assert partials.splits == SPLITS_MAX
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
+@pytest.mark.parametrize(("num_rows", "programs"), [(16, 32), (132, 32), (200, 21), (960, 4), (2112, 2), (10_000, 1)])
+def test_the_merging_programs_of_many_queries_are_few_at_a_time(num_rows: int, programs: int) -> None:
+    assert chunk_splits._merging_programs(num_rows, LLAMA.num_heads, 132) == programs
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def plan_kernel(plans, max_splits, KEYS: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program i: tiles per split and number of splits of a tile with i + 1 visible keys, from 3 · KEYS on."""

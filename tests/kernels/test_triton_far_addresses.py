@@ -6,7 +6,6 @@ The result of a call is the same wherever its rows and blocks are; only the page
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.sampling_columns import SamplingColumns
+from tests.support.far_memory import FAR, far_apart, far_blocks, untouched
 from tests.support.kernel_cases import normal
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
@@ -29,39 +29,12 @@ from kernels.triton.embedding import embed  # noqa: E402
 from kernels.triton.linear import linear  # noqa: E402
 from kernels.triton.logprobs import token_logprobs  # noqa: E402
 from kernels.triton.rope_and_cache import rope_and_cache  # noqa: E402
+from kernels.triton.rotated_decode import rotated_decode  # noqa: E402
 from kernels.triton.token_counts import count_tokens  # noqa: E402
 
-FAR = 2**31
 LARGE_VOCABULARY = 262_208
-MAP_NORESERVE = 0x4000  # of Linux: no swap is reserved for pages that are not touched
 SHAPE = AttentionShape(16, 4, 2, 64)
 BLOCK_SHAPE = (SHAPE.block_size, 2, SHAPE.num_kv_heads, SHAPE.head_dim)
-
-
-def untouched(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As `torch.empty`, of any size: memory is taken page by page. An index that wraps finds zeros before it."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    flags, before = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, FAR * dtype.itemsize
-    memory = mmap.mmap(-1, before + math.prod(shape) * dtype.itemsize, flags=flags)
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=before).view(dtype).view(shape)
-
-
-def far_apart(rows: torch.Tensor) -> torch.Tensor:
-    """rows: [R, …] → the same values as a view whose last row begins FAR elements after the first."""
-    stride = -(-FAR // (rows.shape[0] - 1) // 64) * 64
-    memory = untouched(stride * (rows.shape[0] - 1) + rows[0].numel(), dtype=rows.dtype, device=rows.device)
-    far = memory.as_strided(rows.shape, (stride, *rows.stride()[1:]))
-    far.copy_(rows)
-    return far
-
-
-def far_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """→ a cache that ends with these blocks, all of them beyond FAR elements, and the number of the first"""
-    first = FAR // blocks[0].numel() + 1
-    cache = untouched(first + blocks.shape[0], *blocks.shape[1:], dtype=blocks.dtype, device=blocks.device)
-    cache[first:] = blocks
-    return cache, first
 
 
 def integers(*numbers: int, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -90,6 +63,27 @@ def test_chunks_read_far_blocks_for_far_queries(kernels: ModuleType, window: int
     expected = kernels.paged_prefill(q, near, tables, starts, lengths, shape, max_query_len=10)
     found = kernels.paged_prefill(far_apart(q), far, tables + first, starts, lengths, shape, max_query_len=10)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("lengths", [(41,), (41, 5)])
+def test_decodes_with_their_rotation_read_and_write_far_blocks(lengths: tuple[int, ...], device: torch.device) -> None:
+    """One request is served by `lone_decode`."""
+    rows, size = len(lengths), SHAPE.head_dim
+    near = normal(4, *BLOCK_SHAPE, dtype=torch.float16, device=device)
+    far, first = far_blocks(near)
+    qkv = normal(rows, SHAPE.num_heads + 2 * SHAPE.num_kv_heads, size, dtype=torch.float16, device=device, seed=1)
+    angles = normal(rows, 1, size, dtype=torch.float16, device=device, seed=2)
+    tables = integers(2, 0, 1, 3, 0, 0, device=device).view(2, 3)[:rows]
+    slots = integers(1 * SHAPE.block_size + 8, 3 * SHAPE.block_size + 4, device=device)[:rows]
+    results = [
+        rotated_decode(
+            qkv, angles, angles, cache, slots + begin * SHAPE.block_size, tables + begin,
+            integers(*lengths, device=device), SHAPE, rotary_dim=size,
+        )
+        for cache, begin in ((near, 0), (far, first))
+    ]  # fmt: skip
+    assert_same(results[1], results[0])
+    assert_same(far[first:], near)
 
 
 def test_partial_results_are_stored_at_far_offsets(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from engine.config.quantization import Activations
+from engine.config.stored_weights import Activations
 from engine.quantization.products import fp8_product
 from engine.runner.model_runner import ModelRunner
 from kernels import ops, quantised_linear

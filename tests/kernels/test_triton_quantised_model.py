@@ -18,6 +18,7 @@ from kernels import ops, quantised_linear
 from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import fused_linear, greedy_head
 from kernels.triton.linear_tiles import FLOAT32_FEW_ROWS
+from tests.support import hub_checkpoints as hub
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, overlapped_engine, run_to_end, small_engine, tokens
 from tests.support.interpreted_bf16 import correct_bf16
@@ -68,6 +69,8 @@ FP8_BY_TOKEN = layouts.fp8(per_row=True, activations="dynamic", compressed=True)
 FUSED = {
     "awq": layouts.awq(),
     "gptq in another order": layouts.gptq(desc_act=True),
+    "llm-compressor, 4 bits with zero points": hub.packed_4_bits(symmetric=False),
+    "llm-compressor, int8": hub.int8(),
     "fp8, a stored scale for the inputs of values and another for those of queries": FP8_STATIC,
     "fp8, rows as they are": layouts.fp8(per_row=True, activations="none", compressed=True),
 }

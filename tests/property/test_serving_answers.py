@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.serving import event_stream
+from appliance.serving import event_queue
 from appliance.serving.chunk_queue import ChunkQueue
-from appliance.serving.event_stream import EventStream
-from appliance.serving.text_output import Chunk
+from appliance.serving.chunks import Chunk
+from appliance.serving.event_queue import EventQueue
 from engine.protocol import FinishReason, TokenEvent
 
 ANSWERS = 4
@@ -21,30 +21,30 @@ steps = st.lists(st.one_of(st.integers(0, ANSWERS - 1), st.just("read")), max_si
 
 @pytest.fixture(autouse=True)
 def small_box(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "EVENTS_MAX", BOX)
+    monkeypatch.setattr(event_queue, "EVENTS_MAX", BOX)
 
 
 @given(steps=steps)
 def test_events_arrive_whole_and_in_order(steps: list[int | str]) -> None:
     async def live() -> None:
-        stream = EventStream("req_1", ANSWERS)
+        queue = EventQueue("req_1", ANSWERS)
         sent: dict[int, list[int]] = {index: [] for index in range(ANSWERS)}
         events: list[TokenEvent] = []
         for number, step in enumerate([*steps, *range(ANSWERS)]):
             if isinstance(step, str):
-                events += await stream.take() if stream._events else []
+                events += await queue.take() if queue._events else []
                 continue
             sent[step].append(number)
             is_last = number >= len(steps)
-            stream.put(
+            queue.put(
                 TokenEvent(
                     request_id="req_1", index=step, token_ids=[number], num_output_tokens=len(sent[step]),
                     num_prompt_tokens_computed=1, finish_reason=FinishReason.STOP if is_last else None,
                 )
             )  # fmt: skip
-            assert len(stream._events) < BOX + ANSWERS
-        events += await stream.take()
-        assert stream.open_answers == set()
+            assert len(queue._events) < BOX + ANSWERS
+        events += await queue.take()
+        assert queue.open_answers == set()
         for index in range(ANSWERS):
             mine = [event for event in events if event.index == index]
             assert [token for event in mine for token in event.token_ids] == sent[index]

@@ -12,7 +12,8 @@ from kernels.triton import attention_prefill_hopper, chunk_splits
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.attention_prefill_hopper import KEYS, ROWS, VARIABLE, is_overlapped
 from tests.ptx.test_attention import Batch
-from tests.support.kernel_tolerances import assert_same
+from tests.support.far_memory import far_blocks
+from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.card import EmulatedCard
 
 SHAPE = AttentionShape(16, 4, 1, 128)
@@ -65,6 +66,16 @@ def test_prompt_chunks_match_the_reference(
     before = card.launched.get(KERNEL, 0)
     Batch(shape, lengths, counts).check_prefill()
     assert card.launched[KERNEL] > before
+
+
+def test_far_blocks_are_read(card: EmulatedCard) -> None:
+    batch, launched = Batch(SHAPE, [129, 40], [33, 12]), card.launched.get(KERNEL, 0)
+    cache, first = far_blocks(batch.cache)
+    out = batch.out()
+    places = (cache, batch.tables + first, batch.starts, batch.lens)
+    paged_prefill(batch.q, *places, SHAPE, max_query_len=batch.max_query_len, out=out.tensor)
+    assert_near(out.check(), batch.expected(), "attention")
+    assert card.launched[KERNEL] > launched
 
 
 @pytest.mark.parametrize("unused_rows", [40, 64])

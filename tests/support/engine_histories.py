@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from appliance.serving.event_stream import one_more
+from appliance.serving.event_queue import one_more
 from engine.grammar.lark import to_lark
 from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
 from engine.grammar.spec import GrammarSpec

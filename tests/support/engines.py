@@ -60,7 +60,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     runner._accepts_by_equality = True
     slot_runner = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
     warm_up(slot_runner.steps)
-    return Engine(scheduler, slot_runner, plain.info, plain._grammars, step_budget=plain._step_budget)
+    return Engine(scheduler, slot_runner, plain.info, plain._grammars)
 
 
 def recorded_engine(model: Path, **changes: Any) -> Engine:

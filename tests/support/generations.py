@@ -21,7 +21,7 @@ from appliance.metering.limits.admission import Admission
 from appliance.metering.usage import UsageReports
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_figures import EngineFigures
-from appliance.serving.event_stream import EventStream
+from appliance.serving.event_queue import EventQueue
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations, Order
 from appliance.serving.model_registry import ServedModel
@@ -58,7 +58,7 @@ class InProcessEngine:
         if self.unavailable is not None:
             raise EngineUnavailable(self.unavailable)
 
-    def submit(self, request: GenerationRequest) -> EventStream:
+    def submit(self, request: GenerationRequest) -> EventQueue:
         """Send `request` to the engine."""
         return self._client.submit(request)
 
@@ -161,7 +161,7 @@ async def serving(
     model = ServedModel(
         name=MODEL,
         path=folder,
-        client=engine_client,  # type: ignore[arg-type]  # all that a generation uses of a supervisor
+        engine=engine_client,  # type: ignore[arg-type]  # all that a generation uses of a supervisor
         prompting=Prompting.load(make_hollow_model(folder)),
         context_len=1024,
         sampling_defaults={},

@@ -357,6 +357,7 @@ class SchedulerFuzz:
         self.scheduler.check_invariants()
         assert set(self.scheduler.live()) == set(self.live)
         assert self.scheduler.totals.generation_tokens == sum(self.delivered.values())
+        assert self.scheduler.accounts.aggregate.service_at(self.scheduler.accounts.step) == sum(self.meter.service.values())
         for account in self.scheduler.accounts:
             served = account.service_at(self.scheduler.accounts.step)
             assert served == self.meter.service[account], f"{account.tenant_id} was charged {served}"

@@ -285,7 +285,7 @@ def weights_for(name: str, place: Any) -> torch.Tensor:
     """Valid values for a weight; the input scale of values differs from that of queries and keys."""
     kind = name.rpartition(".")[2]
     if kind in ("qweight", "qzeros"):
-        return torch.zeros(place.tensor.shape, dtype=torch.int32)
+        return torch.zeros(place._shape, dtype=torch.int32)
     if kind == "scales":
         return torch.ones(place._shape, dtype=torch.float16)
     if kind in ("weight_scale", "input_scale"):

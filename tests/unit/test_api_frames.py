@@ -20,8 +20,8 @@ from appliance.base.db import Database
 from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.rate_limits import RateLimit, RateLimitState
 from appliance.serving.chunk_queue import LOGPROBS_JOINED_MAX, ChunkQueue
+from appliance.serving.chunks import Chunk, NamedLogprob
 from appliance.serving.endings import Outcome
-from appliance.serving.text_output import Chunk, NamedLogprob
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL

@@ -6,8 +6,6 @@ import os
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -62,8 +60,7 @@ async def test_the_first_request_of_a_tenant_fixes_its_currency_from_its_admissi
 
 
 async def test_a_request_that_was_just_admitted_has_its_page(box: ApiBox, entry: PendingEntry) -> None:
-    console = cast(Any, SimpleNamespace(services=box.services))
-    _, event = await _find(console, entry.request_id, WHOLE_BOX)
+    _, event = await _find(box.services, entry.request_id, WHOLE_BOX)
     assert event.status == "pending"
 
 

@@ -23,7 +23,7 @@ FIRST = FirstStart(
 
 
 def model(name: str, state: str, error: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(name=name, client=SimpleNamespace(state=state, error=error, load_fraction=None))
+    return SimpleNamespace(name=name, engine=SimpleNamespace(state=state, error=error, load_fraction=None))
 
 
 def started(*models: SimpleNamespace, first: FirstStart | None = FIRST) -> Any:
@@ -48,7 +48,7 @@ async def test_the_login_is_shown_before_any_model_is_ready_and_once(capsys: pyt
     said = capsys.readouterr().out
     assert all(part in said for part in ("http://127.0.0.1:8000/", "admin@localhost", "pass-word", "gha_x", "gh_abc_def"))
     assert "is ready" not in said
-    demo.client.state = "ready"
+    demo.engine.state = "ready"
     await greeted(greeter)
     said = capsys.readouterr().out
     assert "Gatehouse is ready.  Console:  http://127.0.0.1:8000/" in said

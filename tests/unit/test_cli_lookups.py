@@ -90,9 +90,9 @@ async def test_only_an_absence_is_looked_for_elsewhere(ask: Ask) -> None:
 
 def test_limits_are_told_by_name_and_each_has_an_option() -> None:
     given: dict[str, str | None] = dict.fromkeys(LIMIT_NAMES)
-    assert tenants.limits_body(**given) == {}
+    assert tenants.limits_body(tenants.LimitOptions(**given)) == {}
     given |= {"tokens_per_minute": "1000", "concurrent_requests": "NONE", "monthly_budget": "0"}
     limits = {"tokens_per_minute": 1000, "concurrent_requests": None, "monthly_budget": 0}
-    assert tenants.limits_body(**given) == {"limits": limits}
+    assert tenants.limits_body(tenants.LimitOptions(**given)) == {"limits": limits}
     with pytest.raises(CommandFailed, match=r"--tokens-per-day must be a whole number .*, not '-1'"):
-        tenants.limits_body(**{**given, "tokens_per_day": "-1"})
+        tenants.limits_body(tenants.LimitOptions(**{**given, "tokens_per_day": "-1"}))

@@ -111,6 +111,32 @@ def test_a_context_that_was_asked_for_is_not_cut(typed: Any) -> None:
     assert "what would make it fit" in answer.err
 
 
+def test_models_on_one_card_have_caches_of_as_many_tokens(typed: Any) -> None:
+    large = json.loads(typed("llama-3.1-8b", "--beside", "qwen3-0.6b", "--json").out)
+    small = json.loads(typed("qwen3-0.6b", "--beside", "llama-3.1-8b", "--json").out)
+    assert abs(large["kv_tokens"] - small["kv_tokens"]) <= 16
+    assert large["other_models_bytes"] + small["other_models_bytes"] <= large["usable_bytes"] * 1.001
+    assert "other_models" in typed("qwen3-0.6b", "--beside", "llama-3.1-8b").out
+    alone = json.loads(typed("llama-3.1-8b", "--json").out)
+    assert alone["other_models_bytes"] == 0
+
+
+def test_what_would_make_several_models_fit_is_told_for_all_of_them(typed: Any) -> None:
+    answer = typed("llama-3.1-8b", "--beside", "llama-3.1-8b", "--memory-gib", "24")
+    assert answer.status == 1
+    assert "the other models of this GPU 1" in answer.err
+    assert "what would make it fit, for all models of this GPU:\n  weights in 8 bits" in answer.err
+    assert "max_model_len about " in answer.err
+    fitting = typed("llama-3.1-8b", "--beside", "llama-3.1-8b", "--memory-gib", "24", "--quantization", "int8")
+    assert fitting.status == 0
+
+
+def test_a_model_beside_that_nobody_knows_is_told_which_are_known(typed: Any) -> None:
+    answer = typed("qwen3-8b", "--beside", "gpt-9")
+    assert answer.status == 2
+    assert "not 'gpt-9'" in answer.err
+
+
 def test_four_bits_fit_where_sixteen_do_not(typed: Any) -> None:
     assert typed("llama-3.1-8b", "--memory-gib", "10", "--quantization", "int4").status == 0
 

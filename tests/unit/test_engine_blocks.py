@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from engine.protocol import Priority
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
@@ -147,7 +149,7 @@ def test_a_tenant_is_told_what_it_holds() -> None:
     told = {tenant.tenant_id: tenant for tenant in scheduler.tenants()}
     assert (told["alice"].num_running, told["alice"].num_waiting, told["alice"].kv_blocks) == (1, 0, 3)
     assert (told["bob"].num_running, told["bob"].num_waiting, told["bob"].kv_blocks) == (1, 2, 3)
-    assert told["alice"].service_s > 0
+    assert told["alice"].service_s == pytest.approx(scheduler.costs.prefill_ps(0, 9) / 1e12)
 
 
 def test_a_block_that_nobody_holds_is_counted_behind_one_in_main_memory_too() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +15,6 @@ from engine.runner.calibration import PASSES_MAX, PASSES_MAX_S
 from engine.runner.token_spans import TokenSpan
 from engine.scheduling.limits import SchedulerLimits
 from engine.simulator.models import CONFIGS
-from engine.speculation.adaptive_drafter import SpeculationCosts
 
 LIMITS = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, block_size=16)
 
@@ -80,14 +78,27 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_gues
     clock = SimpleNamespace(perf_counter=lambda: target.now_s + small.now_s)
     monkeypatch.setattr(calibration, "time", clock)
     config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
-    found = calibration.measure_speed(config, cast("Any", target), cast("Any", small), LIMITS, weight_bytes=2.0, max_guesses=64)
+    models = cast("Any", target), cast("Any", small)
+    measure = partial(calibration.measure_speed, config, *models, LIMITS, weight_bytes=2.0, max_guesses=64)
+    found = measure()
     times = found.step_times
     assert times.weights_s(1) == pytest.approx(0.009)
     assert 64 * (times.token_s + times.sampled_row_s) == pytest.approx(0.009)
     assert times.draft_step_s == pytest.approx(0.001)
     assert found.speculation.times[0] == 1.0
-    captured = replace(found, speculation=SpeculationCosts(rows=(1, 2), times=(1.0, 1.0), draft_step=0.05))
-    assert captured.step_times.draft_step_s == pytest.approx(0.05 * 0.009)
+
+    class Steps:
+        chunks = target.forward_spans
+
+        def decode(self, num_rows: int) -> None:
+            target.now_s += 0.009
+
+        def draft_decode(self) -> None:
+            small.now_s += 0.0004
+
+    over_slots = measure(steps=cast("Any", Steps())).step_times
+    assert over_slots.weights_s(1) == pytest.approx(0.009)
+    assert over_slots.draft_step_s == pytest.approx(0.0004), "as the steps over slots take it"
 
 
 class HostBound(Passes):

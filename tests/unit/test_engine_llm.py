@@ -69,7 +69,7 @@ def test_options_have_the_defaults_that_scripts_rely_on() -> None:
 
 def test_every_option_of_the_engine_is_one_of_an_llm_with_the_same_default() -> None:
     parameters = inspect.signature(LLM).parameters
-    assert LIMITS.keys() - parameters.keys() == {"name", "num_kv_blocks"}
+    assert LIMITS.keys() - parameters.keys() == {"name", "num_kv_blocks", "colocated_models"}
     options = {field.name: field.default for field in dataclasses.fields(EngineOptions) if field.name in parameters}
     own = {name: parameters[name].default for name in options}
     assert {name for name in options if own[name] != options[name]} == {"model", "max_num_seqs"}

@@ -133,6 +133,27 @@ def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampli
     assert not engine.has_requests
 
 
+def test_moves_made_before_the_one_that_failed_are_not_made_again() -> None:
+    """What was swapped out of a block may have been overwritten by what was swapped in."""
+    device, host = {5: "old"}, {1: "kept"}
+    failures = [RuntimeError("the bus is busy")]
+
+    def move(moves: BlockMoves) -> None:
+        for source, target in moves.swap_out:
+            host[target] = device[source]
+        for source, target in moves.swap_in:
+            device[target] = host[source]
+        if moves.copies and failures:
+            raise failures.pop()
+        for source, target in moves.copies:
+            device[target] = device[source]
+
+    runner = FakeRunner()
+    runner.move = move  # type: ignore[method-assign]
+    make_engine(runner)._move(BlockMoves(swap_out=[(5, 0)], swap_in=[(1, 5)], copies=[(5, 6)]))
+    assert (host, device) == ({0: "old", 1: "kept"}, {5: "kept", 6: "kept"})
+
+
 def test_an_id_that_is_live_cannot_be_submitted_again_but_a_finished_one_can() -> None:
     engine = make_engine(FakeRunner())
     run_to_end(engine, [generation_request("a", [1], max_tokens=1)])

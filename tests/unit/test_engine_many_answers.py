@@ -161,6 +161,20 @@ def test_a_long_prompt_waits_one_step_for_those_who_take_over_before_it_and_not_
     assert number == 6, "put off when it came, and started in the next step"
 
 
+def test_a_prompt_that_is_computed_again_is_shared_when_the_step_has_worked() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=4)
+    first, (fork,) = _with_forks(scheduler, 1, 3)
+    other = make_request("b", 1)
+    scheduler.add(other)
+    step(scheduler)
+    scheduler.preempt(first)
+    scheduler.abort(other)
+    under_way = scheduler.advance(scheduler.schedule())
+    assert (under_way.requests, first.num_unknown_tokens) == ([first], 1)
+    (chunk,) = scheduler.schedule().prefills
+    assert (chunk.request, chunk.start) == (fork, 0), "the step that computes the prompt may fail"
+
+
 def test_the_prompt_of_many_answers_is_counted_once_for_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_lens: list[int] = []
 

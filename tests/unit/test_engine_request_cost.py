@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine import sampling_params
+from engine.answers import make_answers
 from engine.grammar.masks import allow_all
-from engine.loop import Engine
-from engine.protocol import InvalidOption, SamplingParams
+from engine.protocol import EngineInfo, InvalidOption, SamplingParams
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.sampling.randomness import seed_of_answer
@@ -136,8 +136,8 @@ def test_what_a_request_asks_for_is_checked_once_and_not_for_each_of_its_answers
     asked = generation_request("a", [1, 2], n=128, seed=5, bad_words_token_ids=[[1, 2]])
     checks: list[object] = []
     monkeypatch.setattr(sampling_params, "_check_bad_words", checks.append)
-    engine = cast(Engine, SimpleNamespace(info=SimpleNamespace(max_model_len=64, eos_token_ids=[9]), _clock=lambda: 0.0))
-    answers = [Engine._make_request(engine, asked, index, None, [1, 2]) for index in range(asked.sampling.num_answers)]
+    info = cast(EngineInfo, SimpleNamespace(max_model_len=64, eos_token_ids=[9]))
+    answers = make_answers(asked, info, has_grammar=False, now_s=0.0)
     assert not checks
     assert [answer.sampling.seed for answer in answers[1:]] == [seed_of_answer(5, index) for index in range(1, 128)]
     assert {answer.sampling.n for answer in answers} == {128}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 import engine.scheduling.scheduler
@@ -84,6 +86,22 @@ def test_nobody_starts_who_would_run_short_of_blocks_as_predicted() -> None:
     while scheduler.has_requests:
         step(scheduler)
     assert scheduler.totals.preemptions == 0
+
+
+def test_nobody_starts_while_the_decodes_alone_fill_a_step() -> None:
+    budget = mock.Mock()
+    budget.is_crowded.return_value = False
+    budget.chunk.side_effect = lambda start, requested: requested
+    scheduler = make_scheduler(step_budget=budget)
+    first, second = make_request("a", 5), make_request("b", 3)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(second)
+    budget.is_crowded.return_value = True
+    assert planned_tokens(step(scheduler)) == [("a", 1)]
+    assert budget.is_crowded.call_args.args == (1, 6), "one decode with six tokens behind it"
+    budget.is_crowded.return_value = False
+    assert planned_tokens(step(scheduler)) == [("a", 1), ("b", 3)]
 
 
 def test_small_requests_pass_one_that_does_not_fit_but_not_for_ever() -> None:

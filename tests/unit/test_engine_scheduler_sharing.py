@@ -272,3 +272,29 @@ def test_a_probe_drops_content_instead_of_moving_it() -> None:
     scheduler.check_invariants()
     scheduler.add(make_request("b", 1, max_tokens=1))
     assert not scheduler.schedule().moves
+
+
+def test_blocks_that_a_running_request_holds_are_predicted_once() -> None:
+    scheduler = make_scheduler(num_blocks=16, budget=64, caches=True)
+    scheduler.add(make_request("a", 32, max_tokens=8))
+    step(scheduler)
+    second = make_request("b", 33, max_tokens=8)
+    scheduler.add(second)
+    step(scheduler)
+    assert second.status is RequestStatus.DECODE, "40 slots and 12 of its own are fewer than 64"
+
+
+def test_blocks_that_nobody_holds_are_predicted_for_whoever_finds_them() -> None:
+    scheduler = make_scheduler(num_blocks=32, budget=64, caches=True)
+    first = make_request("a", 33)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.abort(first)
+    scheduler.add(make_request("long", 60, max_tokens=20, first_token=500))
+    second = make_request("b", 33, max_tokens=20)
+    step(scheduler)
+    scheduler.add(second)
+    step(scheduler)
+    assert second.status is RequestStatus.QUEUED, "80 slots and 56 are more than 128"
+    drain(scheduler)
+    assert second.num_cached_tokens == 32

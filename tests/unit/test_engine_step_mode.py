@@ -29,11 +29,6 @@ def test_options_and_device_decide_how_steps_are_run(
     assert StepMode.of(EngineOptions(model=Path("m"), **asked), device, can_record=can_record) is mode
 
 
-def test_a_card_whose_batch_invariant_attention_needs_the_host_between_two_steps_runs_plain_ones() -> None:
-    options = EngineOptions(model=Path("m"), batch_invariant=True)
-    assert StepMode.of(options, "cuda", has_invariant_pages=False) is StepMode.PLAIN
-
-
 def test_a_switch_turns_graphs_off_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRAPHS, "0")
     found = [StepMode.of(EngineOptions(model=Path("m"), **asked), device, can_record=can) for device, asked, can, _ in CASES]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -242,3 +245,12 @@ def test_a_refusal_calls_the_schema_a_schema() -> None:
     with pytest.raises(GrammarError) as refused:
         compiled("json", '{"type": "strin"}')
     assert str(refused.value) == 'the schema cannot be enforced at #/type: unknown type "strin"'
+
+
+def test_a_schema_is_the_same_grammar_in_every_process() -> None:
+    """Python hashes strings differently in each, so no rule's place may depend on a set of names."""
+    script = "import sys; from engine.grammar.lark import schema_to_lark; print(schema_to_lark(sys.argv[1]))"
+    command = [sys.executable, "-c", script, json.dumps({"additionalProperties": {"items": WHOLE}})]
+    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in "123"]
+    texts = [subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout for env in environments]
+    assert len({*texts}) == 1

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.grammar import gbnf, json_grammar, lark_rules, numbers, patterns, schema_nodes, shapes
+from engine.grammar import gbnf, json_grammar, lark_rules, numbers, patterns, schema_nodes
 from engine.grammar.lark import to_lark
 from engine.grammar.spec import GrammarError, GrammarSpec, Kind
+from engine.grammar.term_shapes import UNIQUE_VALUES_MAX
 
 
 def groups(number: int) -> str:
@@ -41,7 +42,7 @@ LIMITS: list[tuple[Kind, str, str, str]] = [
      f"({'|'.join(['^a'] * (patterns.ALTERNATIVES_MAX + 1))})b", "more than 256 alternatives"),
     ("json", schema(type="array", minItems=json_grammar.REPEATED_MAX),
      schema(type="array", minItems=json_grammar.REPEATED_MAX + 1), "above 100000"),
-    ("json", schema(**listed(shapes.UNIQUE_VALUES_MAX)), schema(**listed(shapes.UNIQUE_VALUES_MAX + 1)), "at most 60 values"),
+    ("json", schema(**listed(UNIQUE_VALUES_MAX)), schema(**listed(UNIQUE_VALUES_MAX + 1)), "at most 60 values"),
     ("json", f'{{"default": 1e{schema_nodes.NUMBER_EXPONENT_MAX}}}',
      f'{{"default": 1e{schema_nodes.NUMBER_EXPONENT_MAX + 1}}}', "exponents go to 400"),
     ("json", f'{{"multipleOf": 1e-{numbers.DECIMALS_MAX}}}', f'{{"multipleOf": 1e-{numbers.DECIMALS_MAX + 1}}}',

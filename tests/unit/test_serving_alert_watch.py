@@ -30,10 +30,10 @@ class Engines:
     """Models of the registry, of which only the state is looked at."""
 
     def __init__(self) -> None:
-        self.client = SimpleNamespace(state="ready", error=None)
+        self.engine = SimpleNamespace(state="ready", error=None)
 
     def list(self) -> list[Any]:
-        return [SimpleNamespace(name="demo", client=self.client)]
+        return [SimpleNamespace(name="demo", engine=self.engine)]
 
 
 class Watched:
@@ -141,9 +141,9 @@ async def test_keys_are_looked_at_once_an_hour_and_whenever_keys_or_webhooks_cha
 
 
 async def test_a_model_that_stays_away_is_told_of_once_until_it_was_back(watched: Watched, clock: FakeClock) -> None:
-    client = watched.engines.client
+    engine = watched.engines.engine
     assert await watched.alerts_sent() == []
-    client.state, client.error = "failed", "out of memory"
+    engine.state, engine.error = "failed", "out of memory"
     assert await watched.alerts_sent() == []
     clock.advance(ENGINE_DOWN_S - 1)
     assert await watched.alerts_sent() == []
@@ -151,9 +151,9 @@ async def test_a_model_that_stays_away_is_told_of_once_until_it_was_back(watched
     assert await watched.alerts_sent() == [{"model": "demo", "state": "failed", "down_s": 60, "error": "out of memory"}]
     clock.advance(3600)
     assert len(await watched.alerts_sent()) == 1
-    client.state = "ready"
+    engine.state = "ready"
     await watched.alerts_sent()
-    client.state = "restarting"
+    engine.state = "restarting"
     await watched.alerts_sent()
     clock.advance(ENGINE_DOWN_S)
     assert len(await watched.alerts_sent()) == 2
@@ -161,8 +161,8 @@ async def test_a_model_that_stays_away_is_told_of_once_until_it_was_back(watched
 
 async def test_a_model_that_is_back_in_time_is_not_told_of(watched: Watched, clock: FakeClock) -> None:
     for _ in range(3):
-        watched.engines.client.state = "restarting"
+        watched.engines.engine.state = "restarting"
         await watched.alerts_sent()
         clock.advance(ENGINE_DOWN_S - 1)
-        watched.engines.client.state = "ready"
+        watched.engines.engine.state = "ready"
         assert await watched.alerts_sent() == []

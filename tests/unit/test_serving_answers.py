@@ -10,8 +10,8 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import EngineUnavailable, InternalError, InvalidValue, Overloaded
 from appliance.metering.ledger.records import Settlement
+from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
-from appliance.serving.text_output import Chunk
 from appliance.tenancy import fields
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges

@@ -14,7 +14,7 @@ import uvloop
 
 from appliance.base.errors import EngineUnavailable
 from appliance.serving.engine_client import EngineClient
-from appliance.serving.event_stream import EVENTS_MAX, EventStream
+from appliance.serving.event_queue import EVENTS_MAX, EventQueue
 from engine.protocol import EngineFrame, FinishReason, GenerationRequest, InvalidOption, SamplingParams, TokenEvent
 from engine.transport import TransportError, encode_frame
 from tests.support.fake_engine import STALL, FakeEngine, connected_pair, make_event
@@ -51,18 +51,18 @@ async def connected(**options: Any) -> AsyncIterator[tuple[EngineClient, FakeEng
         await asyncio.wait({engine_task, client_task})
 
 
-async def all_events(stream: EventStream) -> list[TokenEvent]:
+async def all_events(queue: EventQueue) -> list[TokenEvent]:
     events: list[TokenEvent] = []
     while not events or events[-1].finish_reason is None:
-        events += await stream.take()
+        events += await queue.take()
     return events
 
 
 async def test_each_request_gets_its_own_events_and_one_end() -> None:
     async with connected() as (client, _, _):
-        streams = [client.submit(wanted(f"req_{index}", [10 + index, 20 + index])) for index in range(3)]
-        for index, stream in enumerate(streams):
-            events = await all_events(stream)
+        queues = [client.submit(wanted(f"req_{index}", [10 + index, 20 + index])) for index in range(3)]
+        for index, queue in enumerate(queues):
+            events = await all_events(queue)
 
             assert [token for one in events for token in one.token_ids] == [10 + index, 20 + index] * 2
             assert [one.finish_reason for one in events if one.finish_reason] == [FinishReason.LENGTH]
@@ -71,19 +71,19 @@ async def test_each_request_gets_its_own_events_and_one_end() -> None:
 
 async def test_what_is_asked_in_one_turn_leaves_as_one_frame() -> None:
     async with connected() as (client, engine, _):
-        streams = [client.submit(wanted(f"req_{index}", [5])) for index in range(8)]
-        for stream in streams:
-            await all_events(stream)
+        queues = [client.submit(wanted(f"req_{index}", [5])) for index in range(8)]
+        for queue in queues:
+            await all_events(queue)
 
         assert [len(frame.submit) for frame in engine.frames] == [8]
 
 
 async def test_an_abort_in_the_same_turn_still_ends_the_request() -> None:
     async with connected() as (client, _, _):
-        stream = client.submit(wanted("req_1", [STALL]))
+        queue = client.submit(wanted("req_1", [STALL]))
         client.abort("req_1")
 
-        assert (await all_events(stream))[-1].finish_reason is FinishReason.ABORTED
+        assert (await all_events(queue))[-1].finish_reason is FinishReason.ABORTED
 
 
 async def test_an_abort_of_an_unknown_request_sends_nothing() -> None:
@@ -96,12 +96,12 @@ async def test_an_abort_of_an_unknown_request_sends_nothing() -> None:
 
 async def test_when_the_engine_goes_every_open_stream_hears_of_it() -> None:
     async with connected() as (client, _, engine_task):
-        streams = [client.submit(wanted(f"req_{index}", [STALL])) for index in range(3)]
+        queues = [client.submit(wanted(f"req_{index}", [STALL])) for index in range(3)]
         await asyncio.sleep(0)
         engine_task.cancel()
-        for stream in streams:
+        for queue in queues:
             with pytest.raises(EngineUnavailable):
-                await stream.take()
+                await queue.take()
         with pytest.raises(EngineUnavailable):
             client.submit(wanted("req_late", [5]))
 
@@ -114,7 +114,7 @@ def test_all_that_a_killed_engine_has_sent_is_heard_though_we_write_to_it(
         ours, theirs = socket.socketpair()
         client, request = EngineClient(ours), wanted("req_1", [STALL])
         client_task = asyncio.create_task(client.run())
-        stream = client.submit(request)
+        queue = client.submit(request)
         await asyncio.sleep(0)
         for number in range(1, FRAMES_AT_ONCE + 1):
             theirs.sendall(encode_frame(EngineFrame(events=[make_event(request, [number], number)])))
@@ -123,43 +123,43 @@ def test_all_that_a_killed_engine_has_sent_is_heard_though_we_write_to_it(
         async with asyncio.timeout(DEADLINE_S):
             await client_task
 
-        events = await stream.take()
+        events = await queue.take()
         assert [token for one in events for token in one.token_ids] == list(range(1, FRAMES_AT_ONCE + 1))
         with pytest.raises(EngineUnavailable):
-            await stream.take()
+            await queue.take()
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(run())
 
 
 async def test_events_before_the_end_are_delivered_before_the_error() -> None:
-    stream = EventStream("req_1")
-    stream.put(make_event(wanted("req_1", [5]), [5], 1))
-    stream.fail("gone")
+    queue = EventQueue("req_1")
+    queue.put(make_event(wanted("req_1", [5]), [5], 1))
+    queue.fail("gone")
 
-    assert len(await stream.take()) == 1
+    assert len(await queue.take()) == 1
     with pytest.raises(EngineUnavailable, match="gone"):
-        await stream.take()
+        await queue.take()
 
 
 async def test_an_answer_that_goes_on_is_one_token_longer_and_else_as_it_was() -> None:
-    stream = EventStream("req_1", 2)
+    queue = EventQueue("req_1", 2)
     first = make_event(wanted("req_1", [5]), [5], 3, index=1)
-    stream.put(first)
-    stream.put_token(1, 6)
-    stream.put_token(1, 7)
+    queue.put(first)
+    queue.put_token(1, 6)
+    queue.put_token(1, 7)
 
     said = [first, replace(first, token_ids=[6], num_output_tokens=4), replace(first, token_ids=[7], num_output_tokens=5)]
-    assert await stream.take() == said
-    assert stream.open_answers == {0, 1}
+    assert await queue.take() == said
+    assert queue.open_answers == {0, 1}
 
 
 async def test_an_answer_cannot_go_on_before_it_has_begun() -> None:
     async with connected() as (client, engine, _):
-        stream = client.submit(wanted("req_1", [STALL]))
+        queue = client.submit(wanted("req_1", [STALL]))
         engine._writer.write(encode_frame(EngineFrame(decoded=[("req_1", 0, 5)])))
         with pytest.raises(EngineUnavailable, match="without a beginning"):
-            await stream.take()
+            await queue.take()
 
 
 async def test_tokens_of_nobody_are_counted() -> None:
@@ -171,12 +171,12 @@ async def test_tokens_of_nobody_are_counted() -> None:
 
 
 async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
-    stream = EventStream("req_1")
+    queue = EventQueue("req_1")
     request = wanted("req_1", [5])
     count = EVENTS_MAX * 2
     for number in range(1, count + 1):
-        stream.put(make_event(request, [number], number))
-    events = await stream.take()
+        queue.put(make_event(request, [number], number))
+    events = await queue.take()
 
     assert len(events) == EVENTS_MAX
     assert [token for one in events for token in one.token_ids] == list(range(1, count + 1))
@@ -184,11 +184,11 @@ async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
 
 
 async def test_events_of_several_answers_are_merged_each_with_its_own() -> None:
-    stream = EventStream("req_1", 2)
+    queue = EventQueue("req_1", 2)
     request = wanted("req_1", [5])
     for number in range(1, EVENTS_MAX * 2 + 1):
-        stream.put(make_event(request, [number], (number + 1) // 2, index=number % 2))
-    events = await stream.take()
+        queue.put(make_event(request, [number], (number + 1) // 2, index=number % 2))
+    events = await queue.take()
 
     assert len(events) == EVENTS_MAX
     for index in (0, 1):
@@ -198,25 +198,25 @@ async def test_events_of_several_answers_are_merged_each_with_its_own() -> None:
 
 async def test_one_answer_of_several_can_be_ended_alone() -> None:
     async with connected() as (client, _, _):
-        stream = client.submit(wanted("req_1", [STALL], n=2))
+        queue = client.submit(wanted("req_1", [STALL], n=2))
         client.abort_answer("req_1", 1)
         client.abort_answer("req_1", 7)
-        (ended,) = await all_events(stream)
+        (ended,) = await all_events(queue)
 
         assert (ended.index, ended.finish_reason) == (1, FinishReason.ABORTED)
-        assert (stream.open_answers, client.open_requests) == ({0}, 1)
+        assert (queue.open_answers, client.open_requests) == ({0}, 1)
         client.abort("req_1")
-        assert (await all_events(stream))[-1].index == 0
+        assert (await all_events(queue))[-1].index == 0
         assert client.open_requests == 0
 
 
 async def test_an_answer_that_the_engine_does_not_end_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(final_event_wait_s=0.01) as (client, engine, _):
         monkeypatch.setattr(engine, "_receive", engine.frames.append)
-        stream = client.submit(wanted("req_1", [STALL], n=2))
+        queue = client.submit(wanted("req_1", [STALL], n=2))
         client.abort_answer("req_1", 1)
         with pytest.raises(EngineUnavailable, match="did not end"):
-            await stream.take()
+            await queue.take()
 
 
 @pytest.mark.parametrize("value", HUGE)
@@ -253,10 +253,10 @@ async def test_what_cannot_be_written_is_told_to_each_of_its_requests(monkeypatc
             raise RuntimeError("the transport is broken")
 
         monkeypatch.setattr(client._socket, "send", broken)
-        streams = [client.submit(wanted(f"req_{index}", [5])) for index in range(3)]
-        for stream in streams:
+        queues = [client.submit(wanted(f"req_{index}", [5])) for index in range(3)]
+        for queue in queues:
             with pytest.raises(EngineUnavailable, match="could not be sent"):
-                await stream.take()
+                await queue.take()
 
         assert client.open_requests == 0
         assert len(told) == 1
@@ -265,9 +265,9 @@ async def test_what_cannot_be_written_is_told_to_each_of_its_requests(monkeypatc
 async def test_an_abort_that_the_engine_never_answers_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(final_event_wait_s=0.01) as (client, engine, _):
         monkeypatch.setattr(engine, "_receive", engine.frames.append)
-        stream = client.submit(wanted("req_1", [STALL]))
+        queue = client.submit(wanted("req_1", [STALL]))
         client.abort("req_1")
         with pytest.raises(EngineUnavailable, match="did not end"):
-            await stream.take()
+            await queue.take()
 
         assert client.open_requests == 0

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.metering.past_requests import PastRequests
-from appliance.serving.event_stream import merged
+from appliance.serving.event_queue import merged
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_BOX
 from engine.protocol import FinishReason, TokenEvent

@@ -18,9 +18,9 @@ from appliance.serving import engine_client
 from appliance.serving import generation as generation_module
 from appliance.serving.answers import Answer
 from appliance.serving.bill import Bill
+from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
 from appliance.serving.prompting import Prompting
-from appliance.serving.text_output import Chunk, TextOutput
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
@@ -164,7 +164,7 @@ async def test_how_long_a_request_took_is_measured_once(
 
 
 async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
-    balance = box.model.client.figures.balance
+    balance = box.model.engine.figures.balance
     balance.note_status(engine_status())
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
@@ -250,12 +250,12 @@ def test_a_stop_string_ends_at_the_same_token_however_events_are_merged(tmp_path
     prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
     ids = prompting._tokenizer.encode(TEXT, add_special_tokens=False).ids
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams(logprobs=0))
-    output = TextOutput(prompting, stop=["quick"], min_tokens=0)
+    answer = Answer(0, prompting, SamplingParams(stop=["quick"], logprobs=0))
     chunks: list[Chunk] = []
     for begin in range(0, len(ids), merged):
         part = ids[begin : begin + merged]
-        chunks.append(output.push(make_event(request, part, begin + len(part))))
-        if output.stopped:
+        chunks.append(answer.push(make_event(request, part, begin + len(part))))
+        if answer.stopped:
             break
     expected = next(n for n in range(1, 99) if "quick" in prompting._tokenizer.decode(ids[:n]))
 
@@ -273,8 +273,8 @@ def test_a_token_that_ends_an_answer_and_is_no_text_of_it_has_no_logprob(
     prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
     ids = [*prompting._tokenizer.encode("a b", add_special_tokens=False).ids[-2:], end]
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams(logprobs=0))
-    output = TextOutput(prompting, stop=[], min_tokens=0, stop_token_ids=stop_token_ids)
-    chunk = output.push(make_event(request, ids, len(ids), finish_reason=FinishReason.STOP))
+    answer = Answer(0, prompting, SamplingParams(stop_token_ids=stop_token_ids, logprobs=0))
+    chunk = answer.push(make_event(request, ids, len(ids), finish_reason=FinishReason.STOP))
 
     assert (chunk.completion_tokens, len(chunk.logprobs)) == (3, named)
 
@@ -283,7 +283,7 @@ def test_a_stop_string_in_what_was_held_back_ends_the_answer_too(tmp_path: Path)
     prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
     ids = prompting._tokenizer.encode("the \N{PARROT}", add_special_tokens=False).ids[:-1]  # the last character lacks a byte
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams())
-    answer = Answer(0, TextOutput(prompting, stop=[" \N{REPLACEMENT CHARACTER}"], min_tokens=0))
+    answer = Answer(0, prompting, SamplingParams(stop=[" \N{REPLACEMENT CHARACTER}"]))
     last = make_event(request, ids, len(ids), finish_reason=FinishReason.LENGTH)
 
     text = answer.push(last).text + answer.finish(last).text
@@ -464,7 +464,7 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
         box.generations.abort(entry.request_id, access=WHOLE_BOX)
 
     monkeypatch.setattr(box.ledger, "open", left)
-    balance = box.model.client.figures.balance
+    balance = box.model.engine.figures.balance
     balance.note_status(engine_status())
     with structlog.testing.capture_logs() as logs:
         generation = await box.start(cast.bob, TEXT)

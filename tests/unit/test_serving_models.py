@@ -123,9 +123,16 @@ def options_of(folder: Path, **values: Any) -> EngineOptions:
     return _engine_options(parse_arguments(engine_command(ModelFolder.check(folder), settings, 7)[3:]))
 
 
+def test_each_engine_learns_of_the_models_that_share_its_gpu(tmp_path: Path) -> None:
+    first, second, third = (make_hollow_model(tmp_path / name) for name in ("first", "second", "third"))
+    assert options_of(first, models=[str(first), str(second), str(third)]).colocated_models == (second, third)
+    assert options_of(second, models=[str(first), str(second)]).colocated_models == (first,)
+    assert options_of(first, models=[str(first)]).colocated_models == ()
+
+
 def test_every_option_of_an_engine_is_a_setting_but_those_of_one_model() -> None:
     names = {_OPTION_NAMES.get(field.name, field.name) for field in dataclasses.fields(EngineSettings)}
-    assert LIMITS.keys() - names == {"model", "name", "num_kv_blocks"}
+    assert LIMITS.keys() - names == {"model", "name", "num_kv_blocks", "colocated_models"}
     assert names <= LIMITS.keys()
 
 
@@ -203,14 +210,14 @@ async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path,
     make_hollow_model(tmp_path / "model")
     settings = load_settings(options={"data_dir": tmp_path}, environ=environ)
     (model,) = build_models(settings, clock=SystemClock(), metrics=Metrics(), on_frame=lambda _: None).list()
-    model.client.start()
+    model.engine.start()
     try:
         async with asyncio.timeout(300):
-            await model.client.wait_for_state("ready", "failed", "restarting")
-        assert model.client.info is not None, model.client.error
-        assert model.client.info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
+            await model.engine.wait_for_state("ready", "failed", "restarting")
+        assert model.engine.info is not None, model.engine.error
+        assert model.engine.info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
     finally:
-        await model.client.stop()
+        await model.engine.stop()
 
 
 def test_the_switches_of_the_settings_are_those_of_the_engine() -> None:

@@ -26,19 +26,19 @@ INTERVAL_S = 30.0
 async def model(tmp_path: Path, clock: FakeClock) -> AsyncIterator[ServedModel]:
     """A served model whose engine has been started; its clock stands still."""
     folder = make_hollow_model(tmp_path / "tiny")
-    client = Supervisor(name="tiny", command=command, clock=clock)
+    engine = Supervisor(name="tiny", command=command, clock=clock)
     served = ServedModel(
         name="tiny",
         path=folder,
-        client=client,
+        engine=engine,
         prompting=Prompting.load(folder),
         context_len=None,
         sampling_defaults={},
         created=SystemClock().now(),
     )
-    client.start()
+    engine.start()
     yield served
-    await client.stop()
+    await engine.stop()
 
 
 async def test_a_loading_engine_is_named(model: ServedModel, clock: FakeClock) -> None:
@@ -49,14 +49,14 @@ async def test_a_loading_engine_is_named(model: ServedModel, clock: FakeClock) -
 
 async def test_what_an_engine_said_at_its_end_is_not_told_to_everybody(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
-    model.client.state, model.client.error = "failed", "no tensor in /home/alice/models/tiny"
+    model.engine.state, model.engine.error = "failed", "no tensor in /home/alice/models/tiny"
 
     assert readiness.problem(model) == "engine of tiny is failed"
 
 
 async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
-    await model.client.wait_for_state("ready")
+    await model.engine.wait_for_state("ready")
     assert readiness.problem(model) == "engine of tiny has not generated a token yet"
     readiness.start()
     await poll_until(lambda: readiness.problem(model) is None)
@@ -68,26 +68,26 @@ async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(mo
 
 async def test_probes_stand_in_no_figure(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
-    await model.client.wait_for_state("ready")
-    await poll_until(lambda: model.client.status is not None)
+    await model.engine.wait_for_state("ready")
+    await poll_until(lambda: model.engine.status is not None)
     readiness.start()
     await poll_until(lambda: readiness.problem(model) is None)
-    await poll_until(lambda: (model.client.status or engine_status()).generation_tokens_total == 1)
+    await poll_until(lambda: (model.engine.status or engine_status()).generation_tokens_total == 1)
     clock.advance(1.0)
-    await poll_until(lambda: len(model.client.figures._totals) > 1)
+    await poll_until(lambda: len(model.engine.figures._totals) > 1)
     await readiness.stop()
 
-    assert model.client.figures.tokens_per_second(clock.monotonic_s()) == 0.0
-    assert model.client.figures.probe_prompt_tokens == 1
+    assert model.engine.figures.tokens_per_second(clock.monotonic_s()) == 0.0
+    assert model.engine.figures.probe_prompt_tokens == 1
 
 
 async def test_a_probe_comes_before_the_interval_is_over(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     readiness.start()
     await poll_until(lambda: readiness.problem(model) is None)
-    before = model.client.last_token_monotonic_s
+    before = model.engine.last_token_monotonic_s
     clock.advance(INTERVAL_S / 2)
-    await poll_until(lambda: model.client.last_token_monotonic_s != before)
+    await poll_until(lambda: model.engine.last_token_monotonic_s != before)
     await readiness.stop()
 
     assert readiness.problem(model) is None

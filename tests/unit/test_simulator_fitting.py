@@ -133,7 +133,7 @@ def test_a_context_that_a_hint_names_is_served_with_the_seats_that_are_chosen_th
         "keys and values in 8 bits (kv_cache_dtype=fp8)": {"kv_cache_dtype": "fp8"},
         "weights in 8 bits (quantization=int8 or fp8)": {"quantization": "int8"},
     }
-    for words, context_len in memory_fit(folder, card).remedies():
+    for words, context_len, _ in memory_fit(folder, card).remedies():
         if words in asked:
             assert memory_fit(folder, card, max_model_len=context_len, **asked[words]).fits
 

@@ -51,7 +51,8 @@ FIELDS = {
     "swapped_in_total": "Blocks that were copied back to the device.",
     "swapped_out_total": "Blocks that were copied to host memory.",
     "MemoryPart.name": (
-        "`weights`, `activations`, `graphs` (CUDA graphs), `slots`, `rotary_tables`, `device_context` or `kv_cache`."
+        "`weights`, `activations`, `graphs` (CUDA graphs), `slots`, `rotary_tables`, `device_context`, `kv_cache` or "
+        "`other_models` (what is left to them on the same GPU)."
     ),
     "predicted_bytes": "The memory that was predicted before the model was loaded, in bytes.",
     "measured_bytes": "The memory that was measured, in bytes; null if the device does not report it.",

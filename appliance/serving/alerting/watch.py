@@ -48,14 +48,14 @@ class AlertWatch:
     async def _check_engines(self) -> None:
         now_s = self._clock.monotonic_s()
         for model in self._models.list():
-            state = model.client.state
+            state = model.engine.state
             if state in _SERVED:
                 self._down_s.pop(model.name, None)
                 self._alerted.discard(model.name)
                 continue
             down_s = now_s - self._down_s.setdefault(model.name, now_s)
             if down_s >= ENGINE_DOWN_S and model.name not in self._alerted:
-                await self._enqueue_engine_down(model.name, state, round(down_s), model.client.error)
+                await self._enqueue_engine_down(model.name, state, round(down_s), model.engine.error)
                 self._alerted.add(model.name)
 
     async def _enqueue_engine_down(self, model: str, state: str, down_s: int, error: str | None) -> None:

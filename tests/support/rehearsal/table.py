@@ -2,8 +2,8 @@
 
 The interpreter takes a tenth of a second per layer, too long for hundreds of steps. Here operations are those of the CPU table:
 most do not depend on values, and torch launches them one by one. Those that read values, as no kernel may, become one launch
-each: RETURNING and WRITING here, and `sample` in `sampling`. Mixtures of experts keep the implementation that synchronises with
-the host, so their steps are not captured.
+each: RETURNING, WRITING and `sample`. Mixtures of experts keep the implementation that synchronises with the host, so their
+steps are not captured.
 """
 
 from __future__ import annotations
@@ -67,9 +67,14 @@ def _rotated_into(*args: Any, out: torch.Tensor, **kwargs: Any) -> None:
     out.copy_(rotated_decode(*args, **kwargs))
 
 
+def _tokens(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+
+
 _LAUNCHED: dict[str, Any] = {
     **{name: launch_with_output(getattr(table, name), _like_queries) for name in RETURNING},
     **{name: launch_whole(getattr(table, name)) for name in WRITING},
+    "sample": launch_with_output(table.OPERATIONS.sample, _tokens),
     "rotated_decode": launch_with_output(_rotated_into, _like_heads),
 }
 OPERATIONS = replace(

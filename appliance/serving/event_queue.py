@@ -1,6 +1,6 @@
 """The events of one request on their way from the reader task to the task that owns the generation.
 
-The reader never waits: when the owner is slow, events are merged, so the box holds few objects and never more tokens than
+The reader never waits: when the owner is slow, events are merged, so the queue holds few objects and never more tokens than
 the request's answers may have.
 """
 
@@ -17,8 +17,8 @@ from engine.transport import MalformedFrame
 EVENTS_MAX = 256
 
 
-class EventStream:
-    """A box of events with one writer and one reader. After the final event of each answer, or a failure, nothing more comes.
+class EventQueue:
+    """A queue of events with one writer and one reader. After the final event of each answer, or a failure, nothing more comes.
 
     `open_answers` holds the indices of the answers whose final event has not come yet.
     """
@@ -33,7 +33,7 @@ class EventStream:
         self._reader = Wakeup()
 
     def put(self, event: TokenEvent) -> None:
-        """Add `event`; merge it into the last one of its answer when the box is full."""
+        """Add `event`; merge it into the last one of its answer when the queue is full."""
         self._last[event.index] = event
         if len(self._events) < EVENTS_MAX or not self._merged_into_last(event):
             self._events.append(event)
@@ -50,7 +50,7 @@ class EventStream:
         self.put(one_more(last, token_id))
 
     def fail(self, reason: str, *, retry_after_s: float | None = None) -> None:
-        """End the stream: the engine is gone, maybe back in `retry_after_s`. Events that came before are still delivered."""
+        """End the queue: the engine is gone, maybe back in `retry_after_s`. Events that came before are still delivered."""
         self._failure, self._retry_after_s = reason, retry_after_s
         self._reader.wake()
 

@@ -1,0 +1,128 @@
+"""The settings of llm-compressor's `compressed-tensors`, checked. Reads JSON; knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.config.quantization_keys import group_size, refusal, require_one_of
+from engine.config.stored_weights import (
+    Activations,
+    Fp8BlockWeights,
+    Fp8Weights,
+    GroupLayout,
+    Int4Weights,
+    Int8GroupWeights,
+    Int8Weights,
+    StoredWeights,
+)
+from engine.config.values import JsonObject, mapping, positive
+
+FP8_FORMATS = ("float-quantized", "naive-quantized")
+INT8_FORMAT, PACKED_FORMAT = "int-quantized", "pack-quantized"
+
+
+def parse_compressed(settings: JsonObject) -> StoredWeights:
+    """One group of settings for all linear modules. Raises `UnsupportedModel` with the key and what can be."""
+    for key in ("sparsity_config", "transform_config"):
+        if settings.get(key) and mapping(settings, key).get("format", "dense") != "dense":
+            raise refusal(key, settings[key], "none")
+    check_kv_scheme(mapping(settings, "kv_cache_scheme"), "tensor")
+    groups = mapping(settings, "config_groups")
+    if len(groups) != 1:
+        raise refusal("config_groups", sorted(groups), "one group for all linear modules")
+    name, group = next(iter(groups.items()))
+    prefix = f"config_groups.{name}."
+    if not isinstance(group, Mapping):
+        raise refusal(prefix.rstrip("."), group, "an object")
+    format_name = group.get("format") or settings.get("format")
+    if format_name not in (*FP8_FORMATS, INT8_FORMAT, PACKED_FORMAT):
+        raise refusal("format", format_name, ", ".join((*FP8_FORMATS, INT8_FORMAT, PACKED_FORMAT)))
+    require_one_of(group, "targets", ["Linear"], prefix=prefix)
+    require_one_of(group, "output_activations", None, prefix=prefix)
+    weights, inputs = mapping(group, "weights"), mapping(group, "input_activations")
+    require_one_of(weights, "dynamic", False, None, prefix=f"{prefix}weights.")
+    if format_name in FP8_FORMATS:
+        return _fp8_weights(weights, inputs, prefix)
+    if format_name == INT8_FORMAT:
+        return _int8_weights(weights, inputs, prefix)
+    if inputs:
+        raise refusal(f"{prefix}input_activations", inputs, "none")
+    return _packed_weights(weights, f"{prefix}weights.")
+
+
+def check_kv_scheme(scheme: JsonObject, *strategies: str | None) -> None:
+    """Scales of keys and values, one of each in every layer; they serve where the cache is kept in 8 bits. Raises
+    `UnsupportedModel`."""
+    if scheme:
+        prefix = "kv_cache_scheme."
+        require_one_of(scheme, "num_bits", 8, prefix=prefix)
+        require_one_of(scheme, "type", "float", prefix=prefix)
+        require_one_of(scheme, "strategy", *strategies, prefix=prefix)
+        require_one_of(scheme, "symmetric", True, None, prefix=prefix)
+        require_one_of(scheme, "dynamic", False, None, prefix=prefix)
+
+
+def _fp8_weights(weights: JsonObject, inputs: JsonObject, prefix: str) -> Fp8Weights | Fp8BlockWeights:
+    """Inputs of matrices in blocks are not rounded, so what is said about them does not matter."""
+    of_weights = f"{prefix}weights."
+    require_one_of(weights, "num_bits", 8, prefix=of_weights)
+    require_one_of(weights, "type", "float", prefix=of_weights)
+    require_one_of(weights, "strategy", "tensor", "channel", "block", prefix=of_weights)
+    require_one_of(weights, "symmetric", True, None, prefix=of_weights)
+    if weights["strategy"] != "block":
+        return Fp8Weights(activations=_fp8_activations(inputs, f"{prefix}input_activations."))
+    block = read_block(weights, "block_structure", prefix=of_weights)
+    return Fp8BlockWeights(block=block, marker="weight_scale", key=f"{of_weights}strategy 'block'")
+
+
+def _fp8_activations(activations: JsonObject, prefix: str) -> Activations:
+    if not activations:
+        return Activations.UNTOUCHED
+    require_one_of(activations, "num_bits", 8, prefix=prefix)
+    require_one_of(activations, "type", "float", prefix=prefix)
+    require_one_of(activations, "symmetric", True, None, prefix=prefix)
+    require_one_of(activations, "dynamic", True, False, None, prefix=prefix)
+    if activations.get("dynamic"):
+        require_one_of(activations, "strategy", "token", prefix=prefix)
+        return Activations.DYNAMIC
+    require_one_of(activations, "strategy", "tensor", prefix=prefix)
+    return Activations.STATIC
+
+
+def read_block(settings: JsonObject, key: str, *, prefix: str = "") -> tuple[int, int]:
+    """Rows and columns of a block. Raises `UnsupportedModel`."""
+    block = settings.get(key)
+    if not isinstance(block, list) or len(block) != 2:
+        raise refusal(f"{prefix}{key}", block, "two positive integers")
+    rows, columns = (positive({f"{prefix}{key}": size}, f"{prefix}{key}") for size in block)
+    return rows, columns
+
+
+def _int8_weights(weights: JsonObject, inputs: JsonObject, prefix: str) -> Int8Weights:
+    """Inputs are not rounded; what rounds them elsewhere must be 8 bits all the same, so that little is different."""
+    of_weights = f"{prefix}weights."
+    require_one_of(weights, "num_bits", 8, prefix=of_weights)
+    require_one_of(weights, "type", "int", prefix=of_weights)
+    require_one_of(weights, "strategy", "tensor", "channel", prefix=of_weights)
+    require_one_of(weights, "symmetric", True, None, prefix=of_weights)
+    if inputs:
+        of_inputs = f"{prefix}input_activations."
+        require_one_of(inputs, "num_bits", 8, prefix=of_inputs)
+        require_one_of(inputs, "type", "int", prefix=of_inputs)
+        require_one_of(inputs, "strategy", "token", "tensor", prefix=of_inputs)
+    return Int8Weights(is_packed=False)
+
+
+def _packed_weights(weights: JsonObject, prefix: str) -> StoredWeights:
+    require_one_of(weights, "num_bits", 4, 8, prefix=prefix)
+    require_one_of(weights, "type", "int", prefix=prefix)
+    require_one_of(weights, "strategy", "group", "channel", prefix=prefix)
+    require_one_of(weights, "symmetric", True, False, None, prefix=prefix)
+    has_groups, has_zeros = weights["strategy"] == "group", weights.get("symmetric") is False
+    size = group_size(weights, prefix=prefix) if has_groups else None
+    if weights["num_bits"] == 4:
+        return Int4Weights(layout=GroupLayout.COMPRESSED, group_size=size, zero_offset=0, has_zeros=has_zeros)
+    if not has_groups and not has_zeros:
+        return Int8Weights(is_packed=True)
+    key = f"{prefix}num_bits 8 " + ("in groups" if has_groups else "with zero points")
+    return Int8GroupWeights(layout=GroupLayout.COMPRESSED, group_size=size, zero_offset=0, has_zeros=has_zeros, key=key)

@@ -1,0 +1,459 @@
+"""An engine whose steps are launched ahead on a device without a model, and random lives of its requests.
+
+The device has what each slot of each block holds, and draws the next token from all slots of a request up to the last one. A
+block that is stale, lost, not yet written or another tenant's therefore changes a token, as it would with a model. A device
+that fails leaves garbage behind.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from engine.loop import Engine
+from engine.protocol import (
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    PlainReason,
+    Priority,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.drafting import NO_DRAFT, Draft
+from engine.scheduling.fair_policy import FairPolicy
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.lead_tracking import FairSettings
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import UNKNOWN_TOKEN, Request
+from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.scheduler import Scheduler
+from tests.support.engines import unused_grammars
+from tests.support.scheduler_fuzz import COSTS, GapMeter, SchedulerSetup, random_prompt, random_setup
+
+VOCAB_SIZE = 12
+STOP_TOKEN = 11
+GARBAGE = -1
+STEPS_TO_DRAIN_MAX = 6000
+
+
+class Content(NamedTuple):
+    """What a slot holds: whose, which token, and a hash of all tokens up to it."""
+
+    owner: str
+    token_id: int
+    prefix: int
+
+
+def extended(prefix: int, token_id: int) -> int:
+    """The hash of a prefix with one more token."""
+    return GARBAGE if prefix == GARBAGE else hash((prefix, token_id)) & 0x7FFFFFFFFFFFFFFF
+
+
+def token_after(prefix: int, index: int) -> int:
+    """The token that answer `index` of a request has after a prefix."""
+    return hash((prefix, index)) % VOCAB_SIZE
+
+
+def score_after(prefix: int) -> TokenLogprob:
+    """The log-probability of whatever token follows a prefix."""
+    return TokenLogprob(logprob=-float(prefix % 1009))
+
+
+def prefix_of(token_ids: Sequence[int]) -> int:
+    prefix = 0
+    for token_id in token_ids:
+        prefix = extended(prefix, token_id)
+    return prefix
+
+
+def expected_answer(submitted: GenerationRequest, index: int) -> list[int]:
+    """The tokens of an answer that nothing disturbs."""
+    sampling = submitted.sampling
+    prefix, answer = prefix_of(submitted.prompt_token_ids), list[int]()
+    assert sampling.max_tokens is not None
+    while len(answer) < sampling.max_tokens:
+        answer.append(token_after(prefix, index))
+        prefix = extended(prefix, answer[-1])
+        if answer[-1] == STOP_TOKEN and len(answer) >= sampling.min_tokens:
+            break
+    return answer
+
+
+class GuessingDrafter:
+    """Guesses of random length that are right up to a random place."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.num_drafted = self.num_accepted = 0
+
+    def pays(self, num_running: int) -> bool:
+        return True
+
+    def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
+        assert UNKNOWN_TOKEN not in request.token_ids, "guesses need the last token"
+        depth = self._rng.choice((0, 0, 0, 1, 2, 3))
+        if not depth:
+            return NO_DRAFT
+        prefix, guesses = prefix_of(request.token_ids), list[int]()
+        for _ in range(min(depth, limit)):
+            is_right = self._rng.random() < 0.7
+            guesses.append(token_after(prefix, request.index) if is_right else self._rng.randrange(VOCAB_SIZE))
+            prefix = extended(prefix, guesses[-1])
+        return Draft(len(guesses), guesses)
+
+    def read(self, num_running: int) -> None:
+        """Do nothing: it reads no text."""
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+
+
+class FakePendingStep:
+    """A launched step, computed already. `stage`: where it fails, if anywhere."""
+
+    def __init__(self, found: list[RowResult], stage: str) -> None:
+        self._found = found
+        self._stage = stage
+
+    def complete(self) -> None:
+        if self._stage == "completion":
+            raise RuntimeError("it cannot be completed")
+
+    def outputs(self) -> list[RowResult]:
+        if self._stage == "outputs":
+            raise RuntimeError("the device failed")
+        return self._found
+
+
+class FakeDevice:
+    """An `AheadRunner`. `culprits`: ids of requests that fail however they are computed. `fault_rate`: share of steps that fail
+    in the fast way."""
+
+    stage = "run"
+
+    def __init__(self, block_size: int, rng: random.Random, *, is_synchronous: bool, fault_rate: float) -> None:
+        self.is_synchronous = is_synchronous
+        self.culprits: set[str] = set()
+        self._size = block_size
+        self._has_failed_to_move = False
+        self._rng = rng
+        self._fault_rate = fault_rate
+        self._slots: dict[int, Content] = {}
+        self._host: dict[int, Content] = {}
+        self._last_tokens: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def move(self, moves: BlockMoves) -> None:
+        self._has_failed_to_move = not self._has_failed_to_move and self._rng.random() < self._fault_rate
+        for pairs, source, target in (
+            (moves.swap_out, self._slots, self._host),
+            (moves.swap_in, self._host, self._slots),
+            (moves.copies, self._slots, self._slots),
+        ):
+            for first, second in pairs:
+                for offset in range(self._size):
+                    content = source.get(first * self._size + offset)
+                    if content is not None:
+                        target[second * self._size + offset] = content
+            if self._has_failed_to_move and self._rng.random() < 0.5:
+                break
+        if self._has_failed_to_move:
+            raise RuntimeError("not now")  # the engine tries again, once
+
+    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        assert all(UNKNOWN_TOKEN not in item.request.token_ids for item in items), "the plain way knows every token"
+        if self.culprits & {item.request.request_id for item in items}:
+            raise RuntimeError("boom")
+        outputs = self._compute(items, is_garbage=[False] * len(items))
+        return [StepOutput([output]) if isinstance(output, int) else output for output in outputs if output is not None]
+
+    def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
+        return PlainReason.LOGIT_BIAS if self._rng.random() < self._fault_rate else None
+
+    def launch(self, batch: ScheduledBatch) -> FakePendingStep:
+        items, rng = batch.items, self._rng
+        stage = rng.choice(("launch", "completion", "outputs", "rows")) if rng.random() < self._fault_rate else ""
+        if stage == "launch":
+            raise RuntimeError("it cannot be launched")
+        is_garbage = [
+            item.request.request_id in self.culprits or (bool(stage) and (stage != "rows" or rng.random() < 0.3))
+            for item in items
+        ]
+        found = self._compute(items, is_garbage)
+        return FakePendingStep([None if bad else output for bad, output in zip(is_garbage, found, strict=True)], stage)
+
+    def launch_verification(self, batch: ScheduledBatch) -> FakePendingStep:
+        assert all(UNKNOWN_TOKEN not in item.request.token_ids for item in batch.items), "a step is under way"
+        return self.launch(batch)
+
+    def invalidate_slots(self) -> None:
+        self._last_tokens.clear()
+
+    def _compute(self, items: Sequence[ScheduledRequest], is_garbage: Sequence[bool]) -> list[RowResult]:
+        """Compute rows at the same time: none of them reads what another one writes."""
+        prefixes = [GARBAGE if bad else self._read(item) for item, bad in zip(items, is_garbage, strict=True)]
+        return [self._write(item, prefix) for item, prefix in zip(items, prefixes, strict=True)]
+
+    def _slot(self, request: Request, position: int) -> int:
+        return request.block_table[position // self._size] * self._size + position % self._size
+
+    def _read(self, item: ScheduledRequest) -> int:
+        """The hash of all tokens before the row, if its blocks hold them."""
+        prefix = 0
+        for position in range(item.start):
+            content = self._slots.get(self._slot(item.request, position))
+            if content is None or content.owner != item.request.tenant_id:
+                return GARBAGE
+            prefix = extended(prefix, content.token_id)
+            if content.prefix != prefix:
+                return GARBAGE
+        return prefix
+
+    def _write(self, item: ScheduledRequest, prefix: int) -> RowResult:
+        request = item.request
+        token_ids = [*request.token_ids[item.start : item.start + item.num_known_tokens], *item.draft_token_ids]
+        prefixes: list[int] = []
+        for position, token_id in enumerate(token_ids, item.start):
+            known = self._last_tokens.get(request, 0) if token_id == UNKNOWN_TOKEN else token_id
+            prefix = extended(prefix, known)
+            self._slots[self._slot(request, position)] = Content(request.tenant_id, known, prefix)
+            prefixes.append(prefix)
+        scores = self._prompt_scores(item, prefixes)
+        if not item.samples:
+            return StepOutput(prompt_logprobs=scores)
+        drawn = [token_after(each, request.index) for each in prefixes[len(prefixes) - item.num_draft_tokens - 1 :]]
+        num_accepted = 0
+        while num_accepted < item.num_draft_tokens and drawn[num_accepted] == item.draft_token_ids[num_accepted]:
+            num_accepted += 1
+        self._last_tokens[request] = drawn[num_accepted]
+        if not item.num_draft_tokens and request.sampling.logprobs is None and not scores:
+            return drawn[0]
+        ends = prefixes[len(prefixes) - item.num_draft_tokens - 1 :][: num_accepted + 1]
+        logprobs = None if request.sampling.logprobs is None else [score_after(each) for each in ends]
+        return StepOutput(drawn[: num_accepted + 1], logprobs, scores)
+
+    def _prompt_scores(self, item: ScheduledRequest, prefixes: Sequence[int]) -> list[TokenLogprob] | None:
+        """The scores of the prompt tokens that these rows predict."""
+        request = item.request
+        if request.sampling.prompt_logprobs is None or request.index:
+            return None
+        return [score_after(each) for each in prefixes[: max(0, request.num_prompt_tokens - 1 - item.start)]]
+
+
+class LaunchedFuzz:
+    """Submits, aborts, preempts and steps in any order; `check` must hold after each."""
+
+    def __init__(self, world: SchedulerSetup, rng: random.Random, *, is_synchronous: bool, fault_rate: float) -> None:
+        self.rng = rng
+        self.world = world
+        self.now_s = 0.0
+        limits = world.limits
+        pool = BlockPool(world.num_blocks, protected_percent=world.protected_percent)
+        quantum_ps = COSTS.prefill_ps(0, world.quantum_tokens)
+        settings = FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
+        self.drafter = GuessingDrafter(rng) if world.drafts else None
+        self.scheduler = Scheduler(
+            limits,
+            pool,
+            clock=lambda: self.now_s,
+            costs=COSTS,
+            prefix_cache=PrefixCache(pool, world.block_size, key=b"test") if world.caches else None,
+            host_tier=HostTier(world.host_blocks) if world.host_blocks else None,
+            drafter=self.drafter,
+            policy=partial(FairPolicy, settings=settings),
+        )
+        self.device = FakeDevice(world.block_size, rng, is_synchronous=is_synchronous, fault_rate=fault_rate)
+        info = EngineInfo(
+            model="fake", architecture="Fake", max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE,
+            eos_token_ids=[STOP_TOKEN], block_size=world.block_size, num_kv_blocks=world.num_blocks, dtype="none",
+            device="none", device_name="none", kernels="none", num_parameters=0, max_num_seqs=world.max_num_seqs,
+            weights_bytes=0, kv_bytes=0, load_s=0.0,
+        )  # fmt: skip
+        self.engine = Engine(self.scheduler, self.device, info, unused_grammars(), clock=lambda: self.now_s)
+        self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in world.tenants)))
+        self._plan = self.scheduler.schedule
+        self.scheduler.schedule = self._metered_plan  # type: ignore[method-assign]
+        self.submitted: dict[str, GenerationRequest] = {}
+        self.delivered: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
+        self.prompt_scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
+        self.ended: dict[tuple[str, int], TokenEvent] = {}
+
+    def _metered_plan(self) -> ScheduledBatch:
+        batch = self._plan()
+        self.meter.charge(batch)
+        return batch
+
+    def submit(self, tenant: int, prompt: list[int], max_tokens: int, *, n: int, min_tokens: int = 0) -> None:
+        tenant_id, weight = self.world.tenants[tenant % len(self.world.tenants)]
+        rng, name = self.rng, str(len(self.submitted))
+        weight = rng.choice((1, 2, 4)) if rng.random() < 0.05 else weight
+        if rng.random() < 0.03:
+            self.device.culprits.add(name)
+        request = GenerationRequest(
+            request_id=name,
+            tenant_id=tenant_id,
+            weight=weight,
+            priority=rng.choice(list(Priority)) if rng.random() < 0.2 else Priority.STANDARD,
+            queue_deadline_s=self.now_s + rng.randint(0, 20) if rng.random() < 0.1 else None,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(
+                temperature=0.0,
+                seed=1,
+                max_tokens=max_tokens,
+                n=n,
+                min_tokens=min_tokens,
+                logprobs=0 if rng.random() < 0.2 else None,
+                prompt_logprobs=0 if rng.random() < 0.2 else None,
+            ),
+        )
+        self.submitted[name] = request
+        assert self.engine.submit(request) == []
+
+    def preempt(self) -> None:
+        running = [request for request in self.scheduler.running if request.block_table]
+        if running:
+            self.scheduler.preempt(self.rng.choice(running))
+
+    def abort(self) -> None:
+        live = list(self.scheduler.live())
+        if live:
+            request = self.rng.choice(live)
+            if self.rng.random() < 0.5:
+                self.record(self.engine.abort(request.request_id))
+            else:
+                self.record(self.engine.abort_answer(request.request_id, request.index))
+
+    def step(self) -> None:
+        self.now_s += 1.0
+        self.record(self.engine.step())
+
+    def record(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            answer = event.request_id, event.index
+            assert answer not in self.ended, "an event after the last one"
+            self.delivered[answer] += event.token_ids
+            self.scores[answer] += event.logprobs or []
+            self.prompt_scores[answer] += event.prompt_logprobs or []
+            assert event.num_output_tokens == len(self.delivered[answer])
+            if event.finish_reason is not None:
+                self.ended[answer] = event
+                self._check_answer(self.submitted[event.request_id], event)
+
+    def _check_answer(self, submitted: GenerationRequest, last: TokenEvent) -> None:
+        found, expected = self.delivered[last.request_id, last.index], expected_answer(submitted, last.index)
+        assert found == expected[: len(found)], f"answer {last.index} of {last.request_id} has other tokens"
+        self._check_scores(submitted, last)
+        if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert found == expected, "an answer ended early"
+            is_stopped = found[-1] == STOP_TOKEN and len(found) >= submitted.sampling.min_tokens
+            assert last.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+            assert last.num_prompt_tokens_computed == len(submitted.prompt_token_ids)
+        elif last.finish_reason is FinishReason.ERROR:
+            assert last.request_id in self.device.culprits
+            assert last.error == "the engine failed while computing this request: RuntimeError: boom"
+            assert last.error_param is None
+        elif last.finish_reason is FinishReason.DEADLINE:
+            assert not found
+
+    def _check_scores(self, submitted: GenerationRequest, last: TokenEvent) -> None:
+        """Each token has one score, those that were computed again too."""
+        answer, prompt, sampling = (last.request_id, last.index), submitted.prompt_token_ids, submitted.sampling
+        text = prompt + self.delivered[answer]
+        scores = [score_after(prefix_of(text[:end])) for end in range(1, len(text))]
+        assert self.scores[answer] == ([] if sampling.logprobs is None else scores[len(prompt) - 1 :])
+        has_scored = sampling.prompt_logprobs is not None and not last.index
+        num_scored = min(last.num_prompt_tokens_computed, len(prompt) - 1) if has_scored else 0
+        assert self.prompt_scores[answer] == scores[:num_scored]
+
+    def check(self) -> None:
+        self.engine.check_invariants()
+        totals, step = self.scheduler.totals, self.scheduler.accounts.step
+        assert totals.generation_tokens == sum(map(len, self.delivered.values()))
+        assert self.scheduler.accounts.aggregate.service_at(step) == sum(self.meter.service.values())
+        for account in self.scheduler.accounts:
+            assert account.service_at(step) == self.meter.service[account], f"{account.tenant_id} was charged otherwise"
+        if self.drafter is not None:
+            assert totals.accepted_draft_tokens <= self.drafter.num_accepted
+
+    def drain(self) -> None:
+        """Step until idle: every answer must end, and leave no block behind."""
+        for _ in range(STEPS_TO_DRAIN_MAX):
+            if not self.engine.has_requests:
+                break
+            self.step()
+            self.check()
+        assert not self.engine.has_requests, "somebody starves"
+        self.engine.check_when_idle()
+        assert self.scheduler.pool.num_used == 0
+        assert self.scheduler.accounts.aggregate.num_decoding == 0
+        num_answers = {
+            (name, index) for name, request in self.submitted.items() for index in range(request.sampling.num_answers)
+        }
+        assert set(self.ended) == num_answers
+        whole = {name for (name, _), event in self.ended.items() if event.num_prompt_tokens_computed}
+        computed = sum(self.ended[name, 0].num_prompt_tokens_computed for name in whole if self._has_prompt(name))
+        assert self.scheduler.totals.prompt_tokens == computed
+
+    def _has_prompt(self, name: str) -> bool:
+        return self.ended[name, 0].num_prompt_tokens_computed == len(self.submitted[name].prompt_token_ids)
+
+
+def run_launched_life(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
+    """One random life to its end."""
+    rng = random.Random(seed)
+    world = replace(random_setup(rng), global_prefix=())
+    life = LaunchedFuzz(world, rng, is_synchronous=rng.random() < 0.3, fault_rate=rng.choice((0.0, 0.0, 0.1, 0.4)))
+    longest = world.limits.max_model_len
+    for _ in range(num_actions):
+        action = rng.random()
+        if action < 0.35 and longest > 1 and len(life.submitted) - len(life.ended) < 40:
+            length = rng.randint(1, longest - 1) if rng.random() < 0.3 else rng.randint(1, max(1, longest // 4))
+            max_tokens = min(longest - length, rng.choice((1, 2, 3, 5, 20, longest)))
+            min_tokens = rng.choice((0, 0, 0, min(3, max_tokens)))
+            num_answers = rng.choice((1, 1, 1, 2, 3))
+            life.submit(rng.randrange(64), random_prompt(rng, length), max_tokens, n=num_answers, min_tokens=min_tokens)
+        elif action < 0.38:
+            life.abort()
+        elif action < 0.41:
+            life.preempt()
+        elif action < 0.412:
+            life.record(life.engine.abort_all())
+        else:
+            life.step()
+        life.check()
+    life.drain()
+    return life
+
+
+def run_life_of_many_answers(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
+    """One life in which most prompts have several short answers, blocks are few and the device fails often."""
+    rng = random.Random(seed)
+    world = SchedulerSetup(
+        num_blocks=rng.randint(6, 14), block_size=4, max_num_seqs=6, spare_budget=16, caches=rng.random() < 0.5
+    )
+    life = LaunchedFuzz(world, rng, is_synchronous=False, fault_rate=0.3)
+    for _ in range(num_actions):
+        action = rng.random()
+        if action < 0.35 and len(life.submitted) - len(life.ended) < 20:
+            prompt = [rng.randrange(STOP_TOKEN) for _ in range(rng.randint(2, 12))]
+            life.submit(rng.randrange(2), prompt, rng.choice((2, 2, 3, 4, 5)), n=rng.choice((1, 2, 3)))
+        elif action < 0.42:
+            life.abort()
+        elif action < 0.44:
+            life.preempt()
+        else:
+            life.step()
+        life.check()
+    life.drain()
+    return life

@@ -1,0 +1,311 @@
+"""Checkpoints in forms that no product reads: what is told, what is predicted, and what is refused, with those beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import verify
+from engine.config.model import load_model_config
+from engine.errors import EngineConfigError, WeightsError
+from engine.formats import check_formats
+from engine.offline.perplexity import FormatOptions, compare
+from engine.options import EngineOptions
+from engine.simulator.fitting import memory_fit
+from engine.simulator.models import find_gpu
+from engine.speculation.options import SpeculativeOptions
+from engine.verify import verify_model
+from kernels import ops
+from tests.support import hub_checkpoints as hub
+from tests.support import quantised_checkpoints as layouts
+from tests.support.engines import small_engine
+from tests.support.tiny_models import make_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+MULTIPLIED = {
+    "packed-4": hub.packed_4_bits(symmetric=False, order_seed=3),
+    "packed-4-channel": hub.packed_4_bits(group_size=-1),
+    "packed-8": hub.packed_8_bits(),
+    "int8": hub.int8(activations="static"),
+    "modelopt": hub.modelopt_fp8(),
+}
+DECODED = {
+    "blocks": hub.fp8_blocks(),
+    "blocks-compressed": hub.fp8_blocks(compressed=True),
+    "packed-8-groups": hub.packed_8_bit_groups(),
+    "gptq-8": hub.gptq_8_bits(desc_act=True),
+}
+STORED_AS = {
+    "blocks": "fp8 in blocks of 48 x 40",
+    "blocks-compressed": "fp8 in blocks of 48 x 40",
+    "packed-8-groups": "int8 in groups of 32",
+    "gptq-8": "int8 in groups of 32",
+}
+KEYS = {
+    "blocks": r"weight_block_size \[48, 40\]",
+    "blocks-compressed": r"config_groups\.group_0\.weights\.strategy 'block'",
+    "packed-8-groups": r"config_groups\.group_0\.weights\.num_bits 8 in groups",
+    "gptq-8": "bits 8",
+}
+FAMILIES = {"llama": {}, "phi3": {}, "mixtral": {"num_local_experts": 4}, "qwen3_moe": {"moe_intermediate_size": 32}}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.WrittenCheckpoint]:
+    directory = tmp_path_factory.mktemp("written")
+    make_model("llama", directory / "plain", **{**layouts.SIZES, "initializer_range": 0.1, "vocab_size": VOCAB_SIZE})
+    write_tokenizer(directory / "plain")
+    return {
+        name: layouts.write(directory / "plain", directory / name, layout) for name, layout in {**MULTIPLIED, **DECODED}.items()
+    }
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_what_the_weights_become_must_be_chosen(name: str, written: dict[str, layouts.WrittenCheckpoint]) -> None:
+    directory = written[name].directory
+    refused = (
+        rf"quantization must be chosen: the checkpoint is {STORED_AS[name]} \(config\.json: quantization_config\.{KEYS[name]}\)"
+        r".* int8 rounds .* \(usually closest\), fp8 .*, none .* "
+        r"\(in gatehouse\.toml: quantization = \"int8\"; on the command line: --quantization int8\)"
+    )
+    with pytest.raises(EngineConfigError, match=refused):
+        small_engine(directory)
+    config = load_model_config(directory)
+    with pytest.raises(EngineConfigError, match=refused):
+        check_formats(config, EngineOptions(model=directory), "bfloat16", (8, 0))
+    assert config.quantization is not None
+    with pytest.raises(EngineConfigError, match="quantization = 'awq' cannot be applied: the checkpoint is"):
+        small_engine(directory, quantization="awq")
+
+
+def test_a_checkpoint_that_is_multiplied_as_stored_is_not_decoded(written: dict[str, layouts.WrittenCheckpoint]) -> None:
+    for name in MULTIPLIED:
+        for quantization in ("none", "int8"):
+            with pytest.raises(EngineConfigError, match=f"quantization = '{quantization}' cannot be applied: .* already"):
+                small_engine(written[name].directory, quantization=quantization)
+
+
+def test_an_unquantised_checkpoint_may_be_asked_to_stay_so(written: dict[str, layouts.WrittenCheckpoint]) -> None:
+    assert small_engine(written["blocks"].twin, quantization="none").info.quantization == "none"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "none"])
+@pytest.mark.parametrize("name", DECODED)
+def test_the_engine_and_its_log_say_what_was_stored_and_what_is_kept(
+    name: str, quantization: str, written: dict[str, layouts.WrittenCheckpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
+        info = small_engine(written[name].directory, quantization=quantization).info
+    assert info.quantization == f"{quantization} (stored as {STORED_AS[name]})"
+    assert ("weights" in info.kernels) is (quantization != "none")
+    kept = "unquantised" if quantization == "none" else f"in {quantization}"
+    told = f"weights were stored as {STORED_AS[name]}, decoded while they were read, and are kept {kept}"
+    assert told in [record.getMessage() for record in caplog.records]
+    twin = small_engine(written[name].twin, quantization=quantization).info
+    assert (info.num_parameters, info.weights_bytes) == (twin.num_parameters, twin.weights_bytes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [*MULTIPLIED, *DECODED])
+def test_weights_are_predicted(name: str, family: str, tmp_path: Path) -> None:
+    make_model(family, tmp_path / "plain", **{**layouts.SIZES, "head_dim": 16, **FAMILIES[family]})
+    directory = layouts.write(tmp_path / "plain", tmp_path / "made", {**MULTIPLIED, **DECODED}[name]).directory
+    for quantization in ("int8", "fp8", "none") if name in DECODED else (None,):
+        engine = small_engine(directory, num_kv_blocks=8, quantization=quantization)
+        (weights,) = (part for part in engine.info.memory if part.name == "weights")
+        assert weights.predicted_bytes == pytest.approx(weights.measured_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_a_plan_counts_what_the_weights_become(name: str, written: dict[str, layouts.WrittenCheckpoint]) -> None:
+    with pytest.raises(EngineConfigError, match="quantization must be chosen"):
+        memory_fit(str(written[name].directory), find_gpu("h200"))
+    for quantization in ("int8", "fp8", "none"):
+        found, expected = (
+            memory_fit(str(folder), find_gpu("h200"), quantization=quantization).needs.weights_bytes
+            for folder in (written[name].directory, written[name].twin)
+        )
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", [*MULTIPLIED, *DECODED])
+def test_a_checkpoint_is_verified_with_what_it_needs(name: str, written: dict[str, layouts.WrittenCheckpoint]) -> None:
+    facts = verify_model(written[name].directory)
+    assert facts["quantization"] == STORED_AS.get(name, "modelopt" if name == "modelopt" else "compressed-tensors")
+    assert facts.get("quantization_options") == ("int8, fp8, none" if name in DECODED else None)
+    assert facts["parameters"] == verify_model(written[name].twin)["parameters"]
+
+
+def test_verification_that_loads_needs_the_option(
+    written: dict[str, layouts.WrittenCheckpoint], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(*options: str) -> tuple[int, dict[str, Any]]:
+        status = verify.main([str(written["blocks"].directory), *options])
+        return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    assert answer()[0] == 0
+    status, refused = answer("--perplexity")
+    assert (status, refused["code"]) == (2, "invalid_option")
+    assert "quantization must be chosen" in refused["error"]
+    status, facts = answer("--quantization", "int8")
+    assert status == 0
+    assert facts["perplexity_as_stored_ratio"] == pytest.approx(1.0, abs=0.05)
+    assert facts["perplexity_as_stored_format"]["quantization"] == STORED_AS["blocks"]
+
+
+def test_a_decoded_checkpoint_is_compared_with_its_decoded_numbers(written: dict[str, layouts.WrittenCheckpoint]) -> None:
+    directory = written["blocks"].directory
+    decoded = compare(directory, FormatOptions(quantization="none"), is_plain=False, is_decoded=True)
+    assert decoded.stored_ratio is None
+    rounded = compare(directory, FormatOptions(quantization="int8"), is_plain=False, is_decoded=True)
+    assert rounded.as_stored == decoded.perplexity
+
+
+def test_a_draft_model_is_not_decoded(written: dict[str, layouts.WrittenCheckpoint]) -> None:
+    draft = {"method": "draft_model", "model": str(written["blocks"].directory), "num_speculative_tokens": 2}
+    with pytest.raises(EngineConfigError, match="speculative_config field model cannot be served: it is fp8 in blocks of 48"):
+        small_engine(written["blocks"].twin, speculative_config=SpeculativeOptions.parse(draft))
+
+
+def test_nothing_of_the_checkpoint_is_held_once_it_is_decoded(
+    written: dict[str, layouts.WrittenCheckpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.quantization.decoding import DecodedRows, Fp8BlockMatrix
+
+    held: list[int] = []
+    load = DecodedRows.load
+
+    def counted(self: Any, place: Any, tensor: torch.Tensor) -> None:
+        load(self, place, tensor)
+        assert isinstance(self._encoded, Fp8BlockMatrix)
+        held.append(sum(each.tensor.numel() for each in (self._encoded._codes, self._encoded._scales)))
+
+    monkeypatch.setattr(DecodedRows, "load", counted)
+    small_engine(written["blocks"].directory, quantization="int8")
+    assert held[1::2] == [0] * (len(held) // 2)
+    assert all(held[0::2])
+
+
+WEIGHTS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
+    "normal": torch.randn,
+    "with outliers": lambda shape: torch.randn(shape) * torch.where(torch.arange(shape[1]) % 100 == 0, 10.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(("weights", "int8_adds", "fp8_adds"), [("normal", 0.11, 0.98), ("with outliers", 2.2, 0.95)])
+def test_rounding_decoded_blocks_again_costs_what_the_documentation_says(
+    weights: str, int8_adds: float, fp8_adds: float
+) -> None:
+    """As shares of the variance of the error of E4M3 in blocks."""
+    torch.manual_seed(0)
+    original = WEIGHTS[weights]((256, 4096))
+    _, decoded = hub.fp8_blocks(block=(128, 128)).store("", original)
+    variance = (decoded - original).square().mean()
+    for packed, adds in ((ops.pack_int8(decoded), int8_adds), (ops.pack_fp8(decoded), fp8_adds)):
+        again = packed.values.float() * packed.scales[:, None]
+        assert float((again - decoded).square().mean() / variance) == pytest.approx(adds, rel=0.1)
+
+
+def damaged(source: layouts.WrittenCheckpoint, directory: Path, **changes: Any) -> Path:
+    """A copy whose tensors of the first query projection are replaced, by the last part of their names; None removes one."""
+    shutil.copytree(source.directory, directory)
+    tensors = load_file(directory / "model.safetensors")
+    for last, tensor in changes.items():
+        name = f"model.layers.0.self_attn.q_proj.{last}"
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+NAN_CODES = torch.full((64, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("packed-4", {"weight_packed": torch.ones(64, 8)}, "q_proj.weight_packed is torch.float32, expected torch.int32"),
+        (
+            "packed-4",
+            {"weight_packed": torch.ones(8, 64).int()},
+            r"weight_packed has shape \(8, 64\), expected \(64, 8\)",
+        ),
+        ("packed-4", {"weight_zero_point": None}, "1 tensor is missing: .*q_proj.weight_zero_point"),
+        ("packed-4", {"weight_zero_point": torch.ones(64, 2).int()}, r"zero_point has shape \(64, 2\), expected \(8, 2\)"),
+        ("packed-4-channel", {"weight_zero_point": torch.ones(8, 1).int()}, "1 tensor belongs to nothing here: .*zero_point"),
+        ("packed-4", {"weight_scale": INFINITE}, "q_proj.weight_scale holds scales that are not finite"),
+        (
+            "packed-4",
+            {"weight_scale": torch.ones(64, 1)},
+            r"q_proj.weight_scale has shape \(64, 1\), expected \(64, 2\): group_size",
+        ),
+        ("packed-4", {"weight_scale": torch.full((64, 2), 1 / 3)}, "weight_scale has scales of torch.float32 that neither"),
+        ("packed-4", {"weight_shape": None}, "1 tensor is missing: .*q_proj.weight_shape"),
+        ("packed-4", {"weight_shape": torch.tensor([64, 60])}, r"q_proj.weight_shape is \[64, 60\], expected \[64, 64\]"),
+        ("packed-4", {"weight_g_idx": torch.zeros(64).int()}, "weight_g_idx does not divide 64 columns into groups of 32"),
+        ("packed-4", {"weight_g_idx": torch.full((64,), -1)}, "weight_g_idx names groups that do not exist: there are 2"),
+        ("packed-8", {"weight_packed": torch.ones(64, 64).int()}, r"weight_packed has shape \(64, 64\), expected \(64, 16\)"),
+        ("packed-8", {"weight_packed": torch.ones(64, 16)}, "expected torch.int32 with four codes in each"),
+        ("packed-8", {"weight_scale": torch.tensor(float("nan"))}, "q_proj.weight_scale holds scales that are not finite"),
+        ("int8", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.int8"),
+        ("int8", {"weight": torch.ones(64, 64).to(torch.uint8)}, "q_proj.weight is torch.uint8, expected torch.int8"),
+        (
+            "int8",
+            {"weight_scale": torch.ones(64, 2)},
+            r"weight_scale has shape \(64, 2\), expected one number or \[64, 1\]",
+        ),
+        ("int8", {"weight_scale": torch.tensor(-1.0)}, "q_proj.weight_scale holds negative scales"),
+        ("int8", {"weight_zero_point": torch.ones(64, 1).to(torch.int8)}, "1 tensor belongs to nothing here: .*zero_point"),
+        ("modelopt", {"input_scale": None}, "1 tensor is missing: .*q_proj.input_scale"),
+        ("modelopt", {"weight": NAN_CODES}, "q_proj.weight holds codes that are no numbers"),
+        ("modelopt", {"pre_quant_scale": torch.ones(64)}, "1 tensor belongs to nothing here: .*pre_quant_scale"),
+        ("blocks", {"weight": NAN_CODES}, "q_proj.weight holds codes that are no numbers"),
+        ("blocks", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.float8_e4m3fn"),
+        ("blocks", {"weight": NAN_CODES[:, :32].clone()}, r"q_proj.weight has shape \(64, 32\), expected \(64, 64\)"),
+        ("blocks", {"weight": None}, "1 tensor is missing: .*q_proj.weight"),
+        ("blocks", {"weight_scale_inv": None}, "q_proj.weight is torch.float8_e4m3fn, expected torch.float32; .* scales must"),
+        ("blocks", {"weight_scale_inv": torch.ones(64, 1)}, r"weight_scale_inv has shape \(64, 1\), expected \(2, 2\)"),
+        ("blocks", {"weight_scale_inv": torch.full((2, 2), float("nan"))}, "weight_scale_inv holds scales that are not finite"),
+        ("blocks", {"weight_scale_inv": torch.full((2, 2), float("inf"))}, "weight_scale_inv holds scales that are not finite"),
+        ("blocks", {"weight_scale_inv": torch.full((2, 2), -1.0)}, "weight_scale_inv holds negative scales"),
+        ("blocks", {"weight_scale_inv": torch.ones(2, 2).int()}, "weight_scale_inv is torch.int32, expected a floating-point"),
+        ("gptq-8", {"qweight": torch.ones(8, 64).int()}, r"q_proj.qweight has shape \(8, 64\), expected \(16, 64\)"),
+        ("gptq-8", {"qzeros": None}, "1 tensor is missing: .*q_proj.qzeros"),
+        ("gptq-8", {"scales": torch.full((2, 64), float("nan"))}, "q_proj.scales holds scales that are not finite"),
+        ("gptq-8", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
+        ("packed-8-groups", {"weight_scale": torch.ones(64, 3)}, r"weight_scale has shape \(64, 3\), expected \(64, 2\)"),
+    ],
+)
+def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
+    name: str, changes: dict[str, Any], message: str, written: dict[str, layouts.WrittenCheckpoint], tmp_path: Path
+) -> None:
+    directory = damaged(written[name], tmp_path / "damaged", **changes)
+    with pytest.raises(WeightsError, match=message):
+        small_engine(directory, quantization="int8" if name in DECODED else None)
+    with pytest.raises(WeightsError, match=message):
+        verify_model(directory)
+
+
+@pytest.mark.parametrize("name", ["packed-4", "packed-8-groups", "gptq-8"])
+def test_matrices_that_hold_no_whole_words_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "plain", **{**layouts.SIZES, "intermediate_size": 100})
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    settings = {**MULTIPLIED, **DECODED}[name].settings
+    (tmp_path / "plain" / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    marker = "qweight" if name == "gptq-8" else "weight_packed"
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    tensors[f"model.layers.0.mlp.down_proj.{marker}"] = torch.ones(64, 13, dtype=torch.int32)
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match=rf"down_proj\.{marker} has shape \(64, 13\), expected"):
+        small_engine(tmp_path / "plain", quantization="int8" if name in DECODED else None)

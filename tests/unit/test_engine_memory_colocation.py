@@ -1,0 +1,137 @@
+"""Several models on one GPU: each engine leaves the others their part, whichever starts first. A stand-in reports memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config.model import load_model_config
+from engine.errors import EngineConfigError
+from engine.memory.device import WORKSPACE_BYTES, free_kv_bytes
+from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory
+from engine.memory.needs import CONTEXT_BYTES, GIB
+from engine.options import EngineOptions
+from engine.step_mode import StepMode
+from tests.support.published_configs import LLAMA_8B
+
+GPU = torch.device("cuda", 0)
+SMALL = {**LLAMA_8B, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
+
+
+class Card:
+    """What the driver and torch's allocator report, to be changed."""
+
+    def __init__(self) -> None:
+        self.total = 80 * GIB
+        self.used = self.own_context = CONTEXT_BYTES - WORKSPACE_BYTES
+        self.reserved = 0
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card.total - card.used, card.total))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: card.reserved)
+    return card
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    found = []
+    for name, config in {"large": LLAMA_8B, "small": SMALL, "another": SMALL}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        found.append(folder)
+    return found
+
+
+def forecast(folder: Path, *others: Path, **options: Any) -> MemoryForecast:
+    asked = EngineOptions(model=folder, colocated_models=others, **options)
+    config = load_model_config(folder)
+    return forecast_memory(folder.name, config, asked, StepMode.CAPTURED, dtype=torch.bfloat16, device=GPU)
+
+
+def own_bytes(found: MemoryForecast) -> int:
+    """All that this engine is going to have of the card."""
+    needs = found.fit.needs
+    return needs.fixed_bytes - needs.context_bytes + CONTEXT_BYTES + found.predicted_kv_bytes
+
+
+def every(folders: list[Path], **options: Any) -> list[MemoryForecast]:
+    return [forecast(folder, *(other for other in folders if other != folder), **options) for folder in folders]
+
+
+def test_engines_on_one_card_fit_it_together_with_caches_of_as_many_tokens(card: Card, folders: list[Path]) -> None:
+    found = every(folders)
+    assert 0.98 * 0.9 * card.total < sum(own_bytes(each) for each in found) <= 0.9 * card.total
+    tokens = [each.fit.kv_tokens for each in found]
+    assert max(tokens) - min(tokens) <= 16
+    assert tokens[0] > 100_000
+
+
+def test_the_division_does_not_depend_on_who_has_started(card: Card, folders: list[Path]) -> None:
+    """Nor on what the others have taken when an engine is restarted."""
+    before = every(folders)
+    card.used = card.own_context + own_bytes(before[1]) + own_bytes(before[2]) - WORKSPACE_BYTES
+    assert every(folders)[0].predicted_kv_bytes == before[0].predicted_kv_bytes
+
+
+def test_what_other_programs_hold_is_not_divided_once_it_is_seen(card: Card, folders: list[Path]) -> None:
+    before = forecast(folders[0], folders[1])
+    card.used += before.fit.others_bytes + 10 * GIB
+    beside_it = forecast(folders[0], folders[1])
+    assert before.predicted_kv_bytes - beside_it.predicted_kv_bytes == pytest.approx(10 * GIB, rel=0.03)
+
+
+def test_what_is_left_to_others_is_a_part_of_its_own(card: Card, folders: list[Path]) -> None:
+    found = forecast(folders[0], folders[1])
+    measured = MeasuredMemory(weights_bytes=1, kv_bytes=1, rotary_bytes=1, context_bytes=60 * GIB)
+    parts = {part.name: part for part in found.parts(measured)}
+    assert parts["other_models"].predicted_bytes == found.fit.others_bytes
+    assert parts["device_context"].predicted_bytes == CONTEXT_BYTES
+    assert parts["device_context"].measured_bytes is None, "the driver does not tell others' memory apart"
+
+
+def test_seats_that_are_few_beside_others_leave_them_more(card: Card, folders: list[Path]) -> None:
+    """On a small card the needs that count are not those of a model that has it for itself."""
+    card.total = 24 * GIB
+    found = every(folders)
+    assert found[0].fit.load.num_seqs < forecast(folders[0]).fit.load.num_seqs
+    assert sum(own_bytes(each) for each in found) > 0.97 * 0.9 * card.total
+
+
+def test_a_model_that_cannot_be_read_is_left_nothing(card: Card, folders: list[Path], tmp_path: Path) -> None:
+    (folders[1] / "config.json").write_text("{}")
+    assert forecast(folders[0], folders[1], tmp_path / "missing").fit == forecast(folders[0]).fit
+
+
+@pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
+def test_caches_of_a_given_size_are_not_divided(option: str, card: Card, folders: list[Path]) -> None:
+    asked = {option: 1000 if option == "num_kv_blocks" else 10 * GIB}
+    assert forecast(folders[0], folders[1], **asked) == forecast(folders[0], **asked)
+
+
+def test_models_that_do_not_fit_together_say_so(card: Card, folders: list[Path]) -> None:
+    card.total = 20 * GIB
+    forecast(folders[0]).check(EngineOptions(model=folders[0]))
+    with pytest.raises(EngineConfigError, match=r"large does not fit: .*the other models of this GPU \d\.\d GiB") as refused:
+        forecast(folders[0], folders[1]).check(EngineOptions(model=folders[0]))
+    assert "for all models of this GPU: weights in 8 bits (quantization=int8 or fp8): max_model_len about" in str(refused.value)
+
+
+@pytest.mark.parametrize("others_have_started", [False, True])
+def test_the_cache_is_as_large_as_predicted_whether_the_others_have_started_or_not(
+    others_have_started: bool, card: Card, folders: list[Path]
+) -> None:
+    found = forecast(folders[0], folders[1])
+    needs, others_bytes = found.fit.needs, found.fit.others_bytes
+    card.reserved = needs.weights_bytes
+    card.used += card.reserved + (others_bytes - WORKSPACE_BYTES if others_have_started else 0)
+    left = free_kv_bytes(needs, 0.9, GPU, others_bytes=others_bytes)
+    assert left // needs.block_bytes * needs.block_bytes == found.predicted_kv_bytes
