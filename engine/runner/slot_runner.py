@@ -35,7 +35,6 @@ from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import EMPTY_INT64, Int64Array, SlotTable
 from engine.runner.token_return import Fetch
 from engine.sampling.columns import Kind, SamplingNeeds
-from engine.sampling.host_masks import HostMasks
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, ScheduledRequest, StepOutput
 
 SampleTokens = Callable[[torch.Tensor | None], Fetch]
@@ -51,7 +50,7 @@ class SlotRunner:
         self.steps = steps
         self.target = steps.target
         self._sampler = steps.sampler
-        self._masks = RowMasks(HostMasks(plain.masks), steps.device, fills_at_launch=steps.is_synchronous)
+        self._masks = RowMasks(plain.masks, steps.device, fills_at_launch=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
         self._needs = SamplingNeeds(Kind(), [], [])  # of the last decode step
         self._needs_slots = EMPTY_INT64  # the slots of that step
