@@ -418,16 +418,16 @@ class LaunchedFuzz:
         self.engine.check_when_idle()
         assert self.scheduler.pool.num_used == 0
         assert self.scheduler.accounts.aggregate.num_decoding == 0
-        num_answers = {
-            (name, index) for name, request in self.submitted.items() for index in range(request.sampling.num_answers)
-        }
-        assert set(self.ended) == num_answers
-        whole = {name for (name, _), event in self.ended.items() if event.num_prompt_tokens_computed}
-        computed = sum(self.ended[name, 0].num_prompt_tokens_computed for name in whole if self._has_prompt(name))
-        assert self.scheduler.totals.prompt_tokens == computed
-
-    def _has_prompt(self, name: str) -> bool:
-        return self.ended[name, 0].num_prompt_tokens_computed == len(self.submitted[name].prompt_token_ids)
+        if self.drafter is not None:
+            rejected = sum(event.num_rejected_draft_tokens for event in self.ended.values())
+            assert rejected == self.drafter.num_drafted - self.drafter.num_accepted
+        prompt_tokens = 0
+        for name, submitted in self.submitted.items():
+            assert all((name, index) in self.ended for index in range(submitted.sampling.num_answers))
+            computed = self.ended[name, 0].num_prompt_tokens_computed
+            if computed == len(submitted.prompt_token_ids):
+                prompt_tokens += computed
+        assert self.scheduler.totals.prompt_tokens == prompt_tokens, "a prompt counts once, when it is complete"
 
 
 def run_launched_life(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:

@@ -272,19 +272,23 @@ class WrongGuesses:
         """None is right."""
 
 
-def test_a_block_that_a_stop_token_fills_is_found_by_nobody_while_the_step_that_computes_it_may_fail() -> None:
+@pytest.mark.parametrize("last_token", [9, 7])
+def test_a_block_is_found_by_nobody_while_the_step_that_fills_it_may_fail(last_token: int) -> None:
+    """The answer ends with a stop token, or is aborted, and the step behind is under way."""
     scheduler = make_scheduler(caches=True)
     request = make_request("a", 4, max_tokens=20)
     request.stop_ids = frozenset({9})
     scheduler.add(request)
     under_way = scheduler.advance(scheduler.schedule())
-    for token_id in (7, 7, 7, 9):
+    for token_id in (7, 7, 7, last_token):
         launched = scheduler.advance(scheduler.schedule())
         scheduler.settle(under_way, [token_id])
         under_way = launched
-    assert (request.finish_reason, request.num_tokens, request.num_computed_tokens) == (FinishReason.STOP, 8, 8)
+    scheduler.abort(request)
+    assert request.finish_reason is (FinishReason.STOP if last_token == 9 else FinishReason.ABORTED)
+    assert request.num_computed_tokens == 8
     later = make_request("b", 9)
-    later.token_ids = [*request.token_ids, 1]
+    later.token_ids = [*request.token_ids[:8], 1]
     assert len(scheduler.kv.find(later).blocks) == 1
     scheduler.settle(under_way, [None])
     scheduler.check_invariants()
