@@ -24,7 +24,7 @@ from kernels.triton import bitmask, drafts, greedy_head, logprobs, token_counts
 from kernels.triton.card_properties import capability, multiprocessors
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import byte_tiles, launch
-from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
+from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows, tied_tokens
 from tests.support.kernel_tolerances import assert_near, assert_same
 
 
@@ -118,14 +118,6 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
     for i in (0, 3, 4, 5):
         output = accept_by_rejection(target[i], draft[i], guesses[i].tolist(), seed=seeds[i], position=5 * i)
         assert output.token_ids == [token for token in found[i].tolist() if token >= 0]
-
-
-def tied_tokens(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A head whose tokens are alike in pairs, and again half a vocabulary later: the most likely one always has a tie in its
-    tile and in another. Whole numbers: sums are exact in any order."""
-    different = normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round()
-    ids = torch.arange(vocab_size, device=device) % max(1, vocab_size // 2)
-    return different[ids // 2 * 2]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

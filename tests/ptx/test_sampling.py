@@ -16,7 +16,7 @@ from kernels.reference import sampling as reference_sampling
 from kernels.reference import token_counts as reference_counts
 from kernels.sampling_columns import SamplingColumns
 from kernels.triton import bitmask, drafts, greedy_head, logprobs, sampling, token_counts
-from tests.support.kernel_cases import Guarded, normal, padded_rows
+from tests.support.kernel_cases import Guarded, normal, padded_rows, tied_tokens
 from tests.support.kernel_tolerances import assert_near, assert_same
 
 CPU = torch.device("cpu")
@@ -110,9 +110,8 @@ def test_guesses_are_accepted_and_drawn_anew_as_their_definition_says() -> None:
 
 @pytest.mark.parametrize("in_8_bits", [False, True])
 def test_the_fused_head_and_argmax_picks_the_lowest_best_id(in_8_bits: bool) -> None:
-    """Whole numbers: sums are exact in any order, ties many, and the lowest id must win."""
     hidden = padded_rows(normal(5, 320, dtype=torch.bfloat16, device=CPU).round(), 336)
-    plain = normal(200, 320, dtype=torch.bfloat16, device=CPU, seed=1).round()
+    plain = tied_tokens(200, 320, dtype=torch.bfloat16, device=CPU)
     if in_8_bits:
         plain[:, 0] = 127  # so that the scale of each row is one, and its codes are its numbers
     weight = pack_int8(plain) if in_8_bits else plain

@@ -162,3 +162,11 @@ class RotatedDecodeBatch:
         assert_near(self.cache.float()[~untouched], cache.float()[~untouched], kind)
         assert_same(self.qkv, qkv)
         return found
+
+
+def tied_tokens(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A head whose tokens are alike in pairs, and again half a vocabulary later: the most likely one always has a tie in its
+    tile and in another. Whole numbers: sums are exact in any order."""
+    different = normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round()
+    ids = torch.arange(vocab_size, device=device) % max(1, vocab_size // 2)
+    return different[ids // 2 * 2]
