@@ -146,6 +146,8 @@ class FakeDevice:
         self.is_synchronous = is_synchronous
         self.culprits: set[str] = set()
         self._size = block_size
+        self.num_wrong_launches = 0  # of batches that no slot can hold
+        self._plain_batch: ScheduledBatch | None = None
         self._has_failed_to_move = False
         self._rng = rng
         self._fault_rate = fault_rate
@@ -178,10 +180,14 @@ class FakeDevice:
         return [StepOutput([output]) if isinstance(output, int) else output for output in outputs if output is not None]
 
     def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
-        return PlainReason.LOGIT_BIAS if self._rng.random() < self._fault_rate else None
+        is_plain = self._rng.random() < self._fault_rate
+        if is_plain:
+            self._plain_batch = batch
+        return PlainReason.LOGIT_BIAS if is_plain else None
 
     def launch(self, batch: ScheduledBatch) -> FakePendingStep:
         items, rng = batch.items, self._rng
+        self.num_wrong_launches += batch is self._plain_batch
         stage = rng.choice(("launch", "completion", "outputs", "rows")) if rng.random() < self._fault_rate else ""
         if stage == "launch":
             raise RuntimeError("it cannot be launched")
@@ -285,6 +291,7 @@ class LaunchedFuzz:
         self.scheduler.schedule = self._metered_plan  # type: ignore[method-assign]
         self.submitted: dict[str, GenerationRequest] = {}
         self.delivered: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.starts: dict[tuple[str, int], tuple[int, float]] = {}  # cached tokens, and seconds in the queue
         self.first_token_s: dict[tuple[str, int], float] = {}
         self.scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
         self.prompt_scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
@@ -298,6 +305,9 @@ class LaunchedFuzz:
         for item in batch.decodes:
             last = item.request.num_tokens + item.num_draft_tokens + 1
             assert last <= item.request.max_total_tokens, "a guess behind the last token"
+        for item in batch.prefills:
+            answer, num_cached = (item.request.request_id, item.request.index), min(item.start, item.request.num_prompt_tokens)
+            self.starts.setdefault(answer, (num_cached, self.now_s - item.request.arrived_s))
         return batch
 
     def submit(self, tenant: int, prompt: list[int], max_tokens: int, *, n: int, min_tokens: int = 0) -> None:
@@ -374,6 +384,7 @@ class LaunchedFuzz:
         found, expected = self.delivered[last.request_id, last.index], expected_answer(submitted, last.index)
         assert found == expected[: len(found)], f"answer {last.index} of {last.request_id} has other tokens"
         self._check_scores(submitted, last)
+        assert (last.num_cached_tokens, last.queue_s) == self.starts.get((last.request_id, last.index), (0, 0.0))
         if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert found == expected, "an answer ended early"
             is_stopped = found[-1] == STOP_TOKEN and len(found) >= submitted.sampling.min_tokens
@@ -401,6 +412,9 @@ class LaunchedFuzz:
         self.engine.check_invariants()
         totals, step = self.scheduler.totals, self.scheduler.accounts.step
         assert totals.generation_tokens == sum(map(len, self.delivered.values()))
+        for request in self.scheduler.live():
+            assert request.num_output_tokens == len(self.delivered[request.request_id, request.index])
+        assert not self.device.num_wrong_launches
         assert self.scheduler.accounts.aggregate.service_at(step) == sum(self.meter.service.values())
         for account in self.scheduler.accounts:
             assert account.service_at(step) == self.meter.service[account], f"{account.tenant_id} was charged otherwise"
@@ -421,6 +435,7 @@ class LaunchedFuzz:
         if self.drafter is not None:
             rejected = sum(event.num_rejected_draft_tokens for event in self.ended.values())
             assert rejected == self.drafter.num_drafted - self.drafter.num_accepted
+        assert self.scheduler.totals.preemptions == sum(event.num_preemptions for event in self.ended.values())
         prompt_tokens = 0
         for name, submitted in self.submitted.items():
             assert all((name, index) in self.ended for index in range(submitted.sampling.num_answers))

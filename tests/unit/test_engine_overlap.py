@@ -525,6 +525,14 @@ def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(is_syn
     assert runner.log[5:] == ["collect", "launch 1", "collect"], "a has one token left, of which none is guessed"
 
 
+def test_guesses_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> None:
+    runner = FakeAheadRunner()
+    runner.not_launched = {"a"}
+    events = run_to_end(make_engine(runner, drafter=Oracle({"a": [2, 2]})), [generation_request("a", [1, 2], max_tokens=8)])
+    assert tokens(events["a"]) == expected("a", 2, 8, stops=False)
+    assert set(runner.log) == {"run 1"}
+
+
 def test_right_guesses_behind_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [5]}))
