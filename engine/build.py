@@ -37,6 +37,7 @@ from engine.runner.slot_warm_up import warm_up
 from engine.runner.warm_up import (
     compile_float32_logits,
     compile_steps,
+    compile_texts,
     compile_verification,
     compiles_at_first_use,
     compiling,
@@ -135,7 +136,7 @@ def build_engine(
     budget = _make_step_budget(options, speed.step_times, () if slot_runner is None else slot_runner.chunk_sizes)
     scheduler = _make_scheduler(resolved, cached.plan, limits, speed, budget)
     info = _make_info(resolved, model, cached, measured, load_s=times.total_s)
-    log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
+    log.info("operations %s", ops.operations(device, resolved.dtype, batch_invariant=options.batch_invariant).listed())
     _log_start(info, _describe_mode(cached, slot_runner, is_asked_for=options.enforce_eager), times)
     grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
     return Engine(scheduler, slot_runner or cached.runner, info, grammars)
@@ -152,9 +153,6 @@ def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]
         head_quantization=options.head_quantization,
         progress=progress,
     )
-    if model.decoded_from is not None:
-        kept = "unquantised" if model.quantization == UNQUANTISED else f"in {model.quantization}"
-        log.info("weights were stored as %s, decoded while they were read, and are kept %s", model.decoded_from, kept)
     if resolved.draft is None or options.draft_model is None:
         return model, None
     return model, load(options.draft_model, resolved.draft)
@@ -195,6 +193,7 @@ def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
     runner, speculative = cached.runner, options.speculative_config
     for decoder in runner.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
+    compile_texts(runner.target, limits)
     runner.mover.compile()
     vocab_size, device = runner.target.vocab_size, runner.target.device
     compile_float32_logits(vocab_size, device)
@@ -276,7 +275,8 @@ def _make_info(
 
 
 def _describe_kernels(options: EngineOptions, quantization: str, dtype: torch.dtype, device: torch.device) -> str:
-    words = ops.implementation(dtype, device, batch_invariant=options.batch_invariant)
+    table = ops.operations(device, dtype, batch_invariant=options.batch_invariant)
+    words = f"{table.description} ({device.type}{', batch-invariant' if options.batch_invariant else ''})"
     if quantization != UNQUANTISED:
         words = f"{words}, {ops.quantised_words(quantization, device)}"
     head = options.head_quantization

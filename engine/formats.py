@@ -104,7 +104,7 @@ def _check_decoded(stored: DecodedWeights, requested: str | None) -> None:
         "quantization",
         f"{given}: the checkpoint is {stored} (config.json: {KEY}.{stored.key}), which is decoded while it is read. "
         "int8 rounds its weights to 8-bit integers (usually closest), fp8 to E4M3 once more, none keeps them unquantised "
-        '(in gatehouse.toml: quantization = "int8"; on the command line: --quantization int8)',
+        '(in gatehouse.toml: quantization = "int8"; of gatehouse plan, simulate and models verify: --quantization int8)',
     )
 
 

@@ -90,13 +90,13 @@ class Operations:
     sequence: Callable[[int], RecordedOperations] | None = None
     score_tokens: Callable[..., None] | None = None
 
-    def by_package(self) -> dict[str, list[str]]:
-        """Names of operations by their implementation: triton, simd or torch, or else a module; those that do not exist for
-        this device are under none."""
+    def listed(self) -> str:
+        """The names of operations by their implementation (triton, simd or torch, or else a module), for the log:
+        `triton=embed,… torch=route,… none=…`. Those that do not exist for this device are under none."""
         names_by_package: dict[str, list[str]] = {}
         for name in (field.name for field in fields(self) if field.name not in _PROPERTIES):
             names_by_package.setdefault(_package(getattr(self, name)), []).append(name)
-        return names_by_package
+        return " ".join(f"{package}={','.join(names)}" for package, names in names_by_package.items())
 
 
 def _package(operation: Callable[..., Any] | None) -> str:

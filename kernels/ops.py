@@ -2,9 +2,8 @@
 
 `operations(device, dtype)` is the table of a device and of the dtype that layers pass. CPUs have functions compiled for their
 vector units for float32 and torch's operations for everything else; NVIDIA GPUs have the Triton kernels. Modules are imported
-on first use. `implementation` describes the table in the log and in `EngineInfo`. There is no fall-back from one implementation
-to another: a missing or failing operation is an error. Layers look the table up once, when they are created; the functions
-below look it up by their first tensor.
+on first use. There is no fall-back from one implementation to another: a missing or failing operation is an error. Layers look
+the table up once, when they are created; the functions below look it up by their first tensor.
 """
 
 from __future__ import annotations
@@ -93,12 +92,10 @@ __all__ = [
     "compiled_together",
     "gelu",
     "gelu_tanh",
-    "implementation",
     "int4_scale_dtype",
     "invariant_planner",
     "lasting_zeros",
     "layer_norm",
-    "listed",
     "operations",
     "pack_awq",
     "pack_fp8",
@@ -221,15 +218,3 @@ def compiled_together(report: Callable[[Variants], None]) -> AbstractContextMana
     nothing; at its end all of them are ready. `report` is called with their number. Raises `CompilationFailed`."""
     scope: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
     return scope
-
-
-def listed(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
-    """The implementation of each operation on tensors of this kind, for the log: `triton=embed,… torch=route,… none=…`"""
-    by_package = operations(device, dtype, batch_invariant=batch_invariant).by_package()
-    return " ".join(f"{package}={','.join(names)}" for package, names in by_package.items())
-
-
-def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
-    """A description of the kernels for tensors of this kind."""
-    table = operations(device, dtype, batch_invariant=batch_invariant)
-    return f"{table.description} ({device.type}{', batch-invariant' if batch_invariant else ''})"

@@ -54,7 +54,6 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
     stream cannot go on.
     """
     services = services_of(request)
-    change_count = services.db.principals.value
     try:
         principal = await authenticate_tenant(request)
         checked = await in_turn(
@@ -63,8 +62,7 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
             turns=services.body_turns,
             tenant_id=principal.tenant.id,
         )
-        body = checked.body
-        order = await _order(exchange_of(request).request_id, checked, principal, services, change_count)
+        order = await _order(exchange_of(request).request_id, checked, principal, services)
         generation = await services.generations.start(order, gone=partial(until_disconnected, request.receive))
     except Abandoned:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
@@ -73,11 +71,11 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
         raise
     exchange_of(request).closers.append(lambda: generation.end_early("disconnected"))
     created = int(generation.live.admitted_at.timestamp())
-    if body.stream:
+    if order.stream:
         if order.sampling.is_guided and await _unless_disconnected(_began(generation), request.receive) is None:
             return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
-        return EventStream(chat_frames(generation, _framer(generation, body, created)))
-    return await _answer_whole(request, generation, body, created)
+        return EventStream(chat_frames(generation, _framer(generation, checked, created)))
+    return await _answer_whole(request, generation, checked, created)
 
 
 class _CheckedBody(NamedTuple):
@@ -92,11 +90,10 @@ def _read(exchange: Exchange, content: bytes) -> _CheckedBody:
     body = decode_body(content, ChatCompletionRequest)
     exchange.model = body.model
     check_supported(body)
-    service_tier = service_tier_of(body)
-    return _CheckedBody(body, check_messages(body.messages), service_tier)
+    return _CheckedBody(body, service_tier=service_tier_of(body), messages=check_messages(body.messages))
 
 
-async def _order(request_id: str, checked: _CheckedBody, principal: Principal, services: Services, change_count: int) -> Order:
+async def _order(request_id: str, checked: _CheckedBody, principal: Principal, services: Services) -> Order:
     """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
     body, messages, service_tier = checked
     max_output_tokens, _ = asked_max_tokens(body)
@@ -119,23 +116,22 @@ async def _order(request_id: str, checked: _CheckedBody, principal: Principal, s
         sampling=sampling,
         max_output_tokens=max_output_tokens,
         field_names=field_names(body),
-        change_count=change_count,
         batch=service_tier == "flex",
     )
 
 
-def _framer(generation: Generation, body: ChatCompletionRequest, created: int) -> ChunkFramer:
-    options = body.stream_options
+def _framer(generation: Generation, checked: _CheckedBody, created: int) -> ChunkFramer:
+    options = checked.body.stream_options
     return ChunkFramer(
         request_id=generation.request_id,
         created=created,
         model=generation.live.model,
         prompt_tokens=generation.live.prompt_tokens,
         num_answers=generation.live.num_answers,
-        logprobs=bool(body.logprobs),
+        logprobs=bool(checked.body.logprobs),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
-        service_tier=service_tier_of(body),
+        service_tier=checked.service_tier,
     )
 
 
@@ -152,9 +148,9 @@ async def _began(generation: Generation) -> Generation:
 
 
 async def _answer_whole(
-    request: Request[Any, Any, Any], generation: Generation, body: ChatCompletionRequest, created: int
+    request: Request[Any, Any, Any], generation: Generation, checked: _CheckedBody, created: int
 ) -> Response[Any]:
-    answer = WholeAnswer(generation.live.num_answers, logprobs=bool(body.logprobs))
+    answer = WholeAnswer(generation.live.num_answers, logprobs=bool(checked.body.logprobs))
     if await _unless_disconnected(_collect(generation, answer), request.receive) is None:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
     outcome = await generation.outcome
@@ -165,7 +161,7 @@ async def _answer_whole(
         created=created,
         model=generation.live.model,
         outcome=outcome,
-        service_tier=service_tier_of(body),
+        service_tier=checked.service_tier,
     )
     if length > PIECE_BYTES:
         return PiecedBody(parts, length)

@@ -1,7 +1,6 @@
 """HEAD and OPTIONS, for which no route has a handler. Knows the methods of the routes, and no handler.
 
-HEAD is GET without the body (RFC 9110, section 9.3.2), for every path that answers GET. Allow names every method of a path
-(section 10.2.1), in answers to OPTIONS and in those with status 405.
+HEAD is GET without the body (RFC 9110, section 9.3.2), for every path that answers GET.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from litestar.datastructures import MutableScopeHeaders
 from litestar.enums import ScopeType
 from litestar.routes import BaseRoute, HTTPRoute
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from appliance.base.allowed_methods import allow
 
 
 class HeadLikeGet:
@@ -57,9 +58,3 @@ class CompleteOptions:
             await send(message)
 
         await self._app(scope, receive, send_complete)
-
-
-def allow(methods: Iterable[str]) -> str:
-    """Return the value of Allow for a path whose handlers take `methods`."""
-    answered = set(methods)
-    return ", ".join(sorted(answered | {"HEAD"} if "GET" in answered else answered))

@@ -1,6 +1,6 @@
 """The JSON of the administrators' API, one struct per noun, each built from a type of another layer.
 
-Times are RFC 3339 in UTC, costs are integers in pico-units, lists are pages. `shape_of` fills every struct by field name; its
+Times are RFC 3339 in UTC, costs are integers in pico-units, lists are pages. `Shape.of` fills every struct by field name; its
 further arguments are the fields that the answer names or shows differently.
 """
 
@@ -8,22 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import date, datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
 from appliance.base.clock import rfc3339
 from appliance.metering.ledger.records import RequestRow, UsageEvent
-from appliance.metering.prices import Price
 from appliance.metering.usage import UsageRow
 from appliance.serving.explanation import explain_past
-from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.pages import Page
 from appliance.tenancy.principals import ApiKey, Limits, ModelLimits, Tenant
 
 S = TypeVar("S")
-Shape = TypeVar("Shape", bound=msgspec.Struct)
 T = TypeVar("T")
+
+
+class Shape(msgspec.Struct):
+    """The JSON of one object: a value of another layer, as callers see it."""
+
+    @classmethod
+    def of(cls, source: object, **given: object) -> Self:
+        """Return the JSON of `source`: every field is its attribute of the same name, unless it is `given`."""
+        return cls(**{name: _plain(getattr(source, name)) for name in cls.__struct_fields__ if name not in given}, **given)
 
 
 class PageShape(msgspec.Struct, Generic[S], kw_only=True):
@@ -34,7 +40,7 @@ class PageShape(msgspec.Struct, Generic[S], kw_only=True):
     next_cursor: str | None
 
 
-class LimitsShape(msgspec.Struct, kw_only=True):
+class LimitsShape(Shape, kw_only=True):
     """Limits of a tenant, a key or a model. Null means no limit; the limits of the other levels still apply."""
 
     tokens_per_minute: int | None
@@ -44,7 +50,7 @@ class LimitsShape(msgspec.Struct, kw_only=True):
     monthly_budget: int | None
 
 
-class TenantShape(msgspec.Struct, kw_only=True):
+class TenantShape(Shape, kw_only=True):
     """A tenant."""
 
     id: str
@@ -64,7 +70,7 @@ class TenantShape(msgspec.Struct, kw_only=True):
     created_at: str
 
 
-class KeyShape(msgspec.Struct, kw_only=True):
+class KeyShape(Shape, kw_only=True):
     """An API key without its secret."""
 
     id: str
@@ -90,7 +96,7 @@ class NewKeyShape(KeyShape, kw_only=True):
     key: str
 
 
-class LedgerEventShape(msgspec.Struct, kw_only=True):
+class LedgerEventShape(Shape, kw_only=True):
     """A usage event of the ledger: a request, or a correction of one (an adjustment) with signed counts and cost."""
 
     id: str
@@ -121,7 +127,7 @@ class LedgerEventShape(msgspec.Struct, kw_only=True):
     settled_at: str | None
 
 
-class RequestShape(msgspec.Struct, kw_only=True):
+class RequestShape(Shape, kw_only=True):
     """A live or past request with its timeline."""
 
     id: str
@@ -150,7 +156,7 @@ class RequestShape(msgspec.Struct, kw_only=True):
     explanation: str
 
 
-class PriceShape(msgspec.Struct, kw_only=True):
+class PriceShape(Shape, kw_only=True):
     """A price of a model, in micro-units of money per million tokens."""
 
     id: str
@@ -165,7 +171,7 @@ class PriceShape(msgspec.Struct, kw_only=True):
     tier_percents: dict[str, int] | None
 
 
-class UsageRowShape(msgspec.Struct, kw_only=True, omit_defaults=True):
+class UsageRowShape(Shape, kw_only=True, omit_defaults=True):
     """Usage and cost of one period and group."""
 
     start: str
@@ -182,14 +188,13 @@ class UsageRowShape(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str | msgspec.UnsetType = msgspec.UNSET
 
 
-def shape_of(shape: type[Shape], source: object, **given: object) -> Shape:
-    """Return the JSON of `source`: every field of `shape` is its attribute of the same name, unless it is `given`."""
-    return shape(**{name: _plain(getattr(source, name)) for name in shape.__struct_fields__ if name not in given}, **given)
-
-
 def _plain(value: Any) -> Any:
     form = _FORMS.get(type(value))
     return value if form is None else form(value)
+
+
+_FORMS: dict[type, Callable[[Any], object]] = {datetime: rfc3339, date: date.isoformat, tuple: list, Limits: LimitsShape.of}
+"""Converts the types that JSON does not have."""
 
 
 def page_shape(page: Page[T], shape: Callable[[T], S]) -> PageShape[S]:
@@ -197,56 +202,38 @@ def page_shape(page: Page[T], shape: Callable[[T], S]) -> PageShape[S]:
     return PageShape(data=[shape(row) for row in page.data], has_more=page.has_more, next_cursor=page.next_cursor)
 
 
-def _limits(limits: Limits) -> LimitsShape:
-    return shape_of(LimitsShape, limits)
-
-
-_FORMS: dict[type, Callable[[Any], object]] = {datetime: rfc3339, date: date.isoformat, tuple: list, Limits: _limits}
-"""Converts the types that JSON does not have."""
-
-
 def _model_limits(limits: ModelLimits) -> dict[str, LimitsShape]:
-    return {model: _limits(each) for model, each in sorted(limits.items())}
+    return {model: LimitsShape.of(each) for model, each in sorted(limits.items())}
 
 
 def tenant_shape(tenant: Tenant) -> TenantShape:
     """Return `tenant` as JSON."""
     billing = None if tenant.billing is None else dict(tenant.billing)
-    return shape_of(TenantShape, tenant, model_limits=_model_limits(tenant.model_limits), billing=billing)
+    return TenantShape.of(tenant, model_limits=_model_limits(tenant.model_limits), billing=billing)
 
 
 def key_shape(key: ApiKey) -> KeyShape:
     """Return `key` as JSON."""
-    return shape_of(KeyShape, key, model_limits=_model_limits(key.model_limits))
+    return KeyShape.of(key, model_limits=_model_limits(key.model_limits))
 
 
 def new_key_shape(key: ApiKey, secret: str) -> NewKeyShape:
     """Return `key` as JSON with its secret."""
-    return shape_of(NewKeyShape, key, model_limits=_model_limits(key.model_limits), key=secret)
+    return NewKeyShape.of(key, model_limits=_model_limits(key.model_limits), key=secret)
 
 
 def ledger_event_shape(event: UsageEvent) -> LedgerEventShape:
     """Return `event` as JSON; the order of its id is the order of the ledger."""
     corrects_id = None if event.corrects_id is None else str(event.corrects_id)
-    return shape_of(LedgerEventShape, event, id=str(event.id), corrects_id=corrects_id)
+    return LedgerEventShape.of(event, id=str(event.id), corrects_id=corrects_id)
 
 
 def usage_row_shape(row: UsageRow) -> UsageRowShape:
     """Return sums as JSON."""
     owner = {name: getattr(row, name) for name in ("tenant_id", "key_id", "model")}
-    return shape_of(UsageRowShape, row, **{name: msgspec.UNSET if value is None else value for name, value in owner.items()})
-
-
-def price_shape(price: Price) -> PriceShape:
-    """Return `price` as JSON."""
-    return shape_of(PriceShape, price)
-
-
-def live_request_shape(live: LiveRequest) -> RequestShape:
-    """Return a live request as JSON."""
-    return shape_of(RequestShape, live)
+    return UsageRowShape.of(row, **{name: msgspec.UNSET if value is None else value for name, value in owner.items()})
 
 
 def past_request_shape(row: RequestRow) -> RequestShape:
     """Return a past request as JSON: finished even if its row has no end, which only a process that died leaves behind."""
-    return shape_of(RequestShape, row, state="finished", queue_position=None, explanation=explain_past(row))
+    return RequestShape.of(row, state="finished", queue_position=None, explanation=explain_past(row))

@@ -131,7 +131,7 @@ def export(
         if form not in FORMATS:
             raise WrongUsage(f"--format takes {', '.join(FORMATS)}, not {form!r}")
 
-    async def work(client: AdminClient) -> list[str]:
+    async def work(client: AdminClient) -> tuple[list[str], int]:
         written: list[str] = []
         chosen = await _tenants(client, tenant, everybody=everybody)
         names = {each["id"] for each in chosen}
@@ -141,13 +141,19 @@ def export(
             for done, head in enumerate(wanted, 1):
                 written += [await _write(client, head, form, out) for form in forms or ("pdf",)]
                 advance(done / len(wanted))
-        return written
+        return written, len(heads) - len(wanted)
 
-    files = run(options.settings(), work)
+    files, num_drafts = run(options.settings(), work)
     if options.as_json:
         output.data({"files": files})
     else:
-        output.say("\n".join(files) if files else f"There is no closed invoice of {month}: gatehouse invoices close")
+        output.say("\n".join(files) if files else _why_no_file(month, num_drafts))
+
+
+def _why_no_file(month: str, num_drafts: int) -> str:
+    if num_drafts:
+        return f"There is no closed invoice of {month}, only drafts ({num_drafts}): close them, or export them with --drafts"
+    return f"There is no closed invoice of {month}: gatehouse invoices close"
 
 
 @app.command("seller")

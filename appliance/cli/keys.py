@@ -10,21 +10,9 @@ from appliance.base.ids import is_id
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed, WrongUsage
+from appliance.cli.limit_options import NO_OWNER_LIMITS, OwnerLimitOptions
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import (
-    NO_LIMITS,
-    LimitOptions,
-    ModelLimitOption,
-    ModelOption,
-    ModeOption,
-    Which,
-    at_tenant,
-    find,
-    limits_body,
-    model_limits_body,
-    models_body,
-    with_money,
-)
+from appliance.cli.tenants import Which, at_tenant, find, with_money
 
 app = typer.Typer(help="API keys of tenants.", no_args_is_help=True)
 
@@ -73,17 +61,13 @@ def create(
     network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable; default: any.")
     ] = None,
-    limits: LimitOptions = NO_LIMITS,
-    model: ModelOption = None,
-    model_limit: ModelLimitOption = None,
-    limit_mode: ModeOption = None,
+    limits: OwnerLimitOptions = NO_OWNER_LIMITS,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Create a key and print its secret, once."""
-    optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network, "limit_mode": limit_mode}
+    optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network}
     body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value not in (None, [])}
-    body |= models_body(model) | model_limits_body(model_limit)
-    body |= limits_body(limits)
+    body |= limits.body()
     key = run(options.settings(), at_tenant(tenant, "POST", "/keys", body=body))
     _print_secret(key, as_json=options.as_json)
 
@@ -97,21 +81,17 @@ def update(
     network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable; `all` for any.")
     ] = None,
-    limits: LimitOptions = NO_LIMITS,
-    model: ModelOption = None,
-    model_limit: ModelLimitOption = None,
-    limit_mode: ModeOption = None,
+    limits: OwnerLimitOptions = NO_OWNER_LIMITS,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Change a key. What is not named stays as it is."""
-    named = {"name": name, "scopes": scope or None, "limit_mode": limit_mode}
+    named = {"name": name, "scopes": scope or None}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None}
     if expires_at is not None:
         body["expires_at"] = None if expires_at == "none" else expires_at
     if network:
         body["allowed_networks"] = None if network == ["all"] else network
-    body |= models_body(model) | model_limits_body(model_limit)
-    body |= limits_body(limits)
+    body |= limits.body()
     if not body:
         raise WrongUsage("nothing to change: name at least one option (gatehouse keys update --help)")
 

@@ -10,8 +10,9 @@ import typer
 
 from appliance.cli import output
 from appliance.cli.connection import run
+from appliance.cli.limit_options import NO_LIMITS, LimitOptions, ModeOption
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import NO_LIMITS, LimitOptions, ModeOption, limits_body, with_money
+from appliance.cli.tenants import with_money
 from appliance.tenancy.fields import TIERS, check_choice
 
 app = typer.Typer(help="Limits of tiers and of models, across tenants.", no_args_is_help=True)
@@ -54,8 +55,7 @@ def limit_model(
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Set the limits of a model for all tenants together. Limits that are not named are removed."""
-    given = limits_body(limits)
-    body: dict[str, Any] = {"limits": given.get("limits", {})} | ({} if mode is None else {"limit_mode": mode})
+    body: dict[str, Any] = {"limits": {}} | limits.body() | ({} if mode is None else {"limit_mode": mode})
     _call(options, "PUT", f"/model-limits/{quote(model)}", body)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The models on this machine: folders in Hugging Face's layout.", no_args_is_help=True)
 
-COLUMNS = ("name", "state", "path")
+COLUMNS = ("name", "state", "quantization", "path")
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or an added model's name.")]
 
 
@@ -26,10 +26,11 @@ def list_models(options: CommonOptions = DEFAULTS) -> None:
     """List the models that are served and the added ones."""
     settings = options.settings()
     rows: dict[str, dict[str, Any]] = {
-        path.name: {"name": path.name, "state": _state(path), "path": str(path)} for path in _on_disk(settings)
+        path.name: {"name": path.name, "state": _state(path), "quantization": None, "path": str(path)}
+        for path in _on_disk(settings)
     }
-    for name, state in _served(settings).items():
-        rows.setdefault(name, {"name": name, "path": None})["state"] = state
+    for name, served in _served(settings).items():
+        rows[name] = {"name": name, "path": None, **rows.get(name, {}), **served}
     output.rows(list(rows.values()), COLUMNS, empty="There are no models.", as_json=options.as_json)
 
 
@@ -113,9 +114,9 @@ def _state(path: Path) -> str:
     return "on disk" if (path / "config.json").is_file() else "missing"
 
 
-def _served(settings: Settings) -> dict[str, str]:
-    """Return the models of the running appliance with the states of their engines; empty when none runs."""
+def _served(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return the models of the running appliance with the states and formats of their engines; empty when none runs."""
     if read_control(settings.data_dir) is None:
         return {}
     system = run(settings, lambda client: client.call("GET", "/system"))
-    return {engine["model"]: engine["state"] for engine in system["engine"]}
+    return {engine["model"]: {name: engine[name] for name in ("state", "quantization")} for engine in system["engine"]}

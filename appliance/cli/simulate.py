@@ -49,6 +49,9 @@ def simulate(
     token_budget: Annotated[
         int | None, typer.Option(help="Tokens per step; default: as many as the TPOT objective allows.")
     ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Weights: int8, fp8 or none; default: as the checkpoint stores them.")
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the KV cache: auto, bf16 or fp8.")] = "auto",
     host_cache_gib: Annotated[float, typer.Option(help="Host memory for evicted KV blocks, in GiB.")] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum output tokens of each request; default: the context.")] = None,
@@ -69,7 +72,7 @@ def simulate(
     try:
         objective = Objective(ttft_s=slo_ttft_ms / 1000, tpot_s=slo_tpot_ms / 1000)
         setup = Setup(
-            model=find_model(model),
+            model=find_model(model, quantization),
             gpu=find_gpu(gpu),
             policy=policy,
             max_num_seqs=max_num_seqs,

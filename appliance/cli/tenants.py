@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +14,8 @@ from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
 from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed, WrongUsage
+from appliance.cli.limit_options import NO_OWNER_LIMITS, OwnerLimitOptions
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.tenancy.fields import LIMIT_MAX
-from appliance.tenancy.principals import LIMIT_NAMES
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
@@ -27,66 +26,46 @@ COLUMNS = ("id", "name", "tier", "weight", "limits", "limit_mode", "allowed_mode
 ARCHIVED = "Its keys are refused and it is hidden from lists, permanently. Its ledger and its invoices are kept."
 
 Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
-LimitOption = Annotated[str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.")]
-BudgetOption = Annotated[
-    str | None,
-    typer.Option(metavar="MICROS", help="In millionths of the currency (5000000 is 5.00 EUR), or `none` for no limit."),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitOptions:
-    """The options for limits of a tenant, a key or a model."""
+class TermOptions:
+    """The options for a tenant's terms: how it is billed, and when it is warned and cut."""
 
-    tokens_per_minute: LimitOption = None
-    requests_per_minute: LimitOption = None
-    concurrent_requests: LimitOption = None
-    tokens_per_day: LimitOption = None
-    monthly_budget: BudgetOption = None
+    cut_at_budget: Annotated[
+        bool | None,
+        typer.Option(
+            "--cut-at-budget/--finish-at-budget", help="End running answers when a monthly budget is spent, or let them finish."
+        ),
+    ] = None
+    currency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CODE",
+            help="Billing currency, such as EUR; cannot be changed after the first request (default: the appliance's).",
+        ),
+    ] = None
+    billing: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=TEXT",
+            help="A field of the buyer: name, address, country, email, tax_id or reference; repeatable; "
+            "replaces the whole buyer.",
+        ),
+    ] = None
+    alert_percent: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", help="Alert at this percentage of the budget or tokens per day; repeatable."),
+    ] = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the fields that were given. Raises WrongUsage."""
+        terms: dict[str, Any] = {"cut_at_budget": self.cut_at_budget, "currency": self.currency}
+        terms |= {"alert_percents": self.alert_percent or None, "billing": _billing(self.billing) if self.billing else None}
+        return {name: value for name, value in terms.items() if value is not None}
 
 
-NO_LIMITS = LimitOptions()
-ModelOption = Annotated[
-    list[str] | None, typer.Option("--model", metavar="NAME", help="An allowed model; repeatable; `all` for every model.")
-]
-ModelLimitOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model-limit",
-        metavar="MODEL:LIMIT=N",
-        help="A limit for a single model, as in large:tokens_per_minute=1000; a budget in millionths of the currency; "
-        "repeatable; `none` lifts all of them.",
-    ),
-]
-ModeOption = Annotated[
-    str | None,
-    typer.Option("--limit-mode", metavar="MODE", help="enforce, or shadow: count requests over a limit and serve them."),
-]
-CurrencyOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CODE",
-        help="Billing currency, such as EUR; cannot be changed after the first request (default: the appliance's).",
-    ),
-]
-CutOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--cut-at-budget/--finish-at-budget", help="End running answers when a monthly budget is spent, or let them finish."
-    ),
-]
-BillingOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--billing",
-        metavar="FIELD=TEXT",
-        help="A field of the buyer: name, address, country, email, tax_id or reference; repeatable; replaces the whole buyer.",
-    ),
-]
-AlertOption = Annotated[
-    list[int] | None,
-    typer.Option("--alert-percent", metavar="N", help="Alert at this percentage of the budget or tokens per day; repeatable."),
-]
+NO_TERMS = TermOptions()
 
 
 @app.command("list")
@@ -107,20 +86,12 @@ def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the new tenant.")],
     tier: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "standard",
     weight: Annotated[int, typer.Option(help="Weight among tenants of the same tier, 1 to 1000.")] = 1,
-    limits: LimitOptions = NO_LIMITS,
-    model: ModelOption = None,
-    model_limit: ModelLimitOption = None,
-    limit_mode: ModeOption = None,
-    cut_at_budget: CutOption = None,
-    currency: CurrencyOption = None,
-    billing: BillingOption = None,
-    alert_percent: AlertOption = None,
+    limits: OwnerLimitOptions = NO_OWNER_LIMITS,
+    terms: TermOptions = NO_TERMS,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Create a tenant."""
-    body = {"name": name, "tier": tier, "weight": weight} | models_body(model) | model_limits_body(model_limit)
-    body |= _terms(limit_mode, currency, billing, alert_percent, cut_at_budget=cut_at_budget)
-    body |= limits_body(limits)
+    body = {"name": name, "tier": tier, "weight": weight} | limits.body() | terms.body()
     settings = options.settings()
     _print(run(settings, lambda client: client.call("POST", "/tenants", body=body)), settings, as_json=options.as_json)
 
@@ -138,14 +109,8 @@ def update(
     name: Annotated[str | None, typer.Option(help="A new name.")] = None,
     tier: Annotated[str | None, typer.Option(help="interactive, standard or batch.")] = None,
     weight: Annotated[int | None, typer.Option(help="Weight among tenants of the same tier, 1 to 1000.")] = None,
-    limits: LimitOptions = NO_LIMITS,
-    model: ModelOption = None,
-    model_limit: ModelLimitOption = None,
-    limit_mode: ModeOption = None,
-    cut_at_budget: CutOption = None,
-    currency: CurrencyOption = None,
-    billing: BillingOption = None,
-    alert_percent: AlertOption = None,
+    limits: OwnerLimitOptions = NO_OWNER_LIMITS,
+    terms: TermOptions = NO_TERMS,
     suspended: Annotated[
         bool | None, typer.Option("--suspend/--resume", help="Refuse its requests, or serve them again.")
     ] = None,
@@ -153,10 +118,7 @@ def update(
 ) -> None:
     """Change a tenant. What is not named stays as it is."""
     named = {"name": name, "tier": tier, "weight": weight, "suspended": suspended}
-    body: dict[str, Any] = {field: value for field, value in named.items() if value is not None} | models_body(model)
-    body |= model_limits_body(model_limit)
-    body |= _terms(limit_mode, currency, billing, alert_percent, cut_at_budget=cut_at_budget)
-    body |= limits_body(limits)
+    body = {field: value for field, value in named.items() if value is not None} | limits.body() | terms.body()
     if not body:
         raise WrongUsage("nothing to change: name at least one option (gatehouse tenants update --help)")
 
@@ -177,60 +139,6 @@ def archive(which: Which, yes: Yes = False, options: CommonOptions = DEFAULTS) -
     _print(run(settings, at_tenant(which, "DELETE")), settings, as_json=options.as_json)
 
 
-def limits_body(given: LimitOptions) -> dict[str, Any]:
-    """Return the field `limits` if any was given, each by its name; `none` removes one. Raises WrongUsage."""
-    limits: dict[str, int | None] = {}
-    for field, value in asdict(given).items():
-        if value is None:
-            continue
-        if value.lower() == "none":
-            limits[field] = None
-        elif _is_limit(value):
-            limits[field] = int(value)
-        else:
-            option = "--" + field.replace("_", "-")
-            message = f"{option} must be a whole number from 0 to {LIMIT_MAX} or `none`, not {value!r}"
-            raise WrongUsage(message)
-    return {"limits": limits} if limits else {}
-
-
-def _is_limit(value: str) -> bool:
-    return value.isascii() and value.isdigit() and len(value) <= len(str(LIMIT_MAX)) and int(value) <= LIMIT_MAX
-
-
-def model_limits_body(given: list[str] | None) -> dict[str, Any]:
-    """Return the field `model_limits` if any was given: the whole set, because it replaces the former one."""
-    if not given:
-        return {}
-    if given == ["none"]:
-        return {"model_limits": None}
-    limits: dict[str, dict[str, int]] = {}
-    for text in given:
-        model, _, setting = text.rpartition(":")
-        name, _, value = setting.partition("=")
-        if not model or name not in LIMIT_NAMES or not _is_limit(value):
-            expected = (
-                f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMIT_NAMES)} and N a whole number from 0 to {LIMIT_MAX}"
-            )
-            raise WrongUsage(f"--model-limit takes {expected}, not {text!r}")
-        limits.setdefault(model, {})[name] = int(value)
-    return {"model_limits": limits}
-
-
-def _terms(
-    limit_mode: str | None,
-    currency: str | None,
-    billing: list[str] | None,
-    alert_percents: list[int] | None,
-    *,
-    cut_at_budget: bool | None,
-) -> dict[str, Any]:
-    """Return the given fields of a tenant's terms: how it is limited and billed."""
-    terms: dict[str, Any] = {"limit_mode": limit_mode, "cut_at_budget": cut_at_budget, "currency": currency}
-    terms |= {"alert_percents": alert_percents or None, "billing": _billing(billing) if billing else None}
-    return {name: value for name, value in terms.items() if value is not None}
-
-
 def _billing(given: list[str]) -> dict[str, str]:
     fields = {}
     for text in given:
@@ -239,13 +147,6 @@ def _billing(given: list[str]) -> dict[str, str]:
             raise WrongUsage(f"--billing takes FIELD=TEXT, not {text!r}")
         fields[name] = value.replace("\\n", "\n")
     return fields
-
-
-def models_body(models: list[str] | None) -> dict[str, Any]:
-    """Return the field `allowed_models` if models were named; `all` removes the restriction."""
-    if not models:
-        return {}
-    return {"allowed_models": None if models == ["all"] else models}
 
 
 def at_tenant(which: str, method: str, below: str = "", *, body: object = None) -> Work:

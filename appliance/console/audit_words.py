@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from appliance.base.money import format_exactly
 from appliance.console.formatting import units
 from appliance.tenancy.audit_chain import AuditEntry, facts_from
 
@@ -82,6 +83,7 @@ _PAGES = {"tenant": "/tenants/", "key": "/keys/", "request": "/requests/", "invo
 _OMITTED_FIELDS = ("id", "tenant_id")
 _MICROS = ("monthly_budget", "prompt", "cached_prompt", "completion", "rejected_draft")
 """Amounts in micro-units of money, shown in units like on all pages: 5000000 as 5.00."""
+_AMOUNT = re.compile(r"_(micros|picos)$")
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)\.\d{6}Z$")
 
 
@@ -155,14 +157,16 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
             yield from _changes(was or {}, now or {}, f"{prefix}{name} › ")
         elif was != now and not (name in _OMITTED_FIELDS and not prefix):
             shown = [_shown(name, value, name in facts) for value, facts in ((was, before), (now, after))]
-            yield Change(f"{prefix}{name}".replace("_", " "), *shown)
+            yield Change(f"{prefix}{_AMOUNT.sub('', name)}".replace("_", " "), *shown)
 
 
 def _shown(name: str, value: Any, is_recorded: bool) -> str | None:
     if not is_recorded:
         return None
-    if name in _MICROS and isinstance(value, int):
+    if isinstance(value, int) and (name in _MICROS or name.endswith("_micros")):
         return units(value)
+    if isinstance(value, int) and name.endswith("_picos"):
+        return format_exactly(value, "").strip()
     if value is None or value == []:
         return NOTHING
     if isinstance(value, bool):

@@ -234,7 +234,7 @@ def _facts(engine: EngineReading, now: datetime) -> list[str]:
     if engine.info is not None:
         info = engine.info
         facts += [info.device_name, f"{info.num_parameters / 1e6:,.1f} M parameters", info.dtype]
-        quantised = "" if info.quantization.startswith("none") else f" in {info.quantization}"
+        quantised = f" in {info.quantization}".removeprefix(" in none")
         rounded = f" in {info.kv_cache_dtype}" if info.kv_cache_dtype.startswith("fp8") else ""
         facts += [f"weights {size(info.weights_bytes)}{quantised}", f"KV {size(info.kv_bytes)}{rounded}"]
         facts += [f"context {info.max_model_len:,} tokens"]

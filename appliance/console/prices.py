@@ -42,10 +42,12 @@ async def list_prices(context: ContextDependency) -> Html:
 
 @get("/prices/new", guards=[needs(Action.BILLING)])
 async def new_price(context: ContextDependency) -> Html:
-    """The form of a new price; a model in the address fills it with the price in force."""
+    """The form of a new price; a model in the address, and a currency, fill it with the price in force."""
+    services = context.services
     model = context.query.get("model", "")
-    current = await context.services.prices.current(model, context.services.clock.now()) if model else None
-    return _form(context, None, model=model, current=current)
+    currency = context.query.get("currency") or services.settings.currency
+    current = await services.prices.current(model, services.clock.now(), currency=currency) if model else None
+    return _form(context, None, model=model, priced_in=currency, current=current)
 
 
 @post("/prices", guards=[needs(Action.BILLING)], status_code=200)
@@ -59,7 +61,7 @@ async def add_price(context: ContextDependency) -> Html:
             return context.redirect("/prices", done="price-added")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, (*FIELDS, *(f"tier_{tier}" for tier in TIERS)))
-    return _form(context, form, model=form.raw("model"), current=None)
+    return _form(context, form, model=form.raw("model"), priced_in=form.raw("currency"), current=None)
 
 
 @get("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)])
@@ -113,13 +115,15 @@ def _read(form: Form, services: Services) -> dict[str, Any]:
     }
 
 
-def _form(context: Context, form: Form | None, *, model: str, current: Price | None) -> Html:
+def _form(context: Context, form: Form | None, *, model: str, priced_in: str, current: Price | None) -> Html:
     return context.sheet(
         "fragments/price_new.html",
         title="New price",
         form=form,
         model=model,
+        priced_in=priced_in,
         current=current,
+        is_discounted=current is not None and (current.batch_percent != 100 or bool(current.tier_percents)),
         tiers=TIERS,
         discounts=("batch_percent", "rejected_draft", *(f"tier_{tier}" for tier in TIERS)),
         models=[served.name for served in context.services.models.list()],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from litestar import get, post
@@ -16,9 +17,14 @@ from appliance.console.forms import Form
 from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
+from appliance.metering.invoicing.free_allowances import free_in
 from appliance.tenancy.fields import BILLING_FIELDS, LIMIT_MODES
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+    from appliance.tenancy.access import Access
 
 LABELS = {
     "name": "Name on invoices",
@@ -29,6 +35,25 @@ LABELS = {
     "reference": "Customer reference",
 }
 FIELDS = ("limit_mode", "currency", "alert_percents", *BILLING_FIELDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeTerms:
+    """What a tenant need not pay, in micro-units a month: in this month, and what replaces it from which later month on."""
+
+    micros: int
+    later: tuple[tuple[str, int], ...]
+
+
+async def free_terms(services: Services, tenant_id: str, *, access: Access) -> FreeTerms | None:
+    """Return the free allowance of a tenant, now and later; None if there is none, or the reader may not read invoices."""
+    if not access.may(Action.INVOICES, tenant_id):
+        return None
+    month = services.reports.calendar.month_of(services.clock.now())
+    allowances = await services.free_allowances.list(tenant_id, access=access)
+    later = tuple((one.first_month, one.monthly_micros) for one in allowances if one.first_month > month)
+    micros = free_in(allowances, month)
+    return FreeTerms(micros=micros, later=later) if micros or later else None
 
 
 @get("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)])

@@ -16,8 +16,9 @@ from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.people import people_of
 from appliance.console.rendering import Html
 from appliance.console.security import needs
-from appliance.console.tenant_terms import model_lines
+from appliance.console.tenant_terms import free_terms, model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
+from appliance.metering.invoicing.wording import month_name
 from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
@@ -170,6 +171,8 @@ async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = Non
         tiers=TIERS,
         refuse_unpriced=services.settings.unpriced == "refuse",
         unpriced=await _unpriced(context.services, tenant),
+        free=await free_terms(services, tenant.id, access=access),
+        month_name=month_name,
         form=form,
         **await people_of(context, tenant.id),
     )

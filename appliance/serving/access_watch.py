@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from datetime import datetime
 
 import structlog
 
@@ -19,6 +18,7 @@ from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
 from appliance.tenancy.key_status import read_principals, why_ended
 from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.principals import Principal
 
 RETRY_S = 0.5
 
@@ -56,11 +56,10 @@ class AccessWatch:
             self._db.principals.listeners.remove(self._look.set)
         await self._watching.stop()
 
-    def began(self, generation: Generation, expires_at: datetime | None, change_count: int | None) -> None:
-        """Watch a generation that has just begun. If anything changed since its key was checked, at `change_count` (None:
-        unknown), look again."""
-        generation.end_at(expires_at)
-        if change_count != self._db.principals.value:
+    def began(self, generation: Generation, principal: Principal) -> None:
+        """Watch a generation that has just begun. Look again if anything may have changed since `principal` was read."""
+        generation.end_at(principal.key.expires_at)
+        if principal.change_count != self._db.principals.value:
             self._look.set()
 
     async def _run(self) -> None:

@@ -48,8 +48,7 @@ log = structlog.get_logger()
 class Order:
     """A request that was decoded, authenticated and tokenised. `max_output_tokens` is as asked, None when it was not.
 
-    `field_names` says what the client calls a sampling field whose own name it did not use. `change_count` is the count of
-    changes of keys and tenants before the principal was authenticated, None when that is unknown. `batch` work is served in the
+    `field_names` says what the client calls a sampling field whose own name it did not use. `batch` work is served in the
     lowest class of priority, whatever its tenant's tier, and pays the batch share of the price.
     """
 
@@ -62,7 +61,6 @@ class Order:
     sampling: SamplingParams
     max_output_tokens: int | None
     field_names: Mapping[str, str] = field(default_factory=dict)
-    change_count: int | None = None
     batch: bool = False
 
 
@@ -149,7 +147,7 @@ class Generations:
             reservation.void()
             raise
         self._own(generation)
-        self._watch.began(generation, order.principal.key.expires_at, order.change_count)
+        self._watch.began(generation, order.principal)
         await asyncio.shield(generation.admitted)
         return generation
 

@@ -19,12 +19,10 @@ from appliance.telemetry.readings import DatabaseReading, EngineReading, Process
 
 SAMPLE_INTERVAL_S = 1.0
 HISTORY_SAMPLES = 120
-SUBSCRIBERS_MAX = 256
-CONSOLE_SUBSCRIBERS = 64  # of these places: programs cannot take them from people
 
 
 class TooManySubscribers(Exception):
-    """More live streams are open than the sampler serves."""
+    """As many follow the sampler as whoever asks allows."""
 
 
 class _Slot:
@@ -100,14 +98,13 @@ class SystemSampler:
             slot.put(snapshot)
         return snapshot
 
-    def check_place(self, *, spare: int = 0) -> None:
-        """Raise TooManySubscribers unless one more may subscribe and `spare` places stay free of the rest."""
-        if len(self._subscribers) >= SUBSCRIBERS_MAX - spare:
-            raise TooManySubscribers(f"at most {SUBSCRIBERS_MAX - spare} live streams can be open")
+    async def subscribe(self, *, at_most: int | None = None) -> AsyncGenerator[SystemSnapshot, None]:
+        """Yield the newest snapshot at once and each newer one as it comes.
 
-    async def subscribe(self, *, spare: int = 0) -> AsyncGenerator[SystemSnapshot, None]:
-        """Yield the newest snapshot at once and each newer one as it comes. Raises TooManySubscribers like `check_place`."""
-        self.check_place(spare=spare)
+        Raises TooManySubscribers if `at_most` subscribers are there already; None is for those who are counted elsewhere.
+        """
+        if at_most is not None and len(self._subscribers) >= at_most:
+            raise TooManySubscribers(f"at most {at_most} live streams can be open")
         slot = _Slot()
         if self._latest is not None:
             slot.put(self._latest)

@@ -54,11 +54,10 @@ KEYS_OF_TENANT_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class _CachedKey:
-    """A verified key, valid as long as the count of changes is the one at which it was read."""
+    """A verified key, valid as long as the count of changes is the one as of which it was read."""
 
     principal: Principal
     networks: tuple[Network, ...] | None
-    change_count: int
 
 
 class Keys:
@@ -213,7 +212,7 @@ class Keys:
         # Not the stored digest: that one takes ten times as long, and releases the interpreter's lock meanwhile.
         place = hashlib.blake2b(secret.encode(), key=self._cache_secret).digest()
         known = self._cache.get(place)
-        if known is None or known.change_count != self._db.principals.value:
+        if known is None or known.principal.change_count != self._db.principals.value:
             known = self._remember(place, await self._read(prefix, keyed_digest(self._pepper, secret)))
         now = self._clock.now()
         _check_usable(known, now, address)
@@ -246,7 +245,7 @@ class Keys:
             owner = (await connection.execute(select(tenants).where(tenants.c.id == row["tenant_id"]))).mappings().one()
         key = key_from_row(row)
         networks = None if key.allowed_networks is None else tuple(map(ipaddress.ip_network, key.allowed_networks))
-        return _CachedKey(Principal(tenant=tenant_from_row(owner), key=key), networks, change_count)
+        return _CachedKey(Principal(tenant=tenant_from_row(owner), key=key, change_count=change_count), networks)
 
     def _remember(self, place: bytes, known: _CachedKey) -> _CachedKey:
         while len(self._cache) >= CACHED_KEYS_MAX:

@@ -89,10 +89,14 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """The tenant and the key behind a request."""
+    """The tenant and the key behind a request.
+
+    `change_count` is the count of changes of keys and tenants as of which they were read, None when that is unknown.
+    """
 
     tenant: Tenant
     key: ApiKey
+    change_count: int | None = field(default=None, compare=False)
 
     def check_usable(self, now: datetime) -> None:
         """Raise InvalidApiKey, ExpiredApiKey or TenantSuspended if no request of this key may begin, whatever it asks for."""

@@ -121,7 +121,7 @@ def _rotated(context: Context, shape: AttentionShape, lengths: list[int], *, fp8
         def separate(rotate: Callable[..., None], kind: torch.dtype) -> tuple[torch.Tensor, Pages]:
             rotated, cache = qkv.to(kind, copy=True), pages.cache.to(FP8 if fp8 else kind, copy=True)
             weights = {name: weight.to(kind) for name, weight in norms.items()}
-            heads: dict[str, int] = {"num_kv_heads": shape.num_kv_heads, "rotary_dim": size}
+            heads: dict[str, Any] = {"num_kv_heads": shape.num_kv_heads, "rotary_dim": size}
             rotate(rotated, cos.to(kind), sin.to(kind), None if fp8 else cache, slots, eps=1e-6, **heads, **weights)
             if fp8:  # rounded to 16 bits first, as served: an e4m3 number is farther from the next than all else that is judged
                 unturned = torch.ones_like(cos), torch.zeros_like(sin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import torch
 
 from engine.config.model import ModelConfig
+from engine.formats import UNQUANTISED
 from engine.models.decoder import Decoder
 from engine.quantization.scheme import weight_scheme
 from engine.weights import WeightsSize, load_weights
+
+log = logging.getLogger("gatehouse.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,9 @@ def load_decoder(
     plan = decoder.weight_plan(scheme.storage)
     load_weights(directory, plan, progress=progress)
     size = WeightsSize.of(plan)
+    if scheme.decoded is not None:
+        kept = "unquantised" if scheme.name == UNQUANTISED else f"in {scheme.name}"
+        log.info("weights were stored as %s, decoded while they were read, and are kept %s", scheme.decoded, kept)
     del plan  # it refers to the plain tensors, which packing releases
     decoder.pack(scheme.packer, scheme.head_packer)
     return LoadedDecoder(decoder, size, scheme.name, None if scheme.decoded is None else str(scheme.decoded))

@@ -79,8 +79,8 @@ class OnTheFlyHeadStorage:
 
 
 class PackedOnLoad:
-    """Stacked matrices that are packed when the last of them has been read. The unpacked tensor exists only from the
-    first read to the last. On the meta device they are checked and not packed."""
+    """Stacked matrices that are packed when the last of them and of their biases has been read: kernels may copy a bias. The
+    unpacked tensor exists only from the first read to the last. On the meta device they are checked and not packed."""
 
     def __init__(
         self,
@@ -98,11 +98,10 @@ class PackedOnLoad:
         self._shape = (sum(rows for _, rows in modules), columns)
         self._dtype, self._device, self._element_bytes = dtype, device, element_bytes
         self._weight: torch.Tensor | None = None
-        self._num_unread = len(modules)
         self._biased = [module for module, _ in modules if bias]
         if checkpoint is not None:
             self._biased = checkpoint.names.biased(modules, bias=bias)
-        # Zeros, because a packer may try the kernel before the bias was read.
+        self._num_unread = len(modules) + len(self._biased)
         self._bias = torch.zeros(self._shape[0], dtype=dtype, device=device) if self._biased else None
         self._kernel: ops.LinearKernel | None = None
 
@@ -117,7 +116,7 @@ class PackedOnLoad:
             else:
                 plan.add(f"{module}.weight", _Rows(self, start, (rows, columns), num_bytes))
             if self._bias is not None and module in self._biased:
-                plan.add(f"{module}.bias", self._bias.narrow(0, start, rows))
+                plan.add(f"{module}.bias", _Bias(self, self._bias.narrow(0, start, rows)))
             start += rows
 
     def pack(self, packer: ops.LinearPacker) -> ops.LinearKernel:  # noqa: ARG002 - for matrices not packed yet
@@ -134,8 +133,13 @@ class PackedOnLoad:
         if self._weight is None:
             self._weight = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         write(self._weight.narrow(0, start, num_rows))
+        self.count_read()
+
+    def count_read(self) -> None:
+        """Call when a matrix or a bias was read; packs them at the last one."""
         self._num_unread -= 1
         if not self._num_unread:
+            assert self._weight is not None, "every module has a matrix"
             if not self._weight.is_meta:
                 self._kernel = self._packer(self._weight, self._bias)
             self._weight = None
@@ -151,3 +155,13 @@ class _Rows:
         if tensor.shape != self._shape:
             copy_checked(torch.empty(self._shape, device="meta"), tensor)  # raises, naming what is wrong
         self._target.load(self._start, tensor)
+
+
+class _Bias:
+    def __init__(self, target: PackedOnLoad, rows: torch.Tensor) -> None:
+        self._target, self._rows = target, rows
+        self.num_parameters, self.num_bytes = rows.numel(), rows.nbytes
+
+    def load(self, tensor: torch.Tensor) -> None:
+        copy_checked(self._rows, tensor)
+        self._target.count_read()

@@ -35,7 +35,6 @@ from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import EMPTY_INT64, Int64Array, SlotTable
 from engine.runner.token_return import Fetch
 from engine.sampling.columns import Kind, SamplingNeeds
-from engine.sampling.host_masks import HostMasks
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, ScheduledRequest, StepOutput
 
 SampleTokens = Callable[[torch.Tensor | None], Fetch]
@@ -51,7 +50,7 @@ class SlotRunner:
         self.steps = steps
         self.target = steps.target
         self._sampler = steps.sampler
-        self._masks = RowMasks(HostMasks(plain.masks), steps.device, fills_at_launch=steps.is_synchronous)
+        self._masks = RowMasks(plain.masks, steps.device, fills_at_launch=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
         self._needs = SamplingNeeds(Kind(), [], [])  # of the last decode step
         self._needs_slots = EMPTY_INT64  # the slots of that step
@@ -119,7 +118,8 @@ class SlotRunner:
             self._needs_slots, self._needs = slots, self._sampler.needs(slots)
         shape = self.steps.decodes.select_shape(len(slots), self._needs)
         self.steps.inputs.write_slots(slots, shape.size)
-        return self._run_step(items, shape, self._needs, LaunchedStep(len(items), len(items)))
+        launched = LaunchedStep(len(items), len(items), scored=self._needs.scored)
+        return self._run_step(items, shape, self._needs, launched)
 
     def _launch_verification(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         rows = SlotStepRows.of(items, self._slots.update_for_verification(items, sends_tokens=self.steps.drafts is None))
@@ -130,7 +130,7 @@ class SlotRunner:
         if guesses is not None:
             self.steps.inputs.put_tokens(rows.guess_rows, guesses)
         host_inputs = rows.tokens if guesses is None else None
-        launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths, inputs=host_inputs)
+        launched = LaunchedStep(len(items), len(rows.slots), scored=needs.scored, depths=rows.depths, inputs=host_inputs)
         return self._run_step(rows.items, shape, needs, launched)
 
     def _run_step(
@@ -139,7 +139,6 @@ class SlotRunner:
         """Launch a decode step whose inputs are written; `rows[i]` is the item of row i."""
         fill = self._masks.begin(rows, needs)
         self.steps.decodes.run(shape)
-        launched.scored = needs.scored
         sends_inputs = shape.has_guesses and launched.inputs is None
 
         def sample(masks: torch.Tensor | None) -> Fetch:
@@ -161,7 +160,7 @@ class SlotRunner:
         if sampling_inputs is None:
             hidden = self._forward_spans(items, dict(zip(sampling_rows, slots.tolist(), strict=True)), None)
             sampling_inputs = self._make_sampling_inputs(hidden, slots, positions)
-        launched = LaunchedStep(len(items), len(sampling_rows), sampling_rows, needs.scored)
+        launched = LaunchedStep(len(items), len(sampling_rows), rows=sampling_rows, scored=needs.scored)
         return self._sample_chunks(launched, sampling_inputs, needs.kind, fill)
 
     def _launch_verification_with_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
@@ -178,8 +177,14 @@ class SlotRunner:
         if guesses is not None:
             tokens = self.steps.staging.send(rows.tokens).index_copy_(0, self.steps.staging.send(rows.guess_rows), guesses)
             sampling_inputs = sampling_inputs._replace(tokens=tokens)
-        host_inputs = rows.tokens if guesses is None else None
-        launched = LaunchedStep(len(items), len(rows.slots), sampling_rows, needs.scored, rows.depths, host_inputs)
+        launched = LaunchedStep(
+            len(items),
+            len(rows.slots),
+            rows=sampling_rows,
+            scored=needs.scored,
+            depths=rows.depths,
+            inputs=rows.tokens if guesses is None else None,
+        )
         return self._sample_chunks(launched, sampling_inputs, needs.kind, fill)
 
     def _make_sampling_inputs(

@@ -103,7 +103,6 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses
     request, of guesses that are verified like chunks of prompts; their runner asks for steps over slots with guesses."""
     for spans in _steps_of_each_kind(limits, max_guesses):
         decoder.logits(decoder.forward_spans(spans), wide=False)
-    _compile_texts(decoder, min(limits.max_num_batched_tokens, limits.max_model_len))
 
 
 def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[list[TokenSpan]]:
@@ -142,10 +141,10 @@ def _chunks_together(max_tokens: int, max_seqs: int, room: int) -> set[tuple[int
     return steps
 
 
-def _compile_texts(decoder: PagedDecoder, max_tokens: int) -> None:
+def compile_texts(decoder: PagedDecoder, limits: SchedulerLimits) -> None:
     """Embed whole texts, which use no cache and no fused layers."""
-    embedder = Embedder(decoder.text_model, PoolingConfig(mode="last"))
-    for length in sorted({min(length, max_tokens) for length in (1, *CHUNK_LENGTHS)}):
+    embedder, max_tokens = Embedder(decoder.text_model, PoolingConfig(mode="last")), limits.max_num_batched_tokens
+    for length in sorted({min(length, max_tokens, limits.max_model_len) for length in (1, *CHUNK_LENGTHS)}):
         embedder.embed([[0] * length])
 
 

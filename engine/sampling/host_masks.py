@@ -1,18 +1,17 @@
-"""Masks for tokens that only the host knows to be forbidden: by a grammar, bad words of several tokens, or many end tokens.
+"""Tokens that only the host knows to be forbidden, in masks: by a grammar, bad words of several tokens, or many end tokens.
 
-They depend on the previous token. Until it is known, a step is computed only up to its logits; it samples once the masks exist.
+They depend on the previous token. Until it is known, a step is computed only up to its logits; it samples once the masks exist
+(`runner.row_masks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from engine.grammar.masks import WORD_BITS, GrammarMasks, StepMasks
+from engine.grammar.masks import WORD_BITS
 from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.scheduling.request import Request
 from kernels.ops import SUPPRESSED_IDS_MAX
@@ -26,32 +25,11 @@ def needs_masks(request: Request) -> bool:
     return sampling.min_tokens > 0 and len(request.stop_ids) > SUPPRESSED_IDS_MAX
 
 
-class HostMasks:
-    """Fills the masks of rows that need them. One thread calls it."""
-
-    def __init__(self, grammars: GrammarMasks) -> None:
-        self._grammars = grammars
-        self._forbidden = ForbiddenTokens()
-
-    def begin(self, rows: Sequence[SampledRow]) -> Callable[[], StepMasks]:
-        """Begin to fill the masks of these rows in another thread; all tokens before theirs are known. Returns a function that
-        waits for them: masks, [len(rows), ceil(V / 32)] int32, and for rows without a mask the reason."""
-        masks = self._grammars.fill([row.request for row in rows])
-        return partial(self._add_forbidden, rows, masks)
-
-    def fill(self, rows: Sequence[SampledRow]) -> StepMasks:
-        """As `begin`, but waits for the masks."""
-        return self.begin(rows)()
-
-    def _add_forbidden(self, rows: Sequence[SampledRow], masks: Future[StepMasks] | None) -> StepMasks:
-        filled = self._grammars.nothing_forbidden(len(rows)) if masks is None else masks.result()
-        for index, row in enumerate(rows):
-            ids = self._forbidden.of(row)
-            if len(ids):
-                _forbid(filled.rows[index], ids)
-        return filled
-
-
-def _forbid(mask: torch.Tensor, ids: np.ndarray) -> None:
-    """mask: [W] int32, in place; ids: [F] int64"""
-    np.bitwise_and.at(mask.numpy().view(np.uint32), ids // WORD_BITS, ~(np.uint32(1) << (ids % WORD_BITS).astype(np.uint32)))
+def forbid_tokens(masks: torch.Tensor, rows: Sequence[SampledRow], forbidden: ForbiddenTokens) -> None:
+    """Forbid what is forbidden besides the grammars. masks: [len(rows), ceil(V / 32)] int32, in place; all tokens before those
+    of the rows are known."""
+    words = masks.numpy().view(np.uint32)
+    for index, row in enumerate(rows):
+        ids = forbidden.of(row)
+        if len(ids):
+            np.bitwise_and.at(words[index], ids // WORD_BITS, ~(np.uint32(1) << (ids % WORD_BITS).astype(np.uint32)))

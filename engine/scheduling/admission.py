@@ -96,7 +96,7 @@ class Admission:
     def _is_being_computed(self, request: Request, num_found_blocks: int) -> bool:
         """Whether a running prefill, which was in this step or the one before, computes the block that is needed next."""
         owner = self._next_blocks.owner(request, num_found_blocks)
-        if owner is None or owner is request or owner.account is None or owner.account.is_paused:
+        if owner is None or account_of(owner).is_paused:
             return False
         return owner.scheduled_step >= self._step - 1
 

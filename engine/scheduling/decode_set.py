@@ -138,7 +138,8 @@ class DecodeSet:
             slots = len(request.block_table) * self._block_size
             limit = self._accounts.step + 1 + slots - request.num_computed_tokens
             assert self._accounts.step < request.growth_step <= limit, f"{request.request_id} grows in no step to come"
-            assert request in self._calendar[request.growth_step], f"{request.request_id} is not in the calendar"
+            is_entered = request in self._calendar.get(request.growth_step, ())
+            assert is_entered, f"{request.request_id} is not in the calendar"
         contexts = sum(request.num_computed_tokens for request in self.items)
         total = self._accounts.aggregate
         assert (total.num_decoding, total.context_at(self._accounts.step)) == (len(self.items), contexts), "wrong contexts"

@@ -54,9 +54,9 @@ class InFlightBatch:
         return len(self.requests) - len(self.chunks)
 
     def is_live(self, row: int) -> bool:
-        """Whether the request of a row is still the one that was planned: neither ended nor preempted since."""
-        request = self.requests[row]
-        return not request.is_finished and request.block_table is self.tables[row]
+        """Whether the request of a row is still the one that was planned: neither ended nor preempted since, which would have
+        given it another table."""
+        return self.requests[row].block_table is self.tables[row]
 
     def item(self, row: int) -> ScheduledRequest:
         """The row as it was planned."""

@@ -40,7 +40,7 @@ from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, Schedul
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.tenant_rotation import TenantRotation
 from engine.scheduling.token_events import StepEvents
-from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
+from engine.scheduling.urgency import Urgency
 
 SPARE_PER_EARLY_BLOCK = 8
 """Spare blocks required for each block given before it is needed, so that no request waits longer for blocks because of it."""
@@ -61,7 +61,6 @@ class Scheduler:
         step_budget: StepBudget | None = None,
         drafter: Drafter | None = None,
         policy: Callable[[PolicyContext], Policy] = FairPolicy,
-        ttft_target_s: float | None = FIRST_TOKEN_TARGET_S,
     ) -> None:
         """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
         limits.check_blocks(pool.num_blocks)
@@ -72,7 +71,7 @@ class Scheduler:
         self.accounts = Accounts(self.costs)
         prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, is_shared=False)
         self.kv = KvBlocks(pool, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
-        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache)
+        urgency = Urgency(clock, self.costs, prefix_cache)
         self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
         self.step_budget = step_budget
         self.admission = Admission(self.accounts, self.kv, max_num_seqs=limits.max_num_seqs, step_budget=step_budget)
@@ -274,6 +273,8 @@ class Scheduler:
         running, waiting = self.running, list(self.waiting())
         check_requests(running, waiting, self.limits)
         self.kv.check_invariants([*running, *waiting])
+        self.admission.check_invariants()
+        self._decodes.check_invariants()
         check_accounts(self.accounts)
         self.admission.check_invariants()
         self._decodes.check_invariants()

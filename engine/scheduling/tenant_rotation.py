@@ -17,7 +17,7 @@ from itertools import islice
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.policy import SCAN_REQUESTS_MAX
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import Request, RequestStatus, account_of
 
 DUE_S = 1.5
 """How long a preempted request waits before another one of its tenant makes room for it."""
@@ -58,7 +58,7 @@ class TenantRotation:
         for request in list(self._restarted):
             if request.status is not RequestStatus.PREFILL:
                 del self._restarted[request]
-            elif request.account is not None and not request.account.is_paused:
+            elif not account_of(request).is_paused:
                 yield request
         returning, self._returning = self._returning, None
         if returning is not None and returning.status is RequestStatus.QUEUED and can_return(returning):
@@ -80,8 +80,8 @@ class TenantRotation:
 
     def _exchange_partner(self, request: Request) -> Request | None:
         """The running request of the same tenant that has had the longest turn, if its turn is over and it frees enough."""
-        account = request.account
-        if account is None or account.is_paused:
+        account = account_of(request)
+        if account.is_paused:
             return None
         least = self._turn_steps(account)
         for other in islice(account.running, SCAN_REQUESTS_MAX):

@@ -20,6 +20,7 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 
 FIRST_TOKEN_TARGET_S = 1.0
+"""From arrival to first token."""
 
 PREFILL_STRETCH = 3
 """A prompt shares its steps with decodes and with other prompts: it takes about this many times as long as alone."""
@@ -29,23 +30,20 @@ AGED_EVERY = 8
 
 
 class Urgency:
-    """`target_s` counts from arrival to first token; with None no request is ever late. O(log blocks) per look."""
+    """Tells which requests are late, in O(log blocks) for each."""
 
-    def __init__(
-        self, target_s: float | None, clock: Callable[[], float], costs: TokenCosts, prefix_cache: PrefixCache
-    ) -> None:
-        self._target_s = target_s
+    def __init__(self, clock: Callable[[], float], costs: TokenCosts, prefix_cache: PrefixCache) -> None:
         self._clock = clock
         self._costs = costs
         self._prefix_cache = prefix_cache
 
     def is_late(self, request: Request) -> bool:
         """Whether it will miss its first-token target. A late request stays late; one that has had a token is not late."""
-        if request.is_late or self._target_s is None or request.priority is Priority.BATCH:
+        if request.is_late or request.priority is Priority.BATCH:
             return request.is_late
         if request.num_preemptions or request.num_output_tokens:
             return False
-        left_s = self._target_s - (self._clock() - request.arrived_s)
+        left_s = FIRST_TOKEN_TARGET_S - (self._clock() - request.arrived_s)
         start = request.num_computed_tokens
         if self._prefill_s(request, start) > left_s:
             if not start:
@@ -58,4 +56,4 @@ class Urgency:
 
     def is_aged(self, request: Request) -> bool:
         """Whether a late request has waited so long that it must go on."""
-        return self._target_s is not None and self._clock() - request.arrived_s > AGED_TARGETS * self._target_s
+        return self._clock() - request.arrived_s > AGED_TARGETS * FIRST_TOKEN_TARGET_S

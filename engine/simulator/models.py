@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.config.model import ModelConfig, load_model_config, parse_model_config
 from engine.errors import EngineConfigError, UnsupportedModel
-from engine.formats import check_formats, computed_dtype, formats_of
+from engine.formats import check_formats, check_quantization, computed_dtype, formats_of
 from engine.memory.needs import GIB
 from engine.memory.shape import MemoryShape
 from engine.options import EngineOptions
@@ -28,19 +28,21 @@ FLOPS_REACHED = 790 / 989
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
     """A model by name. `weight_bytes`: mean size of a parameter that a step reads; `element_bytes`: size of a number that is
-    computed, and of one in the cache unless another size is requested."""
+    computed, and of one in the cache unless another size is requested. `quantization` is as in `EngineOptions`."""
 
     name: str
     config: ModelConfig
     shape: ModelShape
     weight_bytes: float
     element_bytes: int
+    quantization: str | None = None
 
     @classmethod
-    def of(cls, name: str, config: ModelConfig) -> SimulatedModel:
-        """The model as an engine on a GPU reads it, in the format of its checkpoint."""
+    def of(cls, name: str, config: ModelConfig, quantization: str | None = None) -> SimulatedModel:
+        """The model as an engine on a GPU reads it, in the format of its checkpoint unless another one is requested."""
         dtype = computed_dtype("auto", config.torch_dtype, "cuda")
-        formats, shape = formats_of(config, EngineOptions(model=Path(name)), dtype), ModelShape.of(config)
+        options = EngineOptions(model=Path(name), quantization=quantization)
+        formats, shape = formats_of(config, options, dtype), ModelShape.of(config)
         total_bytes = MemoryShape.of(config).weights_bytes(formats.weights, formats.element_bytes)
         embedding_params = 0 if shape.tied else shape.head_params
         return cls(
@@ -49,6 +51,7 @@ class SimulatedModel:
             shape=shape,
             weight_bytes=(total_bytes - embedding_params * formats.element_bytes) / (shape.num_params - embedding_params),
             element_bytes=formats.element_bytes,
+            quantization=quantization,
         )
 
     @property
@@ -118,12 +121,16 @@ def find_gpu(name: str) -> SimulatedGpu:
     return GPUS[name.lower()]
 
 
-def find_model(name: str) -> SimulatedModel:
+def find_model(name: str, quantization: str | None = None) -> SimulatedModel:
     """A model of the table, or a model directory. Raises `EngineConfigError`, `NotAModelDirectory`, `UnsupportedModel`."""
-    if name.lower() in MODELS:
-        return MODELS[name.lower()]
-    folder = model_folder(name)
-    return SimulatedModel.of(folder.name, load_model_config(folder))
+    known = MODELS.get(name.lower())
+    if known is None:
+        folder = model_folder(name)
+        name, config = folder.name, load_model_config(folder)
+    else:
+        name, config = known.name, known.config
+    check_quantization(config, quantization, None)
+    return SimulatedModel.of(name, config, quantization)
 
 
 def model_folder(name: str) -> Path:
@@ -139,6 +146,7 @@ def check_card(model: SimulatedModel, gpu: SimulatedGpu) -> None:
     """Raise `EngineConfigError` for a card on which the engine would not serve the checkpoint."""
     dtype = computed_dtype("auto", model.config.torch_dtype, "cuda")
     try:
-        check_formats(model.config, EngineOptions(model=Path(model.name)), dtype, gpu.capability)
+        options = EngineOptions(model=Path(model.name), quantization=model.quantization)
+        check_formats(model.config, options, dtype, gpu.capability)
     except (EngineConfigError, UnsupportedModel) as error:
         raise EngineConfigError("gpu", f"{gpu.name} cannot serve this checkpoint: {error}") from error

@@ -109,6 +109,7 @@ class Setup:
         options = EngineOptions(
             model=Path(self.model.name),
             device="cuda",
+            quantization=self.model.quantization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=token_budget,
             kv_cache_dtype="fp8" if self.kv_cache_dtype == "fp8" else "auto",

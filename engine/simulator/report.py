@@ -74,6 +74,7 @@ def _setup(replay: Replay) -> dict[str, Any]:
         "max_num_seqs": setup.seats,
         "token_budget": setup.token_budget or "adaptive",
         "inter_token_target_ms": setup.inter_token_target_s * 1000,
+        "quantization": setup.model.quantization,
         "kv_cache_dtype": setup.kv_cache_dtype,
         "kv_blocks": setup.blocks,
         "kv_tokens": setup.blocks * BLOCK_SIZE,

@@ -81,8 +81,8 @@ def test_usage_and_the_check_of_the_ledger_see_what_was_served(gatehouse: Comman
 
 def test_the_models_of_the_running_appliance_are_listed(gatehouse: Command) -> None:
     def ready() -> bool:  # the list comes from the system page, which is a second old at most
-        rows = {row["name"]: row["state"] for row in found(gatehouse("models", "list", "--json"))["data"]}
-        return bool(rows["tiny-llama"] == "ready")
+        rows = {row["name"]: row for row in found(gatehouse("models", "list", "--json"))["data"]}
+        return (rows["tiny-llama"]["state"], rows["tiny-llama"]["quantization"]) == ("ready", "none")
 
     poll_until(ready, LIST_DEADLINE_S)
 

@@ -13,7 +13,7 @@ OF_TORCH = {"route", "mix_experts", "cap_logits"}
 
 
 def listed(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> dict[str, set[str]]:
-    words = ops.listed(dtype, device, batch_invariant=batch_invariant).split()
+    words = ops.operations(device, dtype, batch_invariant=batch_invariant).listed().split()
     return {package: set(names.split(",")) for package, names in (word.split("=") for word in words)}
 
 

@@ -27,6 +27,7 @@ from appliance.console.unknown_paths import answer_unknown_path
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport
+from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
@@ -381,6 +382,7 @@ def _services(
         "past_requests": PastRequests(database),
         "corrections": utc_corrections(database, clock, calendar=calendar),
         "box_records": records,
+        "free_allowances": FreeAllowances(database, clock),
         "economics": EconomicsReport(records, reports, clock),
         "alerts": Alerts(settings, database, clock, calendar, PEPPER),
         "models": cast("Any", models),

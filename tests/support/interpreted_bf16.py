@@ -14,13 +14,15 @@ import torch
 
 
 def correct_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the length of a test, give sums, differences and dots of bfloat16 in the interpreter the results of a GPU."""
+    """For the length of a test, give sums, differences and dots of bfloat16, and integers converted to it, the results of a GPU
+    in the interpreter."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
     binary: Callable[..., Any] = builder.binary_op
     dot: Callable[..., Any] = builder.create_dot
+    cast: Callable[..., Any] = builder.cast_impl
 
     def is_bf16(handle: Any) -> bool:
         return bool(handle.dtype.scalar == tl.bfloat16)
@@ -42,5 +44,11 @@ def correct_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
             return dot(self, left, right, acc, *rest)
         return interpreter.TensorHandle(np.matmul(widened(left), widened(right)) + acc.data, acc.dtype.scalar)
 
+    def cast_impl(self: Any, source: Any, target_type: Any) -> Any:
+        if target_type.scalar == tl.bfloat16 and source.dtype.scalar.is_int():
+            return interpreter.TensorHandle(rounded(source.data), target_type.scalar)
+        return cast(self, source, target_type)
+
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)
     monkeypatch.setattr(builder, "binary_op", binary_op)
     monkeypatch.setattr(builder, "create_dot", create_dot)

@@ -285,6 +285,7 @@ class LaunchedFuzz:
         self.scheduler.schedule = self._metered_plan  # type: ignore[method-assign]
         self.submitted: dict[str, GenerationRequest] = {}
         self.delivered: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.first_token_s: dict[tuple[str, int], float] = {}
         self.scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
         self.prompt_scores: dict[tuple[str, int], list[TokenLogprob]] = defaultdict(list)
         self.ended: dict[tuple[str, int], TokenEvent] = {}
@@ -292,6 +293,11 @@ class LaunchedFuzz:
     def _metered_plan(self) -> ScheduledBatch:
         batch = self._plan()
         self.meter.charge(batch)
+        assert batch.num_tokens == sum(item.num_tokens for item in batch.items)
+        assert batch.num_draft_tokens == sum(item.num_draft_tokens for item in batch.items)
+        for item in batch.decodes:
+            last = item.request.num_tokens + item.num_draft_tokens + 1
+            assert last <= item.request.max_total_tokens, "a guess behind the last token"
         return batch
 
     def submit(self, tenant: int, prompt: list[int], max_tokens: int, *, n: int, min_tokens: int = 0) -> None:
@@ -320,6 +326,18 @@ class LaunchedFuzz:
         self.submitted[name] = request
         assert self.engine.submit(request) == []
 
+    def next_turn(self) -> None:
+        """A request of the same tenant that goes on with an answer that has ended."""
+        turns = [(self.submitted[name], index) for name, index in self.ended]
+        if not turns:
+            return
+        before, index = self.rng.choice(turns)
+        text = before.prompt_token_ids + self.delivered[before.request_id, index]
+        prompt = [*text, *(self.rng.randrange(STOP_TOKEN) for _ in range(self.rng.randint(1, 3)))]
+        max_tokens = min(self.rng.choice((1, 3, 20)), self.world.limits.max_model_len - len(prompt))
+        if max_tokens > 0:
+            self.submit([name for name, _ in self.world.tenants].index(before.tenant_id), prompt, max_tokens, n=1)
+
     def preempt(self) -> None:
         running = [request for request in self.scheduler.running if request.block_table]
         if running:
@@ -342,6 +360,8 @@ class LaunchedFuzz:
         for event in events:
             answer = event.request_id, event.index
             assert answer not in self.ended, "an event after the last one"
+            if event.token_ids:
+                self.first_token_s.setdefault(answer, self.now_s)
             self.delivered[answer] += event.token_ids
             self.scores[answer] += event.logprobs or []
             self.prompt_scores[answer] += event.prompt_logprobs or []
@@ -359,6 +379,7 @@ class LaunchedFuzz:
             is_stopped = found[-1] == STOP_TOKEN and len(found) >= submitted.sampling.min_tokens
             assert last.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
             assert last.num_prompt_tokens_computed == len(submitted.prompt_token_ids)
+            assert last.decode_s == self.now_s - self.first_token_s[last.request_id, last.index]
         elif last.finish_reason is FinishReason.ERROR:
             assert last.request_id in self.device.culprits
             assert last.error == "the engine failed while computing this request: RuntimeError: boom"
@@ -397,16 +418,16 @@ class LaunchedFuzz:
         self.engine.check_when_idle()
         assert self.scheduler.pool.num_used == 0
         assert self.scheduler.accounts.aggregate.num_decoding == 0
-        num_answers = {
-            (name, index) for name, request in self.submitted.items() for index in range(request.sampling.num_answers)
-        }
-        assert set(self.ended) == num_answers
-        whole = {name for (name, _), event in self.ended.items() if event.num_prompt_tokens_computed}
-        computed = sum(self.ended[name, 0].num_prompt_tokens_computed for name in whole if self._has_prompt(name))
-        assert self.scheduler.totals.prompt_tokens == computed
-
-    def _has_prompt(self, name: str) -> bool:
-        return self.ended[name, 0].num_prompt_tokens_computed == len(self.submitted[name].prompt_token_ids)
+        if self.drafter is not None:
+            rejected = sum(event.num_rejected_draft_tokens for event in self.ended.values())
+            assert rejected == self.drafter.num_drafted - self.drafter.num_accepted
+        prompt_tokens = 0
+        for name, submitted in self.submitted.items():
+            assert all((name, index) in self.ended for index in range(submitted.sampling.num_answers))
+            computed = self.ended[name, 0].num_prompt_tokens_computed
+            if computed == len(submitted.prompt_token_ids):
+                prompt_tokens += computed
+        assert self.scheduler.totals.prompt_tokens == prompt_tokens, "a prompt counts once, when it is complete"
 
 
 def run_launched_life(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
@@ -427,7 +448,9 @@ def run_launched_life(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
             life.abort()
         elif action < 0.41:
             life.preempt()
-        elif action < 0.412:
+        elif action < 0.47:
+            life.next_turn()
+        elif action < 0.472:
             life.record(life.engine.abort_all())
         else:
             life.step()
@@ -448,10 +471,12 @@ def run_life_of_many_answers(seed: int, *, num_actions: int = 120) -> LaunchedFu
         if action < 0.35 and len(life.submitted) - len(life.ended) < 20:
             prompt = [rng.randrange(STOP_TOKEN) for _ in range(rng.randint(2, 12))]
             life.submit(rng.randrange(2), prompt, rng.choice((2, 2, 3, 4, 5)), n=rng.choice((1, 2, 3)))
-        elif action < 0.42:
+        elif action < 0.40:
             life.abort()
-        elif action < 0.44:
+        elif action < 0.42:
             life.preempt()
+        elif action < 0.50:
+            life.next_turn()
         else:
             life.step()
         life.check()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from appliance.api.admin import system
 from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
 from appliance.api.queries import parse_moment
 from appliance.serving.live_requests import LiveRequest
-from appliance.telemetry import sampler as system_sampler
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
 from tests.support.api_box import ApiBox, open_api_box
@@ -340,10 +340,12 @@ async def test_a_body_that_is_no_utf8_is_told_so(box: ApiBox, body: bytes) -> No
 
 
 async def test_programs_leave_places_of_live_streams_to_the_console(box: ApiBox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_sampler, "SUBSCRIBERS_MAX", system_sampler.CONSOLE_SUBSCRIBERS)
+    monkeypatch.setattr(system, "STREAMS_MAX", 0)
 
     assert (await refusal(box, "GET", "/events", 503))[0] == "overloaded"
-    box.services.sampler.check_place()
+    live_page = box.services.sampler.subscribe()
+    await anext(live_page)
+    await live_page.aclose()
 
 
 @pytest.mark.parametrize("path", READS)

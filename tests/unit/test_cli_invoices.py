@@ -90,6 +90,20 @@ def test_a_month_is_closed_for_everybody_and_exported(typed: Type, tmp_path: Pat
     assert len(typed("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
 
 
+def test_an_export_without_closed_invoices_tells_of_the_drafts(
+    typed: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exported(*arguments: str) -> str:
+        assert main(["invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path), *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert "There is no closed invoice of 2026-01: gatehouse invoices close" in exported()
+    typed("invoices", "draft", "--month", "2026-01", "--all")
+    told_of = exported()
+    assert "There is no closed invoice of 2026-01, only drafts (1): close them, or export them with --drafts" in told_of
+    assert "draft-2026-01-" in exported("--drafts")
+
+
 def test_one_tenant_that_cannot_be_closed_stops_no_other_and_is_named(typed: Type) -> None:
     status, answers, _ = typed("invoices", "close", "--month", "2026-02", "--all")
     closed, error = answers

@@ -12,6 +12,7 @@ from appliance.base.ids import new_id
 from appliance.cli import keys, tenants
 from appliance.cli.connection import AdminClient
 from appliance.cli.failure import CommandFailed
+from appliance.cli.limit_options import LimitOptions
 from appliance.tenancy.principals import LIMIT_NAMES
 
 ALICE, BOB, LIKE_AN_ID, BROKEN = (new_id("tn") for _ in range(4))
@@ -90,9 +91,9 @@ async def test_only_an_absence_is_looked_for_elsewhere(ask: Ask) -> None:
 
 def test_limits_are_told_by_name_and_each_has_an_option() -> None:
     given: dict[str, str | None] = dict.fromkeys(LIMIT_NAMES)
-    assert tenants.limits_body(tenants.LimitOptions(**given)) == {}
+    assert LimitOptions(**given).body() == {}
     given |= {"tokens_per_minute": "1000", "concurrent_requests": "NONE", "monthly_budget": "0"}
     limits = {"tokens_per_minute": 1000, "concurrent_requests": None, "monthly_budget": 0}
-    assert tenants.limits_body(tenants.LimitOptions(**given)) == {"limits": limits}
+    assert LimitOptions(**given).body() == {"limits": limits}
     with pytest.raises(CommandFailed, match=r"--tokens-per-day must be a whole number .*, not '-1'"):
-        tenants.limits_body(tenants.LimitOptions(**{**given, "tokens_per_day": "-1"}))
+        LimitOptions(**{**given, "tokens_per_day": "-1"}).body()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from appliance.base.settings import Settings
+from appliance.cli import doctor, model_check
 from appliance.cli.model_check import check_model
 from engine.errors import NotAModelDirectory, WeightsError
 from engine.verify import verify_model
@@ -31,6 +33,24 @@ def test_a_whole_model_passes_with_its_facts(model: Path) -> None:
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["parameters"] > 0
     assert fractions == sorted(fractions)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "awq"])
+def test_doctor_names_a_model_for_which_an_option_is_missing(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"architecture": "LlamaForCausalLM", "parameters": 10**6, "quantization": "fp8 in blocks of 128 x 128"}
+    facts["quantization_options"] = "int8, fp8, none"
+    monkeypatch.setattr(model_check, "check_model", lambda _: facts)
+    (check,) = doctor._models(
+        Settings(data_dir=tmp_path, database_url="sqlite://", models=(str(tmp_path / "blocks"),), quantization=quantization)
+    )
+    assert check.name == "model blocks"
+    if quantization == "int8":
+        assert check.state == "ok"
+    else:
+        assert (check.state, check.advice) == ("wrong", "set quantization to one of int8, fp8, none")
+        assert check.found == "is fp8 in blocks of 128 x 128, and quantization does not say what its weights become"
 
 
 def test_the_checker_inherits_no_setting_of_ours(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

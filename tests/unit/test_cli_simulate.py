@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from appliance.cli.main import main
+from tests.support import hub_checkpoints as hub
 from tests.support import quantised_checkpoints as layouts
 from tests.support.published_configs import LLAMA_8B
 from tests.support.typed_commands import CommandResult
@@ -101,6 +102,21 @@ def test_a_folder_is_simulated_in_the_format_of_its_checkpoint(typed: Any, trace
     assert blocks["plain"] == pytest.approx(known, rel=1e-3)
     assert blocks["awq"] * 16 * 131_072 == pytest.approx(blocks["plain"] * 16 * 131_072 + 10.3e9, rel=0.01)
     assert blocks["wide"] < blocks["plain"] / 2, "keys and values take 32 bits, too"
+
+
+def test_weights_are_simulated_in_the_format_that_is_asked_for(typed: Any, trace: Path, tmp_path: Path) -> None:
+    """Which must be said where the checkpoint is decoded while it is read."""
+    decoded = written(tmp_path / "decoded", quantization_config=hub.fp8_blocks(block=(128, 128)).settings)
+    refused = typed("--trace", trace, "--model", decoded)
+    assert refused.status == 2
+    assert "--quantization must be chosen: the checkpoint is fp8 in blocks of 128 x 128" in refused.err
+    for chosen in ("int8", "none"):
+        folder, known = (
+            typed("--trace", trace, "--model", each, "--quantization", chosen, "--json").json()["setup"]
+            for each in (decoded, "llama-3.1-8b")
+        )
+        assert folder["quantization"] == known["quantization"] == chosen
+        assert folder["kv_blocks"] == pytest.approx(known["kv_blocks"], rel=1e-3)
 
 
 def test_a_folder_that_no_engine_would_serve_on_that_card_is_refused_in_its_words(

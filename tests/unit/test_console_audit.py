@@ -80,6 +80,20 @@ def test_amounts_of_money_are_told_in_units_and_not_in_millionths() -> None:
     assert told == {"model": "m", "prompt": "0.15", "completion": "0.60", "batch percent": "100"}
 
 
+def test_every_amount_of_an_entry_is_told_in_units() -> None:
+    closed = {"number": "2026-0001", "currency": "EUR", "tax_micros": 670_000, "total_micros": 8_921_792}
+    assert {change.field: change.after for change in audit_line(entry("invoice.close", after=closed), {}).changes} == {
+        "number": "2026-0001",
+        "currency": "EUR",
+        "tax": "0.67",
+        "total": "8.921792",
+    }
+    allowance = audit_line(entry("allowance.set", before={"monthly_micros": None}, after={"monthly_micros": 5_000_000}), {})
+    assert allowance.changes == (Change("monthly", NOTHING, "5.00"),)
+    correction = audit_line(entry("ledger.correct", after={"cost_picos": -39_600_432_000, "corrects_id": 1453}), {})
+    assert correction.changes == (Change("corrects id", None, "1453"), Change("cost", None, "-0.039600432"))
+
+
 def test_a_time_reads_as_times_do_elsewhere_in_the_console() -> None:
     line = audit_line(entry(before={"expires_at": None}, after={"expires_at": START}), {})
     assert line.changes == (Change("expires at", NOTHING, "2026-11-21 12:00:00 UTC"),)

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from appliance.base.ids import new_id
 from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.metering.invoicing.seller import Seller
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit import AuditFilter
 from tests.support.cast import Person
@@ -74,6 +75,24 @@ async def test_closing_is_offered_when_the_month_is_over_and_before_that_it_is_s
     assert f"It can be closed from 1 {START + timedelta(days=31):%B %Y} on" in page
     over(clock)
     assert f'href="{address}/close"' in (await (await box.alice()).get(address)).text
+
+
+async def test_an_invoice_without_an_issuer_is_not_closed_without_a_word(box: Box, clock: FakeClock) -> None:
+    await use(box, box.cast.bob)
+    over(clock)
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    warning = "No invoice issuer is entered"
+
+    for path in (address, f"{address}/close"):
+        page = (await alice.get(path)).text
+        assert warning in page
+        assert 'href="/settings/seller"' in page
+    await box.services.box_records.put("seller", Seller(name="Box AG").to_record())
+    for path in (address, f"{address}/close"):
+        assert warning not in (await alice.get(path)).text
+    await box.services.invoices.close(address.rpartition("/")[2], access=WHOLE_BOX)
+    assert warning not in (await alice.get(address)).text
 
 
 async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(box: Box, clock: FakeClock) -> None:

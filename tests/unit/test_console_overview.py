@@ -14,7 +14,6 @@ from appliance.console import error_pages, live_stream
 from appliance.console.context import Console
 from appliance.console.live_board import prompt_history
 from appliance.metering.prices import PriceBook
-from appliance.telemetry import sampler as system_sampler
 from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
 from engine.protocol import MemoryPart
@@ -100,6 +99,23 @@ async def test_with_several_gpus_only_what_is_used_is_claimed(box: Box) -> None:
     assert "used <b>4.0 GiB" in page
     assert "weights <b>" not in page
     assert "None" not in page
+
+
+@pytest.mark.parametrize(
+    ("quantization", "shown"),
+    [
+        ("none", "weights 1.0 GiB"),
+        ("awq", "weights 1.0 GiB in awq"),
+        ("int8 (stored as fp8 in blocks of 128 x 128)", "weights 1.0 GiB in int8 (stored as fp8 in blocks of 128 x 128)"),
+        ("none (stored as int8 in groups of 128)", "weights 1.0 GiB (stored as int8 in groups of 128)"),
+    ],
+)
+async def test_the_format_of_the_weights_is_shown_and_that_of_a_checkpoint_that_was_decoded(
+    quantization: str, shown: str, box: Box
+) -> None:
+    box.engine_side.info = dataclasses.replace(make_engine_info(), quantization=quantization)
+    facts = (await overview(box)).partition('class="facts muted"')[2].partition("</p>")[0]
+    assert shown in [fact.strip() for fact in re.split(r"[·>\n]", facts)]
 
 
 async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predicted(box: Box) -> None:
@@ -271,14 +287,6 @@ async def test_one_sample_is_rendered_once_for_all_watchers(box: Box, monkeypatc
     assert rendered == 1
 
 
-async def test_without_a_place_at_the_sampler_the_stream_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_sampler, "SUBSCRIBERS_MAX", 0)
-    answer = await (await box.alice()).get("/console/events")
-
-    assert answer.status_code == 503
-    assert "retry-after" in answer.headers
-
-
 async def test_the_stream_of_an_ended_session_says_so_and_ends(box: Box) -> None:
     token = (await box.alice()).http.cookies["gatehouse_session"]
     await box.services.sessions.close(token)
@@ -362,9 +370,11 @@ async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(box: Bo
 async def test_a_wrong_method_is_told_which_are_right_and_paths_of_programs_have_no_pages(box: Box) -> None:
     alice = await box.alice()
     page = await alice.get("/logout", Accept="text/html")
+    readable = await alice.http.post("/usage", headers={"accept": "text/html"})
     program = await alice.get("/v1/nothing/here", Accept="text/html")
 
-    assert "POST" in page.headers["allow"]
+    assert (page.status_code, page.headers["allow"]) == (405, "OPTIONS, POST")
+    assert (readable.status_code, readable.headers["allow"]) == (405, "GET, HEAD, OPTIONS")
     assert program.json()["error"]["code"] == "not_found"
 
 

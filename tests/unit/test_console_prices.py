@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from datetime import timedelta
 
 import pytest
@@ -80,6 +82,31 @@ async def test_the_form_begins_with_the_price_in_force(box: Box) -> None:
     form = (await alice.fragment("/prices/new?model=demo")).text
     assert 'value="0.50"' in form
     assert 'value="1.50"' in form
+
+
+async def test_each_book_leads_to_the_form_of_its_own_currency(box: Box) -> None:
+    alice = await box.alice()
+    await alice.post("/prices", **FIELDS)
+    await alice.post("/prices", **{**FIELDS, "currency": "CHF", "prompt": "0.77", "completion": "2.88", "tier_batch": "70"})
+    links = re.findall(r'class="button quiet small" href="([^"]+)"', html.unescape((await alice.get("/prices")).text))
+    francs, euros = [(await alice.fragment(link)).text for link in links]
+
+    for value in ("CHF", "0.77", "2.88", "70"):
+        assert f'value="{value}"' in francs
+    for value in ("EUR", "0.50", "1.50"):
+        assert f'value="{value}"' in euros
+    assert '<details class="more" open>' in francs  # a discount that is in force is in sight
+    other = (await alice.fragment("/prices/new?model=demo&currency=USD")).text
+    assert 'value="USD"' in other
+    assert 'value="0.50"' not in other
+
+
+async def test_a_model_without_a_price_leads_to_the_form_of_that_price(box: Box) -> None:
+    alice, vera = await box.alice(), await box.vera()
+    link = '<a href="/prices/new?model=demo&amp;currency=EUR"'
+    for page in ("/prices", f"/tenants/{box.cast.bob.tenant.id}"):
+        assert link in (await alice.get(page)).text
+        assert link not in (await vera.get(page)).text
 
 
 async def test_a_viewer_reads_and_adds_nothing(box: Box) -> None:

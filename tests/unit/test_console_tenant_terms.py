@@ -6,7 +6,9 @@ import pytest
 
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Tenant
+from tests.support.clock import START
 from tests.support.console_fixtures import Box
+from tests.unit.test_console_tenant_people import manager_of
 
 TERMS = {"limit_mode": "shadow", "currency": "USD", "alert_percents": "50, 90 %", "cut_at_budget": "yes", "name": "Bob Ltd"}
 
@@ -62,6 +64,22 @@ async def test_a_model_gets_limits_of_its_own_and_loses_them_when_all_are_emptie
     assert 'value="5000"' in (await alice.fragment(f"{path}?model=demo%2Flarge")).text
     await alice.post(path, model="demo/large")
     assert (await bob_of(box)).model_limits == {}
+
+
+async def test_the_free_allowance_stands_among_the_terms_for_those_who_read_invoices(box: Box) -> None:
+    alice, bob = await box.alice(), box.cast.bob.tenant
+    page = f"/tenants/{bob.id}"
+    manager, developer = [await manager_of(box, role) for role in ("manager", "developer")]
+    assert "Free allowance" not in (await alice.get(page)).text
+
+    allowances = box.services.free_allowances
+    await allowances.set(bob.id, f"{START:%Y-%m}", 5_000_000, access=WHOLE_BOX)
+    for browser in (alice, manager):
+        assert "<dt>Free allowance</dt><dd>5.00 EUR a month</dd>" in (await browser.get(page)).text
+    assert "Free allowance" not in (await developer.get(page)).text
+
+    await allowances.set(bob.id, "2027-02", 0, access=WHOLE_BOX)
+    assert "<dd>5.00 EUR a month; from February 2027 on 0.00 EUR</dd>" in (await alice.get(page)).text
 
 
 async def test_a_viewer_reads_terms_and_changes_none(box: Box) -> None:

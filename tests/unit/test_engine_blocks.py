@@ -153,22 +153,39 @@ def test_a_tenant_is_told_what_it_holds() -> None:
 
 
 def test_a_block_that_nobody_holds_is_counted_behind_one_in_main_memory_too() -> None:
-    pool, tier = BlockPool(4), HostTier(1)
+    pool, tier = BlockPool(5), HostTier(1)
     cache = PrefixCache(pool, BLOCK_SIZE)
     kv = KvBlocks(pool, costs=TokenCosts(), prefix_cache=cache, host_tier=tier)
-    request = make_request("a", 4 * BLOCK_SIZE)
-    first, second, third, _ = cache.hashes(request, 4)
+    request = make_request("a", 5 * BLOCK_SIZE)
+    first, second, third, fourth, _ = cache.hashes(request, 5)
     tier.store(first)
     tier.end_step()
-    (idle,) = cached(pool, second)
+    idle = [*cached(pool, second), *cached(pool, third)]
     (held,) = pool.allocate(1)
-    pool.register(held, third)
+    pool.register(held, fourth)
     found = kv.find(request)
-    assert found.blocks == [None, idle, held]
-    assert kv.num_needed_blocks(request, found) == 3, "one for what is copied in, the one that nobody holds, and the last one"
+    assert found.blocks == [None, *idle, held]
+    assert kv.num_needed_blocks(request, found) == 4, "one for what is copied in, two that nobody holds, and the last one"
     assert kv.has_room(request, found)
     pool.allocate(1)
     assert not kv.has_room(request, kv.find(request))
+
+
+@pytest.mark.parametrize(("swap_in_block_ps", "num_found"), [(BLOCK_SIZE * 10 - 1, 3), (BLOCK_SIZE * 10, 2)])
+def test_only_what_lies_behind_the_blocks_on_the_device_is_weighed_against_main_memory(
+    swap_in_block_ps: int, num_found: int
+) -> None:
+    """A block costs 40 ns computed and as much or less moved; two before it are there in any case."""
+    costs = TokenCosts(prefill_token_ps=10_000, prefill_pair_ps=0, swap_in_block_ps=1000 * swap_in_block_ps)
+    pool, tier = BlockPool(5), HostTier(1)
+    cache = PrefixCache(pool, BLOCK_SIZE)
+    kv = KvBlocks(pool, costs=costs, prefix_cache=cache, host_tier=tier)
+    request = make_request("a", 4 * BLOCK_SIZE)
+    first, second, third, _ = cache.hashes(request, 4)
+    cached(pool, first, second)
+    tier.store(third)
+    tier.end_step()
+    assert len(kv.find(request).blocks) == num_found
 
 
 def test_blocks_for_fewer_tokens_than_are_held_change_no_promise() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import verify
+from engine import LLM, verify
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError, WeightsError
 from engine.formats import check_formats
@@ -26,7 +26,7 @@ from engine.verify import verify_model
 from kernels import ops
 from tests.support import hub_checkpoints as hub
 from tests.support import quantised_checkpoints as layouts
-from tests.support.engines import small_engine
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -74,7 +74,7 @@ def test_what_the_weights_become_must_be_chosen(name: str, written: dict[str, la
     refused = (
         rf"quantization must be chosen: the checkpoint is {STORED_AS[name]} \(config\.json: quantization_config\.{KEYS[name]}\)"
         r".* int8 rounds .* \(usually closest\), fp8 .*, none .* "
-        r"\(in gatehouse\.toml: quantization = \"int8\"; on the command line: --quantization int8\)"
+        r"\(in gatehouse\.toml: quantization = \"int8\"; of gatehouse plan, simulate and models verify: --quantization int8\)"
     )
     with pytest.raises(EngineConfigError, match=refused):
         small_engine(directory)
@@ -192,6 +192,51 @@ def test_nothing_of_the_checkpoint_is_held_once_it_is_decoded(
     small_engine(written["blocks"].directory, quantization="int8")
     assert held[1::2] == [0] * (len(held) // 2)
     assert all(held[0::2])
+
+
+def test_tensors_may_be_read_in_any_order(written: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
+    """Codes and scales may lie in different shards."""
+    for name in ("blocks", "gptq-8"):
+        expected = answer(written[name].directory)
+        folder = tmp_path / name
+        shutil.copytree(written[name].directory, folder)
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        codes = {each for each in tensors if each.endswith(("_proj.weight", ".qweight"))}
+        shards = {"a.safetensors": tensors.keys() - codes, "b.safetensors": codes}
+        for shard, names in shards.items():
+            save_file({each: tensors[each] for each in names}, folder / shard, {"format": "pt"})
+        index = {"weight_map": {each: shard for shard, names in shards.items() for each in names}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert answer(folder) == expected
+
+
+def answer(directory: Path) -> list[int]:
+    events = run_to_end(small_engine(directory, quantization="int8"), [generation_request("a", [5, 6, 7, 8], max_tokens=12)])
+    return tokens(events["a"])
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "none"])
+def test_decoders_for_embeddings_are_decoded_too(quantization: str | None, tmp_path: Path) -> None:
+    """Their checkpoints leave out the prefix of all names."""
+    make_model("qwen3", tmp_path / "plain", **{**layouts.SIZES, "head_dim": 16, "vocab_size": VOCAB_SIZE})
+    write_tokenizer(tmp_path / "plain")
+    made = layouts.write(tmp_path / "plain", tmp_path / "made", DECODED["blocks"])
+    for folder in (made.directory, made.twin):
+        tensors = {name.removeprefix("model."): each for name, each in load_file(folder / "model.safetensors").items()}
+        tensors.pop("lm_head.weight", None)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
+    if quantization is None:
+        with pytest.raises(EngineConfigError, match="quantization must be chosen"):
+            LLM(made.directory, device="cpu", threads=1)
+        return
+    found, expected = (
+        LLM(folder, device="cpu", threads=1, quantization=quantization).embed(["a text"], use_tqdm=False)[0].outputs.embedding
+        for folder in (made.directory, made.twin)
+    )
+    assert found == expected
 
 
 WEIGHTS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {

@@ -96,7 +96,7 @@ def test_an_account_that_has_requests_again_is_not_forgotten_for_those_without(m
 
 def test_idling_earns_one_quantum_and_a_debt_beyond_the_cap_is_forgiven() -> None:
     backlog = Backlog(quantum_ps=100, cap_ps=400)
-    busy, idle, late = account("busy"), account("idle", 2), account("late")
+    busy, idle, late = account("busy"), account("idle", 2), account("late", 2)
     backlog.join(busy, 0)
     busy.charge(5000)
     assert backlog.next_accounts(1, 0) == [busy]
@@ -104,7 +104,7 @@ def test_idling_earns_one_quantum_and_a_debt_beyond_the_cap_is_forgiven() -> Non
     assert backlog.lead_at(idle, 0) == -200
     late.charge(9_999_999)
     backlog.join(late, 0)
-    assert backlog.lead_at(late, 0) == 400
+    assert backlog.lead_at(late, 0) == 800
 
 
 def test_leaving_and_joining_at_once_changes_nothing() -> None:

@@ -154,11 +154,11 @@ def test_the_checker_names_an_option_that_contradicts_the_checkpoint(
     [
         (
             ("--quantization", "int4"),
-            "quantization = 'int4' cannot be applied to an unquantised checkpoint; .*: int8, fp8$",
+            "quantization = 'int4' cannot be applied to an unquantised checkpoint; .*: int8, fp8, none$",
         ),
         (
             ("--quantization", "awq"),
-            "quantization = 'awq' cannot be applied to an unquantised checkpoint; .*: int8, fp8$",
+            "quantization = 'awq' cannot be applied to an unquantised checkpoint; .*: int8, fp8, none$",
         ),
         (("--head-quantization", "int3"), "head_quantization must be one of none, int8, not 'int3'"),
         (("--kv-cache-dtype", "int8"), "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, not 'int8'"),

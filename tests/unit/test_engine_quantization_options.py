@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from engine.formats import check_formats
 from engine.options import EngineOptions
 from engine.quantization import on_the_fly
 from engine.verify import verify_model
+from engine.weights import WeightPlan
+from kernels import ops
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
@@ -96,6 +99,27 @@ def test_routers_keep_their_numbers(model: Path) -> None:
     weight, x = torch.randn(4, 8), torch.randn(2, 8)
     router.load(0, weight)
     assert torch.equal(router.pack(on_the_fly.int8_packer)(x), x @ weight.T)
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(["q.weight", "q.bias", "v.weight", "v.bias"])))
+def test_a_bias_may_be_read_after_the_weights(names: tuple[str, ...]) -> None:
+    """As at the end of a shard: transformers writes the bias of a module behind its weight."""
+    storage = on_the_fly.OnTheFlyStorage(on_the_fly.int8_packer, ops.pack_linear)
+    linear = storage.linear([("q", 8), ("v", 4)], 16, bias=True, dtype=torch.float32, device=torch.device("cpu"))
+    plan = WeightPlan()
+    linear.plan(plan)
+    tensors = {
+        "q.weight": torch.ones(8, 16),
+        "q.bias": torch.ones(8),
+        "v.weight": torch.ones(4, 16),
+        "v.bias": torch.full((4,), 2.0),
+    }
+    for name in names:
+        place = plan.places[name]
+        assert not isinstance(place, torch.Tensor)
+        place.load(tensors[name])
+    expected = torch.tensor([16.0 + 1] * 8 + [16.0 + 2] * 4)
+    torch.testing.assert_close(linear.pack(ops.pack_linear)(torch.ones(1, 16))[0], expected)
 
 
 def test_a_quantised_checkpoint_takes_its_own_name_and_no_other(model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from engine import sampling_params
 from engine.answers import make_answers
 from engine.grammar.masks import allow_all
 from engine.protocol import EngineInfo, InvalidOption, SamplingParams
-from engine.sampling.host_masks import HostMasks
+from engine.sampling.host_masks import forbid_tokens
 from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import UNKNOWN_TOKEN, Request
@@ -122,13 +121,9 @@ def test_all_answers_of_a_request_share_what_is_known_of_its_bad_words() -> None
 def test_a_mask_loses_exactly_the_forbidden_tokens() -> None:
     words = [[token_id] for token_id in (0, 31, 32, 63, 64, 99)]
     request = sampling_request(bad_words_token_ids=[*words, [1, 31]], output=(1,))
-    grammars = SimpleNamespace(
-        fill=lambda _requests: None,
-        nothing_forbidden=lambda rows: SimpleNamespace(rows=allow_all(rows, 100, torch.device("cpu")), errors={}),
-    )
-    rows: Sequence[SampledRow] = next_rows([request])
-    mask = HostMasks(cast(Any, grammars)).fill(rows).rows[0].numpy()
-    allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:100]
+    masks = allow_all(1, 100, torch.device("cpu"))
+    forbid_tokens(masks, next_rows([request]), ForbiddenTokens())
+    allowed = np.unpackbits(masks[0].numpy().view(np.uint8), bitorder="little")[:100]
     assert [token_id for token_id in range(100) if not allowed[token_id]] == [0, 31, 32, 63, 64, 99]
 
 

@@ -22,15 +22,18 @@ from engine.scheduling.tenant_rotation import (
 from tests.support.scheduling import BLOCK_SIZE, make_request
 
 COSTS = TokenCosts(prefill_token_ps=10**9, prefill_pair_ps=0)
-DUE = DUE_S + 0.01
+START_S, START_STEP = 1000.0, 500
+DUE_S_LATER = START_S + DUE_S + 0.01
+CYCLE_LATER = START_STEP + CYCLE_STEPS
 
 
 class Rotation:
     """A rotation with requests in whatever states a test wants, and those that it has preempted."""
 
     def __init__(self, num_blocks: int = 256) -> None:
-        self.now_s = 0.0
+        self.now_s = START_S
         self.accounts = Accounts(COSTS)
+        self.accounts.step = START_STEP
         pool = BlockPool(num_blocks)
         self.kv = KvBlocks(pool, costs=COSTS, prefix_cache=PrefixCache(pool, BLOCK_SIZE, is_shared=False))
         self.rotation = TenantRotation(self.accounts, self.kv, lambda: self.now_s)
@@ -74,10 +77,10 @@ class Rotation:
 def test_a_preempted_request_gets_the_seat_with_the_longest_turn_when_it_is_due() -> None:
     life = Rotation()
     old, _, back = life.running("old"), life.running("young"), life.waiting("back")
-    life.accounts.step = CYCLE_STEPS
-    life.now_s = DUE_S
+    life.accounts.step = CYCLE_LATER
+    life.now_s = START_S + DUE_S
     assert life.exchange() == []
-    life.now_s = DUE
+    life.now_s = DUE_S_LATER
     assert life.exchange() == [old]
     assert life.first_prefills() == [back]
     assert life.first_prefills() == [], "it was given its chance"
@@ -86,7 +89,7 @@ def test_a_preempted_request_gets_the_seat_with_the_longest_turn_when_it_is_due(
 def test_who_cannot_come_back_at_once_has_to_be_due_again() -> None:
     life = Rotation()
     life.running("old"), life.waiting("back")
-    life.accounts.step, life.now_s = CYCLE_STEPS, DUE
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
     assert life.exchange()
     assert life.first_prefills(can_return=False) == []
     assert life.first_prefills() == []
@@ -101,10 +104,10 @@ def test_a_turn_is_shorter_the_more_wait_for_theirs(num_waiting: int, turn_steps
     life.running("second")
     for number in range(num_waiting):
         life.waiting(str(number))
-    life.now_s = DUE
-    life.accounts.step = turn_steps - 1
+    life.now_s = DUE_S_LATER
+    life.accounts.step = START_STEP + turn_steps - 1
     assert life.exchange() == []
-    life.accounts.step = turn_steps
+    life.accounts.step = START_STEP + turn_steps
     assert life.exchange() == [first]
 
 
@@ -114,7 +117,7 @@ def test_neither_a_prefill_nor_a_request_that_recovers_makes_room() -> None:
     life.account("alice").recovering = life.running("recovers")
     third = life.running("third")
     life.waiting("back")
-    life.accounts.step, life.now_s = CYCLE_STEPS, DUE
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
     assert life.exchange() == [third]
 
 
@@ -124,7 +127,7 @@ def test_a_tenant_changes_places_with_itself_alone_and_not_while_it_pauses() -> 
     bob = life.running("b", tenant="bob")
     back = life.waiting("b back", tenant="bob")
     life.account("alice").is_paused = True
-    life.accounts.step, life.now_s = CYCLE_STEPS, DUE
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
     assert life.exchange() == [bob], "charlie has nothing that runs"
     assert life.first_prefills() == [back]
 
@@ -133,12 +136,38 @@ def test_room_is_made_only_where_it_is_enough() -> None:
     life = Rotation(num_blocks=7)
     small, other = life.running("small", num_tokens=2 * BLOCK_SIZE), life.running("other", num_tokens=3 * BLOCK_SIZE)
     life.waiting("back", num_tokens=4 * BLOCK_SIZE + 1)
-    life.accounts.step, life.now_s = CYCLE_STEPS, DUE
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
     assert life.kv.num_spare == 2
     assert life.exchange() == [], "two spare blocks and two of the other are one too few"
     life.kv.release(other)
     life.kv.extend(other, 2 * BLOCK_SIZE)
     assert life.exchange() == [small]
+
+
+def test_who_has_started_or_ended_before_prompts_are_planned_is_not_given_the_seat() -> None:
+    life = Rotation()
+    life.running("old")
+    back = life.waiting("back")
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
+    assert life.exchange()
+    back.move_to(RequestStatus.FINISHED)
+    assert life.first_prefills() == []
+
+
+def test_tokens_whose_blocks_are_still_there_are_not_rationed() -> None:
+    life = Rotation(num_blocks=1024)
+    for name in "ab":
+        life.running(name)
+    lost, kept = (life.waiting(name, num_tokens=FREE_TOKENS + 4 * BLOCK_SIZE) for name in ("lost", "kept"))
+    life.kv.extend(kept, kept.num_tokens)
+    kept.num_computed_tokens = 4 * BLOCK_SIZE
+    life.kv.release(kept, is_preempted=True)
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
+    assert life.exchange()
+    assert life.first_prefills() == [lost]
+    lost.move_to(RequestStatus.PREFILL)
+    assert life.exchange()
+    assert life.first_prefills() == [kept]
 
 
 def test_exchanges_that_recompute_much_are_rationed() -> None:
@@ -149,10 +178,10 @@ def test_exchanges_that_recompute_much_are_rationed() -> None:
         life.running(name)
     first, second = (life.waiting(name, num_tokens=FREE_TOKENS + 1) for name in ("first", "second"))
     short = life.waiting("short", num_tokens=FREE_TOKENS)
-    life.accounts.step, life.now_s = CYCLE_STEPS, DUE
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
     started: list[Request] = []
     for passed_s in (0.0, 0.99 * ration_s, 1.01 * ration_s):
-        life.now_s = DUE + passed_s
+        life.now_s = DUE_S_LATER + passed_s
         life.exchange()
         for request in life.first_prefills():
             started.append(request)
@@ -167,7 +196,7 @@ def test_who_started_in_another_way_is_not_waited_for_and_goes_first_until_its_p
     started.move_to(RequestStatus.PREFILL)
     life.rotation.on_started(started)
     life.rotation.on_started(old)
-    life.accounts.step, life.now_s = CYCLE_STEPS, DUE
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
     assert life.exchange() == [old]
     assert life.first_prefills() == [started, back]
     life.account("alice").is_paused = True
@@ -176,14 +205,16 @@ def test_who_started_in_another_way_is_not_waited_for_and_goes_first_until_its_p
     assert life.first_prefills() == [started]
     started.move_to(RequestStatus.DECODE)
     assert life.first_prefills() == []
+    life.exchange()
+    assert (list(life.rotation._restarted), list(life.rotation._preempted_at_s)) == ([], [back]), "no other is kept in memory"
 
 
 def test_who_was_preempted_again_waits_behind_the_others() -> None:
     life = Rotation()
     life.running("old")
     first, second = life.waiting("first"), life.waiting("second")
-    life.now_s = 1.0
+    life.now_s += 1.0
     life.rotation.on_preempted(first)
-    life.accounts.step, life.now_s = CYCLE_STEPS, DUE
+    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
     life.exchange()
     assert life.first_prefills() == [second]

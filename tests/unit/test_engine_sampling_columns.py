@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.grammar.masks import GrammarMasks
+from engine.grammar.masks import allow_all
 from engine.protocol import PlainReason
 from engine.sampling.columns import ColumnSampler, Kind
-from engine.sampling.host_masks import HostMasks
-from engine.sampling.logits_rules import SampledRow
+from engine.sampling.host_masks import forbid_tokens
+from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.sampling.scores import unpacked
 from engine.scheduling.request import Request, RequestStatus
 from kernels.ops import NO_TOKEN, SamplingColumns
@@ -143,10 +143,10 @@ def test_what_depends_on_the_token_before_waits_for_a_mask(sampling: dict[str, A
 
 def test_masks_of_the_host_hold_what_is_forbidden_behind_the_tokens_before() -> None:
     request = sampling_request(bad_words_token_ids=[[3], [4, 37]], output=(4,), min_tokens=3, stop_token_ids=[5])
-    masks = HostMasks(GrammarMasks(40)).fill([SampledRow(request, request.num_tokens), SampledRow(sampling_request(), 1)])
-    bits = (masks.rows[:, torch.arange(40) // 32] >> torch.arange(40) % 32) & 1
+    masks = allow_all(2, 40, CPU)
+    forbid_tokens(masks, [SampledRow(request, request.num_tokens), SampledRow(sampling_request(), 1)], ForbiddenTokens())
+    bits = (masks[:, torch.arange(40) // 32] >> torch.arange(40) % 32) & 1
     assert (bits == 0).nonzero().tolist() == [[0, 0], [0, 3], [0, 5], [0, 37]]
-    assert masks.errors == {}
 
 
 @pytest.mark.parametrize("counts", [[0], [1, 3], [0, 20, 7]])

@@ -8,6 +8,7 @@ import pytest
 
 import engine.scheduling.scheduler
 from engine.errors import EngineConfigError
+from engine.protocol import FinishReason
 from engine.scheduling import decode_set
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from engine.scheduling.drafting import NO_DRAFT, Draft
@@ -73,6 +74,7 @@ def test_when_a_prediction_fails_the_youngest_gives_way_and_goes_on_later() -> N
     assert (old.num_preemptions, old.num_output_tokens, young.num_output_tokens) == (0, 8, 8)
     assert scheduler.totals.prompt_tokens == 17, "a prompt that is computed again counts once"
     assert scheduler.totals.generation_tokens == 19
+    assert scheduler.totals.recomputed_tokens == 8, "nothing was left of seven and one"
 
 
 def test_nobody_starts_who_would_run_short_of_blocks_as_predicted() -> None:
@@ -210,6 +212,20 @@ def test_a_finished_request_cannot_move_again() -> None:
         request.move_to(RequestStatus.DECODE)
 
 
+def test_the_checks_of_a_scheduler_look_at_its_decodes_and_its_forecast() -> None:
+    """The idle engine relies on them, and every test that steps a scheduler."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 2, max_tokens=9))
+    step(scheduler)
+    scheduler.admission._forecast._sum_at_end += 1
+    with pytest.raises(AssertionError, match="the sum of all buckets"):
+        scheduler.check_invariants()
+    scheduler.admission._forecast._sum_at_end -= 1
+    scheduler._decodes._calendar.clear()
+    with pytest.raises(AssertionError, match="a is not in the calendar"):
+        scheduler.check_invariants()
+
+
 def drain_ahead(scheduler: Scheduler) -> None:
     """Each step is planned before the tokens of the one before are known."""
     under_way: InFlightBatch | None = None
@@ -254,6 +270,28 @@ class WrongGuesses:
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """None is right."""
+
+
+@pytest.mark.parametrize("last_token", [9, 7])
+def test_a_block_is_found_by_nobody_while_the_step_that_fills_it_may_fail(last_token: int) -> None:
+    """The answer ends with a stop token, or is aborted, and the step behind is under way."""
+    scheduler = make_scheduler(caches=True)
+    request = make_request("a", 4, max_tokens=20)
+    request.stop_ids = frozenset({9})
+    scheduler.add(request)
+    under_way = scheduler.advance(scheduler.schedule())
+    for token_id in (7, 7, 7, last_token):
+        launched = scheduler.advance(scheduler.schedule())
+        scheduler.settle(under_way, [token_id])
+        under_way = launched
+    scheduler.abort(request)
+    assert request.finish_reason is (FinishReason.STOP if last_token == 9 else FinishReason.ABORTED)
+    assert request.num_computed_tokens == 8
+    later = make_request("b", 9)
+    later.token_ids = [*request.token_ids[:8], 1]
+    assert len(scheduler.kv.find(later).blocks) == 1
+    scheduler.settle(under_way, [None])
+    scheduler.check_invariants()
 
 
 def test_guesses_that_are_rejected_leave_no_request_with_blocks_it_does_not_need() -> None:

@@ -233,6 +233,8 @@ def test_evicted_blocks_move_to_main_memory_and_come_back() -> None:
     assert again.num_cached_tokens == 8
     apply_outputs(scheduler, batch)
     assert (scheduler.kv.num_swapped_out, scheduler.kv.num_swapped_in) == (4, 2)
+    scheduler.add(make_request("third", 9, max_tokens=1))
+    assert not scheduler.schedule().moves, "they are on the device again"
 
 
 def test_blocks_are_computed_again_when_that_costs_less_than_fetching_them() -> None:
@@ -259,6 +261,24 @@ def test_the_host_tier_evicts_the_least_recently_used_but_never_what_this_step_n
     assert b not in tier
     assert tier.store(d) is None
     tier.check_invariants()
+
+
+def test_the_host_tier_gives_up_the_one_block_that_is_not_named_and_none_where_all_are() -> None:
+    tier = HostTier(3)
+    for content in (b"a", b"b", b"c"):
+        tier.store(content)
+    tier.end_step()
+    tier.fetch(b"a")
+    tier.end_step()
+    assert tier.store(b"d") == 1, "b is the least recently used"
+    tier.mark_used(b"c")
+    tier.end_step()
+    assert tier.store(b"e") == 0, "a is"
+    tier.end_step()
+    tier.fetch(b"d"), tier.fetch(b"c")
+    tier.mark_used(b"e")
+    assert tier.store(b"f") == 0, "the others were used before, but this step names them"
+    assert tier.store(b"g") is None
 
 
 def test_a_probe_drops_content_instead_of_moving_it() -> None:

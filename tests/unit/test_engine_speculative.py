@@ -101,6 +101,18 @@ def test_an_index_of_a_very_long_text_forgets_its_beginning() -> None:
     assert index.continuation(tokens, 1) == [], "the first tokens are out of reach"
 
 
+def test_an_index_that_follows_a_long_answer_holds_its_last_tokens_only() -> None:
+    index, part = NgramIndex((2,)), INDEX_TOKENS_MAX // 4
+    tokens: list[int] = []
+    for start in range(0, 5 * INDEX_TOKENS_MAX, part):
+        tokens += range(start, start + part)
+        assert index.update(tokens, part)
+        assert len(index._recent) + len(index._older) <= 2 * (INDEX_TOKENS_MAX + part)
+    for distance, expected in ((INDEX_TOKENS_MAX, True), (3 * INDEX_TOKENS_MAX, False)):
+        first = len(tokens) - distance
+        assert (index.continuation([*tokens, first, first + 1], 1) == [first + 2]) is expected
+
+
 def test_free_rows_are_used_to_the_limit_and_dear_ones_not_at_all() -> None:
     assert FREE.best_depth(0.5, 1, 8) == 8
     assert LINEAR.best_depth(0.99, 1, 8) == 0

@@ -12,16 +12,15 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.urgency import AGED_EVERY, AGED_TARGETS
+from engine.scheduling.urgency import AGED_EVERY, AGED_TARGETS, FIRST_TOKEN_TARGET_S
 
 BLOCK_SIZE = 16
-TARGET_S = 1.0
 
 
 class Box:
     """A scheduler with room for everybody who runs, a clock that is set by hand, and requests by name."""
 
-    def __init__(self, *, budget: int = 64, target_s: float | None = TARGET_S, num_blocks: int = 40_000) -> None:
+    def __init__(self, *, budget: int = 64, num_blocks: int = 40_000) -> None:
         self.now_s = 0.0
         self.pool = BlockPool(num_blocks)
         limits = SchedulerLimits(
@@ -32,7 +31,6 @@ class Box:
             self.pool,
             clock=lambda: self.now_s,
             prefix_cache=PrefixCache(self.pool, BLOCK_SIZE),
-            ttft_target_s=target_s,
         )
         self.num_made = 0
 
@@ -81,7 +79,7 @@ def test_as_long_as_all_can_make_it_they_go_in_order_of_arrival() -> None:
 def test_one_that_will_miss_its_first_token_lets_the_others_go_first() -> None:
     box = Box()
     box.add("late", 64)
-    box.now_s = 2 * TARGET_S
+    box.now_s = 2 * FIRST_TOKEN_TARGET_S
     box.add("in time", 64)
     assert box.steps(2) == ["in time", "late"]
 
@@ -107,7 +105,7 @@ def test_no_more_than_a_few_prefills_under_way_are_overtaken() -> None:
     for number in range(OVERTAKEN_PREFILLS_MAX + 1):
         box.add(f"begun {number}", 128, tenant=f"tenant {number}")
         box.step()
-        box.now_s += 2 * TARGET_S  # each has begun in time, and is late now
+        box.now_s += 2 * FIRST_TOKEN_TARGET_S  # each has begun in time, and is late now
     box.add("new", 64, tenant="new")
     begun = [name for name in box.steps(2 * OVERTAKEN_PREFILLS_MAX + 3) if name != "new"]
     assert len(begun) >= OVERTAKEN_PREFILLS_MAX + 1
@@ -123,14 +121,6 @@ def test_a_long_prompt_that_is_cached_is_not_late() -> None:
     assert not again.is_late
 
 
-def test_without_a_target_nobody_is_late() -> None:
-    box = Box(target_s=None)
-    box.add("giant", 1000)
-    box.now_s = 100.0
-    box.add("small", 64)
-    assert set(box.steps(15)) == {"giant"}
-
-
 def test_the_class_batch_keeps_the_order_of_arrival() -> None:
     box = Box()
     box.add("first", 256, priority=Priority.BATCH)
@@ -142,7 +132,7 @@ def test_the_class_batch_keeps_the_order_of_arrival() -> None:
 def test_one_that_has_been_late_for_long_goes_first_in_some_steps() -> None:
     box = Box()
     box.add("late", 640)
-    box.now_s = AGED_TARGETS * TARGET_S + 1
+    box.now_s = AGED_TARGETS * FIRST_TOKEN_TARGET_S + 1
     names = []
     for number in range(2 * AGED_EVERY):
         box.add(f"in time {number}", 64)

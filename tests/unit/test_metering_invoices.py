@@ -187,8 +187,11 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
 async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -> None:
     alerts = alert_box(books.database, books.clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=WHOLE_BOX)
+    changes = TenantChanges(billing={"name": "Bob Builders Ltd"})
+    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_BOX)
     await books.post(OCTOBER)
     closed = await books.close("2026-10")
+    assert closed.buyer["name"] == "Bob Builders Ltd"
     with pytest.raises(InvoiceClosed):
         await books.invoices.close(closed.head.id, access=WHOLE_BOX)
     (message,) = await alerts.messages()

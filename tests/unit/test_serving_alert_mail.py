@@ -176,8 +176,13 @@ def test_money_has_no_unit_in_its_name_and_as_many_decimals_as_it_needs() -> Non
     assert dict(small.facts)["monthly budget"] == "0.000100 EUR"
     assert dict(small.facts)["spent"] == "0.000052 EUR"
     bill = {**DATA["invoice.closed"], "tax_micros": 962_390, "due_micros": 6_030_000, "currency": "EUR"}
-    facts = dict(text_of("invoice.closed", {**bill, "total_micros": 6_027_602}).facts)
+    closed = text_of("invoice.closed", {**bill, "total_micros": 6_027_602})
+    facts = dict(closed.facts)
     assert (facts["total with tax"], facts["tax"], facts["amount due"]) == ("6.03 EUR", "0.96 EUR", "6.03 EUR")
+    assert closed.sentence == "Invoice 2026-0007 of Bob & <Söhne> for 2026-10 is closed: 6.03 EUR due."
+    in_yen = text_of("invoice.closed", {**bill, "due_micros": 2_301_000_000, "currency": "JPY"})
+    assert in_yen.sentence.endswith("is closed: 2301 JPY due.")
+    assert dict(in_yen.facts)["amount due"] == "2301 JPY"
 
 
 @pytest.mark.parametrize("event", [*EVENTS, TEST_EVENT])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import cast
 
@@ -126,6 +127,32 @@ def test_several_chunks_share_one_step() -> None:
     assert 0.024 < lasted_s <= 0.0245
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_chunks_of_any_length_leave_the_last_one_what_the_target_has_left(seed: int) -> None:
+    rng, model = random.Random(seed), llama()
+    num_decodes, scale = rng.choice((1, 3, 40, 200)), rng.uniform(0.5, 2.0)
+    sum_context = num_decodes * rng.choice((0, 100, 2000))
+    budget = StepBudget(model, BudgetTargets(target_s=rng.choice((0.012, 0.025, 0.1)), chunk_tokens_min=1))
+    budget.chunk_scale = scale
+    budget.begin_step(num_decodes, sum_context)
+    chunks = [(start, budget.chunk(start, rng.randint(1, 500))) for start in rng.choices((0, 900, 20_000), k=rng.randint(0, 3))]
+    last_start = rng.choice((0, 5000, 60_000))
+    last = budget.chunk(last_start, 1 << 30)
+
+    def lasts_s(num_tokens: int) -> float:
+        parts = [(start, count) for start, count in (*chunks, (last_start, num_tokens)) if count]
+        return model.step_s(
+            num_tokens=num_decodes + sum(count for _, count in parts),
+            num_rows=num_decodes + 1,
+            context_tokens=sum_context + sum(start for start, _ in parts),
+            attention_pairs=sum(count * (start + count / 2) for start, count in parts),
+        )
+
+    limit_s = PLANNED_SHARE * budget.targets.target_s / scale
+    assert last in (0, 1) or lasts_s(last) <= limit_s * (1 + 1e-9)
+    assert lasts_s(last + 1) > limit_s
+
+
 def test_a_chunk_that_ends_with_the_time_of_its_step_ends_with_a_size() -> None:
     model, sizes = llama(), [256, 320, 384, 448, 512, 640, 768, 896]
     free, sized = StepBudget(model), StepBudget(model, sizes=sizes)
@@ -198,6 +225,21 @@ def test_a_step_is_crowded_when_decodes_alone_nearly_fill_it() -> None:
     assert not budget.is_crowded(0, 0)
     assert not budget.is_crowded(256, 256 * 1000)
     assert budget.is_crowded(128, 128 * 4000)
+
+
+@pytest.mark.parametrize(("num_decodes", "scale"), [(1, 1.0), (8, 0.5), (60, 1.0), (250, 2.0)])
+def test_a_step_is_crowded_from_nine_tenths_of_the_target_on(num_decodes: int, scale: float) -> None:
+    model = llama()
+    budget = StepBudget(model, BudgetTargets(target_s=0.025))
+    budget.decode_scale = scale
+    limit_s = 0.9 * 0.025 / scale
+    least_s = model.step_s(num_tokens=1, num_rows=0, context_tokens=0, attention_pairs=0)
+    free_s = max(limit_s, 2 * least_s) - model.step_s(
+        num_tokens=num_decodes, num_rows=num_decodes, context_tokens=0, attention_pairs=0
+    )
+    sum_context = int(free_s / model.context_s)
+    assert not budget.is_crowded(num_decodes, sum_context - 1)
+    assert budget.is_crowded(num_decodes, sum_context + 1)
 
 
 def test_a_target_that_cannot_be_met_still_lets_requests_run_together() -> None:

@@ -47,17 +47,14 @@ async def test_a_slow_subscriber_gets_the_newest_reading(sampler: SystemSampler,
     await snapshots.aclose()
 
 
-async def test_subscribers_are_limited_and_leave_room_when_they_go(
-    sampler: SystemSampler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(system_sampler, "SUBSCRIBERS_MAX", 1)
+async def test_subscribers_are_limited_and_leave_room_when_they_go(sampler: SystemSampler) -> None:
     await sampler.sample()
     first = sampler.subscribe()
     await anext(first)
-    with pytest.raises(TooManySubscribers):
-        await anext(sampler.subscribe())
+    with pytest.raises(TooManySubscribers, match="at most 1 live streams"):
+        await anext(sampler.subscribe(at_most=1))
     await first.aclose()
-    second = sampler.subscribe()
+    second = sampler.subscribe(at_most=1)
     await anext(second)
     await second.aclose()
 

@@ -99,6 +99,15 @@ async def test_a_known_key_is_not_read_again_until_something_changes(keys: Keys,
     assert (await keys.authenticate(cast.bob.secret, HERE)).key.name == "changed"
 
 
+async def test_a_principal_says_as_of_which_change_it_was_read(keys: Keys, database: Database, cast: Cast) -> None:
+    before = await keys.authenticate(cast.bob.secret, HERE)
+    await keys.revoke(cast.charlie.key.id, access=WHOLE_BOX)
+    after = await keys.authenticate(cast.bob.secret, HERE)
+
+    assert before.change_count != database.principals.value == after.change_count
+    assert before == after
+
+
 async def test_a_revoked_key_is_refused_by_the_next_call(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.authenticate(cast.bob.secret, HERE)
     revoked = await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)

@@ -10,7 +10,7 @@ from litestar import get
 from appliance.api.auth import authenticate_administrator
 from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, many, moment, paging
-from appliance.api.shapes import PageShape, page_shape, shape_of
+from appliance.api.shapes import PageShape, Shape, page_shape
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.audit_chain import AuditEntry, facts_from, rfc3339_micros
 from appliance.tenancy.roles import Action
@@ -35,7 +35,7 @@ class AuditTargetShape(msgspec.Struct, kw_only=True):
     id: str
 
 
-class AuditEntryShape(msgspec.Struct, kw_only=True):
+class AuditEntryShape(Shape, kw_only=True):
     """An entry of the audit log. Each entry's `hash` covers the entry and the hash before it, so that the log is a chain."""
 
     id: str
@@ -70,8 +70,7 @@ async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
 
 def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:
     """Return `entry` as JSON."""
-    return shape_of(
-        AuditEntryShape,
+    return AuditEntryShape.of(
         entry,
         id=str(entry.id),
         at=rfc3339_micros(entry.at),

@@ -12,7 +12,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Amount, Currency, Name, UnitPrice, items, within
 from appliance.api.queries import AdminRequest
-from appliance.api.shapes import shape_of
+from appliance.api.shapes import Shape
 from appliance.metering.economics import HOSTED_MAX, MONTHS_MAX, POWER_W_MAX, Hardware, HostedPrice
 from appliance.tenancy.roles import Action
 
@@ -22,7 +22,7 @@ TAGS = ["administration"]
 Power = Annotated[int, within(0, POWER_W_MAX)]
 
 
-class HostedPriceShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class HostedPriceShape(Shape, kw_only=True, forbid_unknown_fields=True):
     """The price of a hosted model, to compare with: micro-units of money per million tokens."""
 
     name: Name
@@ -31,7 +31,7 @@ class HostedPriceShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     cached_prompt: UnitPrice | None = None
 
 
-class HardwareShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class HardwareShape(Shape, kw_only=True, forbid_unknown_fields=True):
     """What the appliance's hardware and its power cost. Amounts are in micro-units of money."""
 
     cost_micros: Amount
@@ -44,7 +44,7 @@ class HardwareShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hosted: Annotated[list[HostedPriceShape], items(0, HOSTED_MAX)] = []
 
 
-class FigureShape(msgspec.Struct, kw_only=True):
+class FigureShape(Shape, kw_only=True):
     """One figure of the report, with its unit and its source."""
 
     name: str
@@ -53,7 +53,7 @@ class FigureShape(msgspec.Struct, kw_only=True):
     source: str
 
 
-class BreakEvenShape(msgspec.Struct, kw_only=True):
+class BreakEvenShape(Shape, kw_only=True):
     """This appliance compared with one hosted price, at the measured mix of prompt, cached and output tokens."""
 
     name: str
@@ -96,12 +96,12 @@ async def replace_hardware(request: AdminRequest) -> EconomicsShape:
 async def _report(request: AdminRequest) -> EconomicsShape:
     services = services_of(request)
     hardware, economics = await services.economics.report(services.sampler.latest.gpu_power_w)
-    hosted = [shape_of(HostedPriceShape, price) for price in hardware.hosted]
+    hosted = [HostedPriceShape.of(price) for price in hardware.hosted]
     return EconomicsShape(
         currency=economics.currency,
-        hardware=shape_of(HardwareShape, hardware, hosted=hosted),
-        figures=[shape_of(FigureShape, figure) for figure in economics.figures],
-        break_even=[shape_of(BreakEvenShape, row) for row in economics.break_even],
+        hardware=HardwareShape.of(hardware, hosted=hosted),
+        figures=[FigureShape.of(figure) for figure in economics.figures],
+        break_even=[BreakEvenShape.of(row) for row in economics.break_even],
     )
 
 

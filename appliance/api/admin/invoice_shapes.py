@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.shapes import shape_of
-from appliance.metering.invoicing.free_allowances import FreeAllowance
+from appliance.api.shapes import Shape
 from appliance.metering.invoicing.lines import usage_picos
 from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY
@@ -15,7 +14,7 @@ from appliance.metering.invoicing.wording import ABORT_POLICY
 _INT64_MAX = 2**63 - 1
 
 
-class InvoiceLineShape(msgspec.Struct, kw_only=True):
+class InvoiceLineShape(Shape, kw_only=True):
     """A line of an invoice. Its exact amount, `exact_picos`, is rounded once, to `rounded_micros`."""
 
     model: str | None
@@ -29,7 +28,7 @@ class InvoiceLineShape(msgspec.Struct, kw_only=True):
     rounded_micros: int
 
 
-class InvoiceShape(msgspec.Struct, kw_only=True):
+class InvoiceShape(Shape, kw_only=True):
     """An invoice with its lines. A closed invoice never changes; a draft shows what would be billed now."""
 
     id: str
@@ -57,7 +56,7 @@ class InvoiceShape(msgspec.Struct, kw_only=True):
     problem: str | None
 
 
-class InvoiceHeadShape(msgspec.Struct, kw_only=True):
+class InvoiceHeadShape(Shape, kw_only=True):
     """An invoice without its lines. The sums of a draft are null here; retrieve the draft to have them computed."""
 
     id: str
@@ -73,7 +72,7 @@ class InvoiceHeadShape(msgspec.Struct, kw_only=True):
     closed_at: str | None
 
 
-class AllowanceShape(msgspec.Struct, kw_only=True):
+class AllowanceShape(Shape, kw_only=True):
     """An amount that a tenant need not pay each month, from `first_month` until a later allowance replaces it."""
 
     id: str
@@ -105,11 +104,10 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
     """Return a whole invoice as JSON."""
     head, totals = invoice.head, invoice.totals
     seller = {name: value for name, value in invoice.seller.items() if name != TIME_ZONE}
-    return shape_of(
-        InvoiceShape,
+    return InvoiceShape.of(
         head,
         currency=invoice.currency,
-        lines=[shape_of(InvoiceLineShape, line, exact_picos=_exact(line.exact_picos)) for line in invoice.lines],
+        lines=[InvoiceLineShape.of(line, exact_picos=_exact(line.exact_picos)) for line in invoice.lines],
         subtotal_micros=totals.subtotal_micros,
         tax_micros=totals.tax_micros,
         total_micros=totals.total_micros,
@@ -129,12 +127,7 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
 def invoice_head_shape(head: InvoiceHead) -> InvoiceHeadShape:
     """Return a row of the list of all invoices as JSON."""
     unknown = {"total_micros": None, "tax_micros": None} if head.state == "draft" else {}
-    return shape_of(InvoiceHeadShape, head, **unknown)
-
-
-def allowance_shape(allowance: FreeAllowance) -> AllowanceShape:
-    """Return an allowance as JSON."""
-    return shape_of(AllowanceShape, allowance)
+    return InvoiceHeadShape.of(head, **unknown)
 
 
 def _exact(picos: int) -> int:

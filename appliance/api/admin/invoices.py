@@ -15,7 +15,6 @@ from appliance.api.admin.invoice_shapes import (
     InvoiceHeadShape,
     InvoiceShape,
     SellerShape,
-    allowance_shape,
     invoice_head_shape,
     invoice_shape,
 )
@@ -172,7 +171,7 @@ async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> Pa
     services = services_of(request)
     await services.tenants.get(tenant_id, access=access)
     rows = await services.free_allowances.list(tenant_id, access=access)
-    return page_shape(short_page(request, rows, "allowances", lambda row: row.first_month), allowance_shape)
+    return page_shape(short_page(request, rows, "allowances", lambda row: row.first_month), AllowanceShape.of)
 
 
 @post(
@@ -188,7 +187,7 @@ async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> Allo
     services = services_of(request)
     await services.tenants.get(tenant_id, access=access)
     allowances = services.free_allowances
-    return allowance_shape(await allowances.set(tenant_id, body.first_month, body.monthly_micros, access=access))
+    return AllowanceShape.of(await allowances.set(tenant_id, body.first_month, body.monthly_micros, access=access))
 
 
 @get("/seller", summary="Retrieve the seller", tags=TAGS, opt={"errors": (404,)})

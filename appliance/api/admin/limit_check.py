@@ -12,7 +12,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Limit, Name, one_of, within
 from appliance.api.queries import AdminRequest
-from appliance.api.shapes import shape_of
+from appliance.api.shapes import Shape
 from appliance.base.errors import NotFound
 from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_work
 from appliance.serving.forecasts import Question, Verdict
@@ -34,7 +34,7 @@ class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Annotated[str, one_of(SERVICE_TIERS)] | None = None
 
 
-class LimitDecisionShape(msgspec.Struct, kw_only=True):
+class LimitDecisionShape(Shape, kw_only=True):
     """The decision of one limit. For a budget, `need`, `limit` and `level` are in pico-units of money."""
 
     scope: str
@@ -51,7 +51,7 @@ class LimitDecisionShape(msgspec.Struct, kw_only=True):
     ahead: int
 
 
-class LimitErrorShape(msgspec.Struct, kw_only=True):
+class LimitErrorShape(Shape, kw_only=True):
     """The error that the client would get."""
 
     status: int
@@ -61,7 +61,7 @@ class LimitErrorShape(msgspec.Struct, kw_only=True):
     retry_after_s: float | None
 
 
-class LimitCheckShape(msgspec.Struct, kw_only=True):
+class LimitCheckShape(Shape, kw_only=True):
     """The outcome: the request would begin at once, wait for room, or be refused with `error`."""
 
     allowed: bool
@@ -102,12 +102,11 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
 
 
 def _shape(verdict: Verdict) -> LimitCheckShape:
-    return shape_of(
-        LimitCheckShape,
+    return LimitCheckShape.of(
         verdict,
         reserved_tokens=verdict.forecast.tokens,
-        error=None if verdict.error is None else shape_of(LimitErrorShape, verdict.error),
-        decisions=[shape_of(LimitDecisionShape, decision) for decision in verdict.forecast.decisions],
+        error=None if verdict.error is None else LimitErrorShape.of(verdict.error),
+        decisions=[LimitDecisionShape.of(decision) for decision in verdict.forecast.decisions],
     )
 
 

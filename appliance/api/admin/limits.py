@@ -14,17 +14,16 @@ from appliance.api.bodies import decode_body, named
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import LimitMode, within
 from appliance.api.queries import PAGING, AdminRequest, short_page
-from appliance.api.shapes import LimitsShape, PageShape, page_shape, shape_of
+from appliance.api.shapes import LimitsShape, PageShape, Shape, page_shape
 from appliance.tenancy.fields import TIERS
-from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits
 from appliance.tenancy.roles import Action
-from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX, Tier
+from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX
 
 TAGS = ["administration"]
 
 
-class TierShape(msgspec.Struct, kw_only=True):
+class TierShape(Shape, kw_only=True):
     """A tier of tenants."""
 
     name: str
@@ -37,7 +36,7 @@ class TierPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     admission_wait_ms: Annotated[int, within(0, ADMISSION_WAIT_MS_MAX)]
 
 
-class ModelLimitsShape(msgspec.Struct, kw_only=True):
+class ModelLimitsShape(Shape, kw_only=True):
     """The limits of a model, for all tenants together."""
 
     model: str
@@ -58,7 +57,7 @@ async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
     """Return the three tiers, most urgent first."""
     await authenticate_administrator(request, Action.READ_BOX)
     tiers = await services_of(request).tiers.list()
-    return page_shape(short_page(request, tiers, "tiers", lambda tier: str(TIERS.index(tier.name))), _tier_shape)
+    return page_shape(short_page(request, tiers, "tiers", lambda tier: str(TIERS.index(tier.name))), TierShape.of)
 
 
 @patch("/tiers/{name:str}", summary="Change a tier", tags=TAGS, opt={"body": TierPatch})
@@ -66,7 +65,7 @@ async def change_tier(request: AdminRequest, name: FromPath[str]) -> TierShape:
     """Change a tier. The change applies from the next request on."""
     await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), TierPatch)
-    return _tier_shape(await services_of(request).tiers.update(name, admission_wait_ms=body.admission_wait_ms))
+    return TierShape.of(await services_of(request).tiers.update(name, admission_wait_ms=body.admission_wait_ms))
 
 
 @get("/model-limits", summary="List model limits", tags=TAGS, opt={"query": PAGING})
@@ -74,7 +73,7 @@ async def list_model_limits(request: AdminRequest) -> PageShape[ModelLimitsShape
     """Return the models that have limits for all tenants together, sorted by name."""
     await authenticate_administrator(request, Action.READ_BOX)
     found = await services_of(request).model_policies.list()
-    return page_shape(short_page(request, found, "model-limits", lambda policy: policy.model), _model_limits_shape)
+    return page_shape(short_page(request, found, "model-limits", lambda policy: policy.model), ModelLimitsShape.of)
 
 
 @put("/model-limits/{model:path}", status_code=200, summary="Set a model's limits", tags=TAGS, opt={"body": ModelLimitsBody})
@@ -84,22 +83,14 @@ async def put_model_limits(request: AdminRequest, model: FromPath[str]) -> Model
     body = decode_body(await request.body(), ModelLimitsBody)
     limits = Limits(**named(body.limits))
     policies = services_of(request).model_policies
-    return _model_limits_shape(await policies.put(model.removeprefix("/"), limits, body.limit_mode))
+    return ModelLimitsShape.of(await policies.put(model.removeprefix("/"), limits, body.limit_mode))
 
 
 @delete("/model-limits/{model:path}", status_code=200, summary="Remove a model's limits", tags=TAGS)
 async def remove_model_limits(request: AdminRequest, model: FromPath[str]) -> ModelLimitsShape:
     """Remove the limits of a model and return the removed ones."""
     await authenticate_administrator(request, Action.WRITE)
-    return _model_limits_shape(await services_of(request).model_policies.remove(model.removeprefix("/")))
-
-
-def _tier_shape(tier: Tier) -> TierShape:
-    return shape_of(TierShape, tier)
-
-
-def _model_limits_shape(policy: ModelPolicy) -> ModelLimitsShape:
-    return shape_of(ModelLimitsShape, policy)
+    return ModelLimitsShape.of(await services_of(request).model_policies.remove(model.removeprefix("/")))
 
 
 HANDLERS = [list_tiers, change_tier, list_model_limits, put_model_limits, remove_model_limits]

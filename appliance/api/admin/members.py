@@ -14,9 +14,6 @@ from appliance.api.admin.member_shapes import (
     NewMembershipShape,
     me_shape,
     member_shape,
-    membership_shape,
-    new_member_shape,
-    new_membership_shape,
 )
 from appliance.api.auth import authenticate_administrator, authenticate_anybody
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
@@ -81,7 +78,7 @@ async def create_member(request: AdminRequest) -> NewMemberShape:
     body = decode_body(await request.body(), NewMemberBody)
     password = new_password()
     member = await services_of(request).members.create(body.email, password, body.role, temporary=True)
-    return new_member_shape(member, password)
+    return NewMemberShape.of(member, memberships=[], password=password)
 
 
 @get("/members/{member_id:str}", summary="Retrieve a member", tags=TAGS)
@@ -107,7 +104,8 @@ async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> New
     members = services_of(request).members
     member = await members.get(member_id)
     password = new_password()
-    return new_member_shape(await members.reset_password(member.email, password, temporary=True), password)
+    member = await members.reset_password(member.email, password, temporary=True)
+    return NewMemberShape.of(member, memberships=[], password=password)
 
 
 @get("/tenants/{tenant_id:str}/members", summary="List a tenant's members", tags=TAGS, opt={"query": PAGING})
@@ -117,7 +115,7 @@ async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> P
     services = services_of(request)
     tenant = await services.tenants.get(tenant_id, access=access)
     page = await services.memberships.of_tenant(tenant.id, *paging(request), access=access)
-    return page_shape(page, membership_shape)
+    return page_shape(page, MembershipShape.of)
 
 
 @post("/tenants/{tenant_id:str}/members", summary="Add a member to a tenant", tags=TAGS,
@@ -129,7 +127,7 @@ async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewM
     body = decode_body(await request.body(), NewMembershipBody)
     services = services_of(request)
     membership, password = await services.memberships.invite(services.members, tenant_id, body.email, body.role, access=access)
-    return new_membership_shape(membership, password)
+    return NewMembershipShape.of(membership, password=password)
 
 
 @patch("/tenants/{tenant_id:str}/members/{member_id:str}", summary="Change a member's role in a tenant", tags=TAGS,
@@ -138,14 +136,14 @@ async def change_membership(request: AdminRequest, tenant_id: FromPath[str], mem
     """Change a member's role in a tenant. The change applies from the member's next request on."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
     body = decode_body(await request.body(), MembershipPatch)
-    return membership_shape(await services_of(request).memberships.change(tenant_id, member_id, body.role, access=access))
+    return MembershipShape.of(await services_of(request).memberships.change(tenant_id, member_id, body.role, access=access))
 
 
 @delete("/tenants/{tenant_id:str}/members/{member_id:str}", status_code=200, summary="Remove a member from a tenant", tags=TAGS)
 async def remove_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
     """End a membership and return it. The member can still sign in."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
-    return membership_shape(await services_of(request).memberships.remove(tenant_id, member_id, access=access))
+    return MembershipShape.of(await services_of(request).memberships.remove(tenant_id, member_id, access=access))
 
 
 async def _member(request: AdminRequest, member_id: str, access: Access) -> MemberShape:

@@ -12,7 +12,7 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator, authenticate_anybody, session_of
 from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, paging
-from appliance.api.shapes import PageShape, page_shape, shape_of
+from appliance.api.shapes import PageShape, Shape, page_shape
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.tenancy.access import Access
 from appliance.tenancy.devices import device_of
@@ -22,7 +22,7 @@ from appliance.tenancy.sessions import Session
 TAGS = ["administration"]
 
 
-class SessionShape(msgspec.Struct, kw_only=True):
+class SessionShape(Shape, kw_only=True):
     """A browser that is signed in to the console."""
 
     id: str
@@ -44,7 +44,7 @@ class EndedShape(msgspec.Struct, kw_only=True):
     ended: int
 
 
-class SecondFactorShape(msgspec.Struct, kw_only=True):
+class SecondFactorShape(Shape, kw_only=True):
     """The state of a member's second factor."""
 
     member_id: str
@@ -140,12 +140,11 @@ def _member_id(access: Access) -> str | None:
 
 async def _second_factor(request: AdminRequest, member_id: str) -> SecondFactorShape:
     state = await services_of(request).second_factors.state(member_id)
-    return shape_of(SecondFactorShape, state, member_id=member_id, enabled=state.enabled_at is not None)
+    return SecondFactorShape.of(state, member_id=member_id, enabled=state.enabled_at is not None)
 
 
 def _shape(session: Session, asking: Session | None) -> SessionShape:
-    return shape_of(
-        SessionShape,
+    return SessionShape.of(
         session,
         member_id=session.member.id,
         email=session.member.email,

@@ -17,12 +17,13 @@ from appliance.api.sse import EVENT_STREAM, EventStream
 from appliance.base.errors import Forbidden, Overloaded, Unauthenticated
 from appliance.serving.services import Services
 from appliance.telemetry.readings import SystemSnapshot
-from appliance.telemetry.sampler import CONSOLE_SUBSCRIBERS, TooManySubscribers
+from appliance.telemetry.sampler import TooManySubscribers
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
 RETRY_AFTER_S = 15.0
 CREDENTIAL_CHECKED_EVERY_TICKS = 10
+STREAMS_MAX = 192  # open at once, the console's live pages among them; those have places that programs cannot take
 
 
 @get("/system", summary="Retrieve the state of the appliance", tags=TAGS)
@@ -38,7 +39,7 @@ async def stream_events(request: AdminRequest) -> Stream:
     """Send the answer of `/admin/v1/system` as an event named `system` with each new reading. Slow readers skip readings."""
     await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
-    snapshots = services.sampler.subscribe(spare=CONSOLE_SUBSCRIBERS)
+    snapshots = services.sampler.subscribe(at_most=STREAMS_MAX)
     try:
         first = await anext(snapshots)
     except TooManySubscribers as error:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.api.shapes import shape_of
+from appliance.api.shapes import Shape
 from appliance.telemetry.readings import EngineReading, SystemSnapshot
 
 
-class ProcessShape(msgspec.Struct, kw_only=True):
+class ProcessShape(Shape, kw_only=True):
     """A process of the appliance."""
 
     role: str
@@ -36,7 +36,7 @@ class HostBlocksShape(msgspec.Struct, kw_only=True):
     swapped_out_total: int
 
 
-class MemoryPartShape(msgspec.Struct, kw_only=True):
+class MemoryPartShape(Shape, kw_only=True):
     """The device memory of one part of an engine, as predicted before loading and as measured."""
 
     name: str
@@ -46,7 +46,7 @@ class MemoryPartShape(msgspec.Struct, kw_only=True):
     num_measured: int | None
 
 
-class TenantLoadShape(msgspec.Struct, kw_only=True):
+class TenantLoadShape(Shape, kw_only=True):
     """The load of a tenant with live requests. If a request asks for several answers (`n`), each of them counts."""
 
     tenant_id: str
@@ -57,7 +57,7 @@ class TenantLoadShape(msgspec.Struct, kw_only=True):
     service_s: float
 
 
-class EngineShape(msgspec.Struct, kw_only=True):
+class EngineShape(Shape, kw_only=True):
     """An engine and its load. Totals count since the engine process started."""
 
     model: str
@@ -67,6 +67,7 @@ class EngineShape(msgspec.Struct, kw_only=True):
     device: str | None
     device_name: str | None
     max_model_len: int | None
+    quantization: str | None
     requests_running: int
     requests_waiting: int
     kv_blocks: KvBlocksShape
@@ -87,7 +88,7 @@ class EngineShape(msgspec.Struct, kw_only=True):
     ttft_p95_s: float | None
 
 
-class GpuShape(msgspec.Struct, kw_only=True):
+class GpuShape(Shape, kw_only=True):
     """A GPU as NVML reports it."""
 
     index: int
@@ -99,7 +100,7 @@ class GpuShape(msgspec.Struct, kw_only=True):
     temperature_c: int | None
 
 
-class HostShape(msgspec.Struct, kw_only=True):
+class HostShape(Shape, kw_only=True):
     """The host machine."""
 
     cpu_percent: float
@@ -108,14 +109,14 @@ class HostShape(msgspec.Struct, kw_only=True):
     disk_free_bytes: int
 
 
-class DatabaseShape(msgspec.Struct, kw_only=True):
+class DatabaseShape(Shape, kw_only=True):
     """The database."""
 
     kind: str
     ok: bool
 
 
-class SystemShape(msgspec.Struct, kw_only=True):
+class SystemShape(Shape, kw_only=True):
     """The state of the whole appliance at one moment."""
 
     version: str
@@ -130,26 +131,25 @@ class SystemShape(msgspec.Struct, kw_only=True):
 
 def system_shape(snapshot: SystemSnapshot, version: str) -> SystemShape:
     """Return `snapshot` as JSON."""
-    return shape_of(
-        SystemShape,
+    return SystemShape.of(
         snapshot,
         version=version,
-        processes=[shape_of(ProcessShape, process) for process in snapshot.processes],
+        processes=[ProcessShape.of(process) for process in snapshot.processes],
         engine=[_engine(engine) for engine in snapshot.engines],
-        gpus=[shape_of(GpuShape, gpu) for gpu in snapshot.gpus],
-        host=shape_of(HostShape, snapshot.host),
-        database=shape_of(DatabaseShape, snapshot.database),
+        gpus=[GpuShape.of(gpu) for gpu in snapshot.gpus],
+        host=HostShape.of(snapshot.host),
+        database=DatabaseShape.of(snapshot.database),
     )
 
 
 def _engine(engine: EngineReading) -> EngineShape:
     figures, info = engine.figures, engine.info
-    return shape_of(
-        EngineShape,
+    return EngineShape.of(
         engine,
         device=info.device if info else None,
         device_name=info.device_name if info else None,
         max_model_len=info.max_model_len if info else None,
+        quantization=info.quantization if info else None,
         requests_running=figures.num_running,
         requests_waiting=figures.num_waiting,
         kv_blocks=KvBlocksShape(
@@ -164,7 +164,7 @@ def _engine(engine: EngineReading) -> EngineShape:
             swapped_in_total=figures.swapped_in_blocks_total,
             swapped_out_total=figures.swapped_out_blocks_total,
         ),
-        memory=[shape_of(MemoryPartShape, part) for part in info.memory] if info else [],
+        memory=[MemoryPartShape.of(part) for part in info.memory] if info else [],
         memory_note=info.memory_note if info else None,
         preemptions_total=figures.preemptions_total,
         draft_tokens_total=figures.draft_tokens_total,
@@ -173,6 +173,6 @@ def _engine(engine: EngineReading) -> EngineShape:
         fallback_reason=figures.fallback_reason,
         plain_steps_total=figures.plain_steps_total,
         switched_off=info.switched_off if info else [],
-        tenants=[shape_of(TenantLoadShape, tenant) for tenant in engine.tenants],
+        tenants=[TenantLoadShape.of(tenant) for tenant in engine.tenants],
         step_ms=figures.step_ms,
     )

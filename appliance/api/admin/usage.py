@@ -21,7 +21,6 @@ from appliance.api.shapes import (
     UsageRowShape,
     ledger_event_shape,
     page_shape,
-    price_shape,
     usage_row_shape,
 )
 from appliance.base.errors import NotFound
@@ -116,7 +115,7 @@ async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> L
 async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
     """Return all prices in the order they were added, including past and future ones."""
     await authenticate_administrator(request, Action.READ_BOX)
-    return page_shape(await services_of(request).prices.list(*paging(request)), price_shape)
+    return page_shape(await services_of(request).prices.list(*paging(request)), PriceShape.of)
 
 
 @post("/prices", summary="Add a price", tags=TAGS, opt={"body": NewPriceBody})
@@ -136,14 +135,14 @@ async def create_price(request: AdminRequest) -> PriceShape:
         batch_percent=body.batch_percent,
         tier_percents=body.tier_percents,
     )
-    return price_shape(price)
+    return PriceShape.of(price)
 
 
 @delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a future price", tags=TAGS)
 async def withdraw_price(request: AdminRequest, price_id: FromPath[str]) -> PriceShape:
     """Withdraw a price that takes effect in a minute or later, and return it. Any other is refused with 409 `price_begun`."""
     await authenticate_administrator(request, Action.BILLING)
-    return price_shape(await services_of(request).prices.withdraw(price_id))
+    return PriceShape.of(await services_of(request).prices.withdraw(price_id))
 
 
 async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from appliance.api.shapes import shape_of
-from appliance.metering.alerts.outbox import Delivery
+from appliance.api.shapes import Shape
 from appliance.metering.alerts.targets import shown_target
 from appliance.metering.alerts.webhooks import Webhook
 
 
-class WebhookShape(msgspec.Struct, kw_only=True):
+class WebhookShape(Shape, kw_only=True):
     """A destination of alerts: a URL or an e-mail address."""
 
     id: str
@@ -31,7 +28,7 @@ class NewWebhookShape(WebhookShape, kw_only=True):
     secret: str | None
 
 
-class DeliveryShape(msgspec.Struct, kw_only=True):
+class DeliveryShape(Shape, kw_only=True):
     """A message to a webhook and the state of its delivery."""
 
     id: str
@@ -49,14 +46,4 @@ class DeliveryShape(msgspec.Struct, kw_only=True):
 def webhook_shape(webhook: Webhook, *, whole: bool = True) -> WebhookShape:
     """Return the JSON of `webhook`, with its whole target or only the part that everybody may read."""
     target = webhook.target if whole else shown_target(webhook.kind, webhook.target)
-    return shape_of(WebhookShape, webhook, target=target)
-
-
-def new_webhook_shape(webhook: Webhook, secret: str | None) -> NewWebhookShape:
-    """Return the JSON of `webhook` with its secret."""
-    return shape_of(NewWebhookShape, webhook, secret=secret)
-
-
-def delivery_shape(delivery: Delivery) -> DeliveryShape:
-    """Return the JSON of `delivery`."""
-    return shape_of(DeliveryShape, delivery)
+    return WebhookShape.of(webhook, target=target)

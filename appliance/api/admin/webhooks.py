@@ -12,8 +12,6 @@ from appliance.api.admin.webhook_shapes import (
     DeliveryShape,
     NewWebhookShape,
     WebhookShape,
-    delivery_shape,
-    new_webhook_shape,
     webhook_shape,
 )
 from appliance.api.auth import authenticate_administrator
@@ -77,7 +75,7 @@ async def create_webhook(request: AdminRequest) -> NewWebhookShape:
     webhook, secret = await services_of(request).alerts.webhooks.create(
         kind=body.kind, target=body.target, tenant_id=body.tenant_id, events=body.events, access=access
     )
-    return new_webhook_shape(webhook, secret)
+    return NewWebhookShape.of(webhook, secret=secret)
 
 
 @get("/webhooks/{webhook_id:str}", summary="Retrieve a webhook", tags=TAGS)
@@ -114,14 +112,15 @@ async def rotate_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> Ne
     """Create a new signing secret, shown only in this answer. During the grace period both secrets sign each message."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body() or b"{}", WebhookRotationBody)
-    return new_webhook_shape(*await services_of(request).alerts.webhooks.rotate(webhook_id, body.grace_s, access=access))
+    webhook, secret = await services_of(request).alerts.webhooks.rotate(webhook_id, body.grace_s, access=access)
+    return NewWebhookShape.of(webhook, secret=secret)
 
 
 @post("/webhooks/{webhook_id:str}/test", summary="Send a test message to a webhook", tags=TAGS, opt={"errors": (400, 429)})
 async def send_test(request: AdminRequest, webhook_id: FromPath[str]) -> DeliveryShape:
     """Queue a message of the event `webhook.test`. Retrieve the returned delivery to see how it went."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
-    return delivery_shape(await services_of(request).alerts.outbox.test(webhook_id, access=access))
+    return DeliveryShape.of(await services_of(request).alerts.outbox.test(webhook_id, access=access))
 
 
 @get(
@@ -135,14 +134,14 @@ async def list_deliveries(request: AdminRequest, webhook_id: FromPath[str]) -> P
     access = await _reader(request)
     state = choice(request, "state", STATES, None)
     page = await services_of(request).alerts.outbox.list(webhook_id, *paging(request), state=state, access=access)
-    return page_shape(page, delivery_shape)
+    return page_shape(page, DeliveryShape.of)
 
 
 @get("/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}", summary="Retrieve a delivery", tags=TAGS)
 async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
     """Return one message and the state of its delivery."""
     access = await _reader(request)
-    return delivery_shape(await services_of(request).alerts.outbox.get(webhook_id, delivery_id, access=access))
+    return DeliveryShape.of(await services_of(request).alerts.outbox.get(webhook_id, delivery_id, access=access))
 
 
 @post(
@@ -155,7 +154,7 @@ async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], de
 async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
     """Send a message again under the same id, whatever its state."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
-    return delivery_shape(await services_of(request).alerts.outbox.retry(webhook_id, delivery_id, access=access))
+    return DeliveryShape.of(await services_of(request).alerts.outbox.retry(webhook_id, delivery_id, access=access))
 
 
 async def _reader(request: AdminRequest) -> Access:

@@ -21,6 +21,10 @@ FIELDS = {
     "Engine.device": "`cuda` or `cpu`; null until the model is loaded.",
     "device_name": "The name of the device; null until the model is loaded.",
     "max_model_len": "The maximum number of tokens of a prompt and its answer together; null until the model is loaded.",
+    "quantization": (
+        "How the weights are kept: `none`, `int8`, `fp8` or the checkpoint's own format, and how they were stored if they were "
+        "decoded while they were read; null until the model is loaded."
+    ),
     "requests_running": "Requests that are being computed.",
     "requests_waiting": "Requests in the engine's queue.",
     "Engine.kv_blocks": "The blocks of the KV cache.",

@@ -256,9 +256,10 @@ class Invoices:
         closed = dataclasses.replace(invoice, head=head)
         if not await rows.freeze(connection, closed):
             raise InvoiceClosed(f"the invoice of {head.month} is closed and never changes", param="invoice_id")
-        await outbox.enqueue(
-            connection, now, event="invoice.closed", subject=head.id, data=closed.announcement, tenant_id=head.tenant_id
-        )
+        tenant = await rows.read_buyer(connection, head.tenant_id)
+        assert tenant is not None, "an invoice has a tenant"
+        data = closed.announcement(tenant.name)
+        await outbox.enqueue(connection, now, event="invoice.closed", subject=head.id, data=data, tenant_id=head.tenant_id)
         facts = rows.closing_facts(head)
         await audit.record(
             connection, self._clock, "invoice.close", "invoice", head.id, tenant_id=head.tenant_id, before={}, after=facts

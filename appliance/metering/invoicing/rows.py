@@ -78,12 +78,11 @@ class Invoice:
         terms_days = self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT)
         return None if self.issued_on is None else self.issued_on + timedelta(days=terms_days)
 
-    @property
-    def announcement(self) -> dict[str, Any]:
-        """Return the content of the alert when it is closed."""
+    def announcement(self, tenant_name: str) -> dict[str, Any]:
+        """Return the content of the alert when it is closed. It names the tenant as other alerts do, and not as buyer."""
         return {
             "tenant_id": self.head.tenant_id,
-            "tenant_name": self.buyer["name"],
+            "tenant_name": tenant_name,
             "invoice_id": self.head.id,
             "number": self.head.number,
             "month": self.head.month,

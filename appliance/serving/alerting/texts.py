@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.base.money import PICOS_PER_MICRO, format_picos
+from appliance.base.money import PICOS_PER_MICRO, format_picos, minor_unit_decimals
 from appliance.metering.alerts.send_limits import TEST_EVENT
 
 SUBJECT_CHARS_MAX = 300
@@ -85,7 +85,14 @@ def _reached(data: Data, limit: str) -> str:
 
 
 def _invoice(data: Data) -> Headline:
-    return f"Invoice {data['number']} of {data['tenant_name']} for {data['month']} is closed", ""
+    return (
+        f"Invoice {data['number']} of {data['tenant_name']} for {data['month']} is closed",
+        f"{_payment(data)} due" if "due_micros" in data else "",
+    )
+
+
+def _payment(data: Data) -> str:
+    return format_picos(data["due_micros"] * PICOS_PER_MICRO, data["currency"], minor_unit_decimals(data["currency"]))
 
 
 def _key(data: Data) -> Headline:
@@ -127,6 +134,8 @@ def _fact(name: str, value: object, data: Data) -> str:
         return format_picos(value, currency)
     if isinstance(value, int) and name == "monthly_budget":
         return format_picos(value * PICOS_PER_MICRO, currency, _decimals(value))
+    if name == "due_micros":
+        return _payment(data)
     if isinstance(value, int) and name.endswith("_micros"):
         return format_picos(value * PICOS_PER_MICRO, currency, 2)
     return str(value)

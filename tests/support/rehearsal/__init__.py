@@ -46,7 +46,8 @@ def rehearsal(
             stack.enter_context(launch_interpreted_kernels(runs=runs_kernels))
             stack.enter_context(mode())
             if runs_kernels:  # the interpreter is slow, and has nothing to compile
-                stack.enter_context(mock.patch("engine.build.compile_steps", _compile_nothing))
+                for name in ("compile_steps", "compile_texts"):
+                    stack.enter_context(mock.patch(f"engine.build.{name}", _compile_nothing))
             yield card
     finally:
         end(card)
