@@ -109,6 +109,14 @@ def test_equal_logits_stand_or_fall_together(device: torch.device) -> None:
     assert drawn[0][3] == logits[3].argmax()
 
 
+def test_a_token_at_the_limit_of_min_p_is_kept(device: torch.device) -> None:
+    columns = columns_of([{"min_p": 0.5}] * 4, 300, device)
+    columns.scale[:] = 1.0  # distances are in binary orders
+    logits = torch.zeros(4, 300, device=device)
+    logits[:, 0] = 1.0
+    assert compare(logits, columns, [0, 1, 2, 3], [0, 1, 2, 3]).any(), "299 others are half as likely"
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_the_lowest_of_equal_tokens_is_taken_whichever_tile_or_program_finds_it(rows: int, device: torch.device) -> None:
     """Three tiles: each in a program of its own, or, with 16 rows, two in one."""
