@@ -56,19 +56,25 @@ class LinearStorage(Protocol):
         """None if the module is stored as plain tensors."""
 
 
+Renamed = tuple[tuple[str, str], ...]
+"""Pairs of what names begin with: in a checkpoint, and here."""
+
+
 @dataclass(slots=True)
 class WeightPlan:
     """`places` maps a checkpoint name to the (view of a) tensor that takes it, `tied` the name of a tied tensor to that of the
     tensor it equals; a checkpoint may hold both.
 
     Checkpoints may leave out `optional_prefix` and the tensors of `optional`; tensors whose names begin with one of `ignored`
-    are not needed. `storage`: how linear modules are stored, None is as plain tensors.
+    are not needed. `renamed`: what names in the checkpoint begin with, and what the same names begin with here. `storage`: how
+    linear modules are stored, None is as plain tensors.
     """
 
     places: dict[str, torch.Tensor | Place] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ()
+    renamed: Renamed = ()
     optional: set[str] = field(default_factory=set)
     storage: LinearStorage | None = None
 
@@ -80,6 +86,7 @@ class WeightPlan:
 
     def name_of(self, stored: str) -> str:
         """The name here of what the checkpoint calls `stored`."""
+        stored = rename_prefix(stored, self.renamed)
         whole = self.optional_prefix + stored
         return whole if stored not in self.places and whole in self.places else stored
 
@@ -136,13 +143,21 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
     return WeightsError(f"{path} is not a readable safetensors file ({error}): of its bytes {size} are here; fetch it again")
 
 
-def stored_names(directory: Path) -> set[str]:
-    """Names of all tensors in the files of a model directory. Raises `WeightsError`."""
+def stored_names(directory: Path, prefixes: Renamed = ()) -> set[str]:
+    """Names of all tensors in the files of a model directory, with these prefixes renamed. Raises `WeightsError`."""
     names: set[str] = set()
     for path in weight_files(directory):
         with _opened(path) as tensors:
-            names.update(tensors.keys())
+            names.update(rename_prefix(name, prefixes) for name in tensors.keys())  # noqa: SIM118 - not a mapping
     return names
+
+
+def rename_prefix(name: str, prefixes: Renamed) -> str:
+    """`name` with the first of these prefixes that it begins with replaced."""
+    for stored, own in prefixes:
+        if name.startswith(stored):
+            return own + name[len(stored) :]
+    return name
 
 
 @contextmanager

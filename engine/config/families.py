@@ -7,6 +7,7 @@ Sources: Llama (arXiv 2302.13971, 2407.21783), Mistral 7B (arXiv 2310.06825), Mi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -47,6 +48,17 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextPart:
+    """The decoder in the checkpoint of a model that also reads images. Its configuration is `text_config`, with `defaults` for
+    keys that published models omit. `renamed`: what its tensor names begin with, and what those of the decoder alone begin
+    with, in two generations of transformers. `ignored`: what other tensor names begin with."""
+
+    defaults: Mapping[str, int]
+    renamed: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One architecture. `reads_*`: the key of config.json by that name changes the computation, elsewhere it is ignored.
 
@@ -74,6 +86,7 @@ class Family:
     scaled_embedding: bool = False  # embeddings times the root of hidden_size
     always_qkv_bias: bool = False
     experts: ExpertNames | None = None
+    text_part: TextPart | None = None
     reads_attention_bias: bool = False
     reads_mlp_bias: bool = False
     reads_partial_rotary: bool = False
@@ -122,6 +135,27 @@ GEMMA3 = replace(
     reads_window_pattern=True,
     reads_attention_softcap=False,
 )
+GEMMA3_WITH_IMAGES = replace(
+    GEMMA3,
+    architecture="Gemma3ForConditionalGeneration",
+    text_part=TextPart(
+        defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
+        renamed=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+        ),
+        ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ),
+)
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -139,6 +173,7 @@ FAMILIES: dict[str, Family] = {
         ),
         GEMMA2,
         GEMMA3,
+        GEMMA3_WITH_IMAGES,
         Family(
             architecture="Phi3ForCausalLM",
             original_max_len=4096,

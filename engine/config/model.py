@@ -166,6 +166,7 @@ def architecture_of(config: JsonObject) -> str:
 def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfig:
     """The checked form of `config.json` and `generation_config.json`."""
     family = _family(config)
+    config = _text_config(config, family)
     refuse_unsupported(config, family)
     hidden_size = positive(config, "hidden_size")
     num_heads = positive(config, "num_attention_heads")
@@ -218,6 +219,17 @@ def _family(config: JsonObject) -> Family:
     if name in ENCODERS:
         raise UnsupportedModel(f"architecture {name} is an encoder")
     return FAMILIES[HEADLESS.get(name, name)]
+
+
+def _text_config(config: JsonObject, family: Family) -> JsonObject:
+    """The configuration of the decoder: all of `config`, or its `text_config` where the model has other parts. What that leaves
+    open, such as the dtype, holds for all parts."""
+    if family.text_part is None:
+        return config
+    text = {key: value for key, value in mapping(config, "text_config").items() if value is not None}
+    if not text:
+        raise UnsupportedModel(f"config.json: text_config is missing, which {family.architecture} must have")
+    return {**family.text_part.defaults, **config, **text, "architectures": config["architectures"]}
 
 
 def refuse_unsupported(config: JsonObject, family: Family | None = None) -> None:

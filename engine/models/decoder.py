@@ -165,6 +165,9 @@ class Decoder:
     def weight_plan(self, storage: LinearStorage | None = None) -> WeightPlan:
         """What the checkpoint must hold; `storage` says how its linear modules are stored, None is plainly."""
         plan = WeightPlan(optional_prefix="model.", storage=storage)
+        part = self.config.family.text_part
+        if part is not None:
+            plan.renamed, plan.ignored = part.renamed, part.ignored
         plan.add("model.embed_tokens.weight", self._embedding)
         for index, layer in enumerate(self._layers):
             layer.plan(plan, f"model.layers.{index}")

@@ -41,7 +41,7 @@ def weight_scheme(
     packer = ops.pack_linear if head == UNQUANTISED else PACKERS[head]
     packer = _row_invariant(packer) if batch_invariant else packer
     plain = packer if head == UNQUANTISED else ops.pack_linear
-    decoded = None if scheme.decoded is None else DecodedCheckpoint(scheme.decoded, stored_names(directory))
+    decoded = None if scheme.decoded is None else DecodedCheckpoint(scheme.decoded, _names(directory, config))
     storage = OnTheFlyHeadStorage(scheme.storage, OnTheFlyStorage(packer, plain, decoded))
     return replace(scheme, storage=storage, head_packer=packer)
 
@@ -50,10 +50,10 @@ def _layers_scheme(directory: Path, config: ModelConfig, quantization: str | Non
     plain = ops.pack_linear_row_invariant if batch_invariant else ops.pack_linear
     stored = config.quantization
     if stored is not None and isinstance(stored.weights, MultipliedWeights):
-        storage = CheckpointStorage(stored.weights, stored_names(directory), row_invariant=batch_invariant)
+        storage = CheckpointStorage(stored.weights, _names(directory, config), row_invariant=batch_invariant)
         return WeightScheme(stored.method, storage, plain)
     decoded = None if stored is None else stored.decoded
-    checkpoint = None if decoded is None else DecodedCheckpoint(decoded, stored_names(directory))
+    checkpoint = None if decoded is None else DecodedCheckpoint(decoded, _names(directory, config))
     name = quantization or UNQUANTISED
     packer: ops.LinearPacker = plain
     if name != UNQUANTISED:
@@ -61,6 +61,12 @@ def _layers_scheme(directory: Path, config: ModelConfig, quantization: str | Non
     elif checkpoint is None:
         return WeightScheme(name, None, plain)
     return WeightScheme(name, OnTheFlyStorage(packer, plain, checkpoint), packer, decoded=decoded)
+
+
+def _names(directory: Path, config: ModelConfig) -> set[str]:
+    """Names of the checkpoint's tensors, those of the decoder as it calls them."""
+    part = config.family.text_part
+    return stored_names(directory, () if part is None else part.renamed)
 
 
 def _row_invariant(packer: ops.LinearPacker) -> ops.LinearPacker:

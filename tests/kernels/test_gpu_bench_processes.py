@@ -101,7 +101,7 @@ def test_a_part_that_takes_too_long_is_ended_its_rows_say_so_and_nobody_waits_fo
     assert kept == [1], "behind each stage"
     rows = {row.name: row for row in complete_rows(outcome, {"checks"})}
     assert "check rows: ended after its limit" in rows["numbers: rms norm"].error
-    assert "failed" in table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))
+    assert "check rows: ended after its limit" in table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))
     assert not invalid_reason(rows["numbers: rms norm"])
 
 

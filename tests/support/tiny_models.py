@@ -142,6 +142,25 @@ def make_model(family: str, directory: Path, *, sharded: bool = False, **changes
     return model
 
 
+def make_gemma3_with_images(directory: Path) -> Any:
+    """Save a seeded model of Gemma 3 with an image encoder to `directory` and return the transformers model."""
+    text = {**SIZES, **FAMILY_SETTINGS["gemma3_text"]}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1, eos_token_id=EOS)
+    torch.manual_seed(7)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    _randomise(model)
+    model.save_pretrained(directory)
+    return model
+
+
 def make_first_layers(model: Any, directory: Path, num_layers: int) -> None:
     """Save the first layers of a model, with its embedding and head, as a model of their own."""
     config = copy.deepcopy(model.config)

@@ -39,7 +39,8 @@ def windows(config: ModelConfig) -> list[int | None]:
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_every_family_has_defaults_for_what_config_json_leaves_out(architecture: str) -> None:
-    config = parse(architecture)
+    has_parts = FAMILIES[architecture].text_part is not None
+    config = parse(architecture, **({"text_config": {"num_hidden_layers": 6}} if has_parts else {}))
     assert config.num_layers == 6
     assert all(0 <= layer.rope_idx < len(config.ropes) for layer in config.layers)
     assert config.tie_word_embeddings == architecture.startswith("Gemma")
@@ -47,7 +48,7 @@ def test_every_family_has_defaults_for_what_config_json_leaves_out(architecture:
 
 def test_the_list_in_the_documentation_is_the_list_of_what_loads() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
-    assert set(re.findall(r"`(\w+(?:ForCausalLM|Model))`", text)) == {*FAMILIES, *EMBEDDERS}
+    assert set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|Model))`", text)) == {*FAMILIES, *EMBEDDERS}
 
 
 def test_gemma_2_alternates_and_caps_by_default() -> None:

@@ -1,0 +1,98 @@
+"""The decoder of a model that also reads images equals transformers: Gemma 3 from 4B on is published only as such a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine import LLM, SamplingParams
+from engine.config.families import FAMILIES
+from engine.config.model import load_model_config
+from engine.errors import UnsupportedModel, WeightsError
+from engine.weights import rename_prefix
+from tests.support.tiny_models import greedy, make_gemma3_with_images
+
+PROMPTS = [[1, 17, 99, 3], list(range(5, 45))]
+HUB_NAMES = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)
+"""What tensor names begin with in transformers now, and in the files that Google published."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("gemma3")
+    return folder, make_gemma3_with_images(folder)
+
+
+def rewritten(folder: Path, target: Path, *, hub_names: bool) -> Path:
+    """The same model with tensor names of one of the two kinds, whichever transformers writes."""
+    target.mkdir()
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        now = rename_prefix(name, tuple((hub, now) for now, hub in HUB_NAMES))
+        tensors[rename_prefix(now, HUB_NAMES) if hub_names else now] = tensor
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("hub_names", [False, True])
+def test_greedy_tokens_equal_those_of_transformers(hub_names: bool, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, model = saved
+    with LLM(rewritten(folder, tmp_path / "model", hub_names=hub_names), max_model_len=128, max_num_seqs=2) as llm:
+        answers = llm.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    assert [answer.outputs[0].token_ids for answer in answers] == [greedy(model, prompt, 8) for prompt in PROMPTS]
+
+
+def test_what_published_models_omit_are_the_defaults_of_transformers() -> None:
+    part = FAMILIES["Gemma3ForConditionalGeneration"].text_part
+    assert part is not None
+    defaults = transformers.Gemma3TextConfig()
+    assert dict(part.defaults) == {key: getattr(defaults, key) for key in part.defaults}
+
+
+def test_the_shape_of_the_4b_model_is_read_from_what_google_published(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = load_model_config(tmp_path)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (34, 8, 4, 256)
+    assert (config.vocab_size, config.max_position_len, config.torch_dtype) == (262208, 131072, "bfloat16")
+    assert config.eos_token_ids == (1, 106)
+    assert sorted(config.windows, key=str) == [1024, None]
+    del whole["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(UnsupportedModel, match="text_config is missing, which Gemma3ForConditionalGeneration must have"):
+        load_model_config(tmp_path)
+
+
+def test_tensors_that_belong_to_no_part_are_refused(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = rewritten(saved[0], tmp_path / "model", hub_names=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "audio_tower.weight": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"1 tensor belongs to nothing here: audio_tower\.weight"):
+        LLM(folder, max_model_len=128, max_num_seqs=2)
