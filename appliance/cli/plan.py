@@ -19,7 +19,7 @@ def plan(
         list[str] | None,
         typer.Option(metavar="MODEL", help="Another model served from the same GPU with the same options; repeatable."),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100 or h20.")] = "h200",
+    gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100, h20, b200, l40s, l4 or rtx-4090.")] = "h200",
     memory_gib: Annotated[float | None, typer.Option(help="Memory of the GPU in GiB, if it differs from --gpu.")] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: auto, bfloat16, float16 or float32.")] = "auto",
     quantization: Annotated[

@@ -41,7 +41,7 @@ def simulate(
     weights: Annotated[str | None, typer.Option(metavar="NAME=N,…", help="Weights of tenants; the others have 1.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
-    gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100 or h20.")] = "h200",
+    gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100, h20, b200, l40s, l4 or rtx-4090.")] = "h200",
     policy: Annotated[str, typer.Option(help="Scheduling policy: fair, fcfs, vtc or static.")] = "fair",
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Maximum number of running requests; default: as the engine chooses.")

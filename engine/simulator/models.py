@@ -1,8 +1,8 @@
 """The models and GPUs that can be simulated: configurations and speeds. Knows no torch.
 
 Bandwidth and compute of the H200 (4.30 TB/s, 790 TFLOP/s) and of the H100 80GB HBM3 (3.0 TB/s, 798 TFLOP/s) were measured: a
-copy on the device, bytes read and written, and a bf16 product of 8192³. For the A100 and the H20 only data sheets were
-available: they are assumed to reach the same shares of theirs as the H200 of its own, 4.30 of 4.80 TB/s and 790 of 989 TFLOP/s.
+copy on the device, bytes read and written, and a bf16 product of 8192³. For the other cards only data sheets were available:
+they are assumed to reach the same shares of theirs as the H200 of its own, 4.30 of 4.80 TB/s and 790 of 989 TFLOP/s.
 Memory is what a process sees of a card, which is less than its driver reports.
 """
 
@@ -23,6 +23,8 @@ from engine.scheduling.step_time import DeviceSpeed, ModelShape
 BLOCK_SIZE = 16
 BANDWIDTH_REACHED = 4.30 / 4.80
 FLOPS_REACHED = 790 / 989
+PCIE_4, PCIE_5 = 22e9, 50e9
+"""Bytes per second that copies between host and card reach, with 16 lanes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +79,24 @@ def _gpu(
     return SimulatedGpu(name=name, speed=speed, memory_bytes=int(memory_gib * GIB), capability=capability)
 
 
+def _from_data_sheet(
+    name: str, memory_gib: float, bandwidth: float, flops: float, link_bandwidth: float, capability: tuple[int, int] = (9, 0)
+) -> SimulatedGpu:
+    """bandwidth, flops: of the data sheet, in bf16 without sparsity."""
+    return _gpu(name, memory_gib, bandwidth * BANDWIDTH_REACHED, flops * FLOPS_REACHED, link_bandwidth, capability)
+
+
 GPUS: dict[str, SimulatedGpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h200", 139.0, 4.30e12, 790e12, 50e9),
-        _gpu("h100", 79.1, 3.0e12, 798e12, 50e9),
-        _gpu("a100", 79.1, 2.04e12 * BANDWIDTH_REACHED, 312e12 * FLOPS_REACHED, 22e9, capability=(8, 0)),
-        _gpu("h20", 95.0, 4.00e12 * BANDWIDTH_REACHED, 148e12 * FLOPS_REACHED, 50e9),
+        _gpu("h200", 139.0, 4.30e12, 790e12, PCIE_5),
+        _gpu("h100", 79.1, 3.0e12, 798e12, PCIE_5),
+        _from_data_sheet("a100", 79.1, 2.04e12, 312e12, PCIE_4, capability=(8, 0)),
+        _from_data_sheet("h20", 95.0, 4.00e12, 148e12, PCIE_5),
+        _from_data_sheet("b200", 178.3, 8.00e12, 2250e12, PCIE_5, capability=(10, 0)),
+        _from_data_sheet("l40s", 44.4, 0.864e12, 362e12, PCIE_4, capability=(8, 9)),
+        _from_data_sheet("l4", 22.0, 0.300e12, 121e12, PCIE_4, capability=(8, 9)),
+        _from_data_sheet("rtx-4090", 23.5, 1.008e12, 165e12, PCIE_4, capability=(8, 9)),
     )
 }
 

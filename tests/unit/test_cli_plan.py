@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from appliance.cli import model_store
 from appliance.cli.main import main
+from appliance.cli.plan import plan
+from appliance.cli.simulate import simulate
 from appliance.serving.model_builder import DEMO_MODEL
+from engine.simulator.models import GPUS
 from tests.support.typed_commands import CommandResult
 
 
@@ -44,6 +47,12 @@ def test_a_plan_names_the_card_that_it_is_for(typed: Any) -> None:
         assert answer.out.splitlines()[:2] == ["model\tllama-3.1-8b", f"gpu\t{gpu.lower()}"]
     tokens = {gpu: json.loads(typed("llama-3.1-8b", "--gpu", gpu, "--json").out)["kv_tokens"] for gpu in plans}
     assert tokens["H100"] == tokens["a100"] < tokens["h20"] < tokens["h200"]
+
+
+def test_the_help_names_every_card_that_is_known() -> None:
+    for command in (plan, simulate):
+        (option,) = (hint for hint in get_type_hints(command, include_extras=True)["gpu"].__metadata__)
+        assert option.help.removeprefix("GPU: ").removesuffix(".").replace(" or ", ", ").split(", ") == list(GPUS)
 
 
 def test_keys_and_values_in_eight_bits_give_twice_the_tokens(typed: Any) -> None:

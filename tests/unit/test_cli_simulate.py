@@ -134,7 +134,7 @@ def test_a_folder_that_no_engine_would_serve_on_that_card_is_refused_in_its_word
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--gpu", "abacus"), "--gpu must be one of h200, h100, a100, h20"),
+        (("--gpu", "abacus"), "--gpu must be one of h200, h100, a100, h20, b200, l40s, l4, rtx-4090"),
         (("--model", "gpt-17"), "--model must be one of llama-3.1-8b"),
         (("--policy", "kind"), "--policy must be one of fair, fcfs, vtc, static"),
         (("--speed", "0"), "--speed must be a positive number"),
