@@ -13,7 +13,7 @@ def compilations() -> list[Compilation]:
         *(_plain("bf16", inner, rows) for inner, rows in ((14336, 1), (14336, 4096), (3072, 4096))),
         _plain("fp16", 14336, 1),
         _plain("bf16", 16384, 4096, gelu=True),
-        *(_quantised(inner, gelu=False) for inner in (3072, 8192, 14336)),
+        *(_quantised(inner, gelu=False) for inner in (3072, 8192, 14336, 28672)),
         _quantised(14336, gelu=True),
     ]
 

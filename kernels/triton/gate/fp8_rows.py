@@ -8,8 +8,8 @@ from kernels.triton.row_tiles import row_tile
 
 
 def compilations() -> list[Compilation]:
-    """Attention outputs and inputs of e4m3 products: Llama-3.1-8B, Llama-3.2-1B."""
-    return [_compilation(dtype, width) for dtype in ("bf16", "fp16") for width in (2048, 4096)]
+    """Attention outputs and inputs of e4m3 products: Llama-3.2-1B, Llama-3.1-8B and 70B."""
+    return [_compilation(dtype, width) for dtype in ("bf16", "fp16") for width in (2048, 4096, 8192)]
 
 
 def _compilation(dtype: str, width: int) -> Compilation:

@@ -11,7 +11,7 @@ def compilations() -> list[Compilation]:
     """The residual stream of Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B, a wide one, Gemma's norms, heads of 128."""
     plain = [
         _compilation(f"{dtype}_{width}", dtype, width, residual=residual)
-        for dtype, widths in (("bf16", (1024, 2048, 4096)), ("fp16", (4096,)))
+        for dtype, widths in (("bf16", (1024, 2048, 4096, 8192)), ("fp16", (4096,)))
         for width in widths
         for residual in (False, True)
     ]
