@@ -157,7 +157,11 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
             yield from _changes(was or {}, now or {}, f"{prefix}{name} › ")
         elif was != now and not (name in _OMITTED_FIELDS and not prefix):
             shown = [_shown(name, value, name in facts) for value, facts in ((was, before), (now, after))]
-            yield Change(f"{prefix}{_AMOUNT.sub('', name)}".replace("_", " "), *shown)
+            yield Change(prefix.replace("_", " ") + _label(name), *shown)
+
+
+def _label(name: str) -> str:
+    return _AMOUNT.sub("", name).replace("_", " ")
 
 
 def _shown(name: str, value: Any, is_recorded: bool) -> str | None:
@@ -171,5 +175,15 @@ def _shown(name: str, value: Any, is_recorded: bool) -> str | None:
         return NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
-    text = ", ".join(map(str, value)) if isinstance(value, list) else _TIME.sub(r"\1 \2 UTC", str(value))
+    text = ", ".join(map(_element, value)) if isinstance(value, list) else _TIME.sub(r"\1 \2 UTC", str(value))
     return text if len(text) <= VALUE_CHARS_MAX else text[: VALUE_CHARS_MAX - 1] + "…"
+
+
+def _element(value: Any) -> str:
+    """Return one value of a list: of an object its name, then in brackets whatever else it has."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    facts = [
+        f"{_label(name)} {_shown(name, fact, True)}" for name, fact in value.items() if name != "name" and fact is not None
+    ]
+    return f"{value.get('name', '')} ({', '.join(facts)})".lstrip()

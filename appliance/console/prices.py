@@ -123,12 +123,17 @@ def _form(context: Context, form: Form | None, *, model: str, priced_in: str, cu
         model=model,
         priced_in=priced_in,
         current=current,
-        is_discounted=current is not None and (current.batch_percent != 100 or bool(current.tier_percents)),
+        shows_discounts=current is not None and _has_discounts(current),
         tiers=TIERS,
         discounts=("batch_percent", "rejected_draft", *(f"tier_{tier}" for tier in TIERS)),
         models=[served.name for served in context.services.models.list()],
         zone=context.services.settings.time_zone,
     )
+
+
+def _has_discounts(price: Price) -> bool:
+    """Return whether a price has what the form keeps folded."""
+    return price.batch_percent != 100 or bool(price.tier_percents) or price.rejected_draft != 0
 
 
 def _withdrawal(context: Context, form: Form | None, price: Price) -> Html:

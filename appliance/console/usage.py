@@ -30,6 +30,7 @@ from appliance.tenancy.access import Access
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
+    from appliance.tenancy.principals import Tenant
 
 PERIODS = {"today": "Today", "7d": "7 days", "30d": "30 days", "month": "This month", "last-month": "Last month"}
 GROUPS = {"tenant": "Tenant", "key": "Key", "model": "Model"}
@@ -121,8 +122,7 @@ async def show_usage(context: ContextDependency) -> Html:
     view = View.of(context.query, services.clock.now(), services.reports.calendar)
     bars = await services.reports.usage(view.start, view.end, view.bucket, filters=view.filters, access=access)
     tenants = await tenants_by_name(services, access)
-    own = next((tenant.currency for tenant in tenants if tenant.id == view.tenant), None)
-    sums = add_up(bars, own or services.settings.currency)
+    sums = add_up(bars, _billed_in([one for one in tenants if view.tenant in ("", one.id)], services.settings.currency))
     currency, _ = sums.costs[0]
     rows = await services.reports.totals(
         view.start,
@@ -174,6 +174,12 @@ async def export_usage(context: ContextDependency) -> Response[str]:
         table.writerow([*map(plain_text, cells), *counts, row.cost_picos, row.currency])
     disposition = f'attachment; filename="usage-{view.period}-by-{view.group}.csv"'
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers={"content-disposition": disposition})
+
+
+def _billed_in(tenants: Sequence[Tenant], default: str) -> str:
+    """Return the currency in which all `tenants` are billed; `default` if they are billed in several, or there are none."""
+    currencies = {tenant.currency or default for tenant in tenants}
+    return currencies.pop() if len(currencies) == 1 else default
 
 
 def add_up(bars: Sequence[UsageRow], preferred: str) -> Sums:

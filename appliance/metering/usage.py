@@ -179,7 +179,7 @@ class UsageReports:
     ) -> list[UsageRow]:
         """Return the sums over the whole of `start <= t < end` per group and currency, the largest in `measure` first.
 
-        By cost, amounts in `currency` come before those in others.
+        By cost, amounts in `currency` come first, then one currency after the other.
         """
         owners = _owners(group_by, filters, access)
         segments = self._segments(start, end, "day")

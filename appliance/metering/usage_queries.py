@@ -132,7 +132,7 @@ def totals_query(
 ) -> Select[Any]:
     """Return the query for sums over all segments per group and currency, the largest in `measure` first.
 
-    Amounts in two currencies do not compare: by cost, those in `currency` come before all others.
+    Amounts in two currencies do not compare: by cost, those in `currency` come first, then one currency after the other.
 
     All segments are made one bucket: otherwise each would be sorted by its own buckets first. A key is grouped without its
     tenant: otherwise PostgreSQL expects a group for every key in every tenant, too many to add up without sorting.
@@ -143,7 +143,7 @@ def totals_query(
     sums = {name: func.sum(parts.c[name]).label(name) for name in COUNTS}
     # Beyond 64 bits SQLite continues with a float, which is good enough for sorting.
     cost = func.sum(parts.c.cost_high) * SPLIT + func.sum(parts.c.cost_low)
-    others: list[ColumnElement[Any]] = [] if currency is None else [case((parts.c.currency == currency, 0), else_=1)]
+    others = [] if currency is None else [case((parts.c.currency == currency, 0), else_=1), parts.c.currency]
     largest: dict[Measure, list[ColumnElement[Any]]] = {
         "cost": [*others, cost.desc()],
         "tokens": [(sums["prompt_tokens"] + sums["completion_tokens"]).desc()],

@@ -90,6 +90,12 @@ def test_every_amount_of_an_entry_is_told_in_units() -> None:
     }
     allowance = audit_line(entry("allowance.set", before={"monthly_micros": None}, after={"monthly_micros": 5_000_000}), {})
     assert allowance.changes == (Change("monthly", NOTHING, "5.00"),)
+    hosted = [
+        {"cached_prompt": None, "completion": 10_000_000, "name": "Large", "prompt": 2_500_000},
+        {"name": "Small", "prompt": 1},
+    ]
+    hardware = audit_line(entry("hardware.change", after={"hosted": hosted}), {})
+    assert hardware.changes == (Change("hosted", None, "Large (completion 10.00, prompt 2.50), Small (prompt 0.000001)"),)
     correction = audit_line(entry("ledger.correct", after={"cost_picos": -39_600_432_000, "corrects_id": 1453}), {})
     assert correction.changes == (Change("corrects id", None, "1453"), Change("cost", None, "-0.039600432"))
 

@@ -95,6 +95,16 @@ async def test_an_invoice_without_an_issuer_is_not_closed_without_a_word(box: Bo
     assert warning not in (await alice.get(address)).text
 
 
+async def test_a_tenant_is_not_told_that_the_issuer_is_not_entered(box: Box) -> None:
+    await use(box, box.cast.bob)
+    address = await drafted(box, await box.alice(), box.cast.bob)
+    member = await box.services.members.create("manager@example.com", "the manager's long password", "member")
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_BOX)
+    page = await (await box.visitor().sign_in("manager@example.com", "the manager's long password")).get(address)
+    assert page.status_code == 200
+    assert "issuer" not in page.text
+
+
 async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(box: Box, clock: FakeClock) -> None:
     await use(box, box.cast.bob)
     over(clock)

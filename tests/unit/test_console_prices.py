@@ -96,6 +96,9 @@ async def test_each_book_leads_to_the_form_of_its_own_currency(box: Box) -> None
     for value in ("EUR", "0.50", "1.50"):
         assert f'value="{value}"' in euros
     assert '<details class="more" open>' in francs  # a discount that is in force is in sight
+    assert '<details class="more" open>' not in euros
+    await alice.post("/prices", **{**FIELDS, "currency": "GBP", "rejected_draft": "0.05"})
+    assert '<details class="more" open>' in (await alice.fragment("/prices/new?model=demo&currency=GBP")).text
     other = (await alice.fragment("/prices/new?model=demo&currency=USD")).text
     assert 'value="USD"' in other
     assert 'value="0.50"' not in other

@@ -25,7 +25,7 @@ async def test_terms_are_saved_and_stand_on_the_tenants_page(box: Box) -> None:
     assert (saved.limit_mode, saved.currency, saved.alert_percents, saved.cut_at_budget) == ("shadow", "USD", (50, 90), True)
     assert saved.billing == {"name": "Bob Ltd", "address": "1 Long Lane\nBristol"}
     page = (await alice.get(f"/tenants/{bob.id}")).text
-    for text in ("shadow mode", "running requests are cut off", "USD", "50 %, 90 %", "Bob Ltd"):
+    for text in ("shadow mode", "running requests are cut off", "USD", "50\u00a0%, 90&nbsp;% of budgets", "Bob Ltd"):
         assert text in page
 
 

@@ -121,6 +121,16 @@ async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(box: Bo
     assert "EUR" not in part
 
 
+async def test_nothing_has_been_used_in_the_currency_in_which_all_are_billed(box: Box) -> None:
+    assert "<dt>Cost, EUR</dt>" in (await (await box.alice()).get("/usage")).text
+    member = await box.services.members.create("manager@example.com", "the manager's long password", "member")
+    await box.services.memberships.add(box.cast.charlie.tenant.id, member.id, "manager", access=WHOLE_BOX)
+    await box.services.tenants.update(box.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    manager = await box.visitor().sign_in("manager@example.com", "the manager's long password")
+    assert "<dt>Cost, CHF</dt>" in (await manager.get("/usage")).text
+    assert "<dt>Cost, EUR</dt>" in (await (await box.alice()).get("/usage")).text
+
+
 async def test_the_rows_begin_with_the_largest_in_what_is_shown(box: Box) -> None:
     await priced(box)
     await use(box, box.cast.bob, completion=500)

@@ -274,6 +274,7 @@ async def test_totals_begin_with_the_largest_in_a_measure_and_amounts_in_two_cur
         }
         for tenant, currency, requests, prompt, completion, cost in (
             ("tn_yen", "JPY", 2, 10, 10, 900),
+            ("tn_franc", "CHF", 1, 1, 1, 3),
             ("tn_euro", "EUR", 1, 50, 1, 2),
             ("tn_many", "EUR", 3, 1, 5, 1),
         )
@@ -291,9 +292,9 @@ async def test_totals_begin_with_the_largest_in_a_measure_and_amounts_in_two_cur
             found[measure] = [row.tenant_id for row in (await connection.execute(query)).all()]
 
     assert found == {
-        "cost": ["tn_euro", "tn_many", "tn_yen"],
-        "tokens": ["tn_euro", "tn_yen", "tn_many"],
-        "requests": ["tn_many", "tn_yen", "tn_euro"],
+        "cost": ["tn_euro", "tn_many", "tn_franc", "tn_yen"],
+        "tokens": ["tn_euro", "tn_yen", "tn_many", "tn_franc"],
+        "requests": ["tn_many", "tn_yen", "tn_euro", "tn_franc"],
     }
 
 

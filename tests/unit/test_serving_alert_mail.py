@@ -180,6 +180,8 @@ def test_money_has_no_unit_in_its_name_and_as_many_decimals_as_it_needs() -> Non
     facts = dict(closed.facts)
     assert (facts["total with tax"], facts["tax"], facts["amount due"]) == ("6.03 EUR", "0.96 EUR", "6.03 EUR")
     assert closed.sentence == "Invoice 2026-0007 of Bob & <Söhne> for 2026-10 is closed: 6.03 EUR due."
+    credit = text_of("invoice.closed", {**bill, "due_micros": -6_030_000})
+    assert credit.sentence.endswith("is closed: 6.03 EUR in favour of the customer.")
     in_yen = text_of("invoice.closed", {**bill, "due_micros": 2_301_000_000, "currency": "JPY"})
     assert in_yen.sentence.endswith("is closed: 2301 JPY due.")
     assert dict(in_yen.facts)["amount due"] == "2301 JPY"

@@ -87,12 +87,19 @@ def _reached(data: Data, limit: str) -> str:
 def _invoice(data: Data) -> Headline:
     return (
         f"Invoice {data['number']} of {data['tenant_name']} for {data['month']} is closed",
-        f"{_payment(data)} due" if "due_micros" in data else "",
+        _due(data) if "due_micros" in data else "",
     )
 
 
-def _payment(data: Data) -> str:
-    return format_picos(data["due_micros"] * PICOS_PER_MICRO, data["currency"], minor_unit_decimals(data["currency"]))
+def _due(data: Data) -> str:
+    """Return what is to be paid, and by whom: a negative sum is a credit note."""
+    if data["due_micros"] < 0:
+        return f"{_payment(-data['due_micros'], data)} in favour of the customer"
+    return f"{_payment(data['due_micros'], data)} due"
+
+
+def _payment(micros: int, data: Data) -> str:
+    return format_picos(micros * PICOS_PER_MICRO, data["currency"], minor_unit_decimals(data["currency"]))
 
 
 def _key(data: Data) -> Headline:
@@ -134,8 +141,8 @@ def _fact(name: str, value: object, data: Data) -> str:
         return format_picos(value, currency)
     if isinstance(value, int) and name == "monthly_budget":
         return format_picos(value * PICOS_PER_MICRO, currency, _decimals(value))
-    if name == "due_micros":
-        return _payment(data)
+    if isinstance(value, int) and name == "due_micros":
+        return _payment(value, data)
     if isinstance(value, int) and name.endswith("_micros"):
         return format_picos(value * PICOS_PER_MICRO, currency, 2)
     return str(value)
