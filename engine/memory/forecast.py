@@ -28,6 +28,7 @@ from engine.memory.kv_plan import check_context
 from engine.memory.shape import Load, MemoryShape
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
+from engine.speculation.options import check_draft_vocabulary
 from engine.step_mode import StepMode
 from kernels import ops
 
@@ -143,7 +144,7 @@ def forecast_memory(
 
     memory, others = _memory(options, device), list[Estimate]()
     if device.type == "cuda" and options.kv_cache_bytes is None and options.num_kv_blocks is None:
-        others = [partial(estimate, *other) for other in _other_models(options, memory.capability)]
+        others = [partial(estimate, *other) for other in _other_models(options, memory.capability, draft)]
         others = [other for other in others if _is_enough(alone(other, memory), options)]
     fit = estimate_beside(partial(estimate, config, format_name(dtype)), others, memory)
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
@@ -152,7 +153,9 @@ def forecast_memory(
     return MemoryForecast(fit, kv_bytes, name)
 
 
-def _other_models(options: EngineOptions, capability: tuple[int, int] | None) -> Iterator[tuple[ModelConfig, str]]:
+def _other_models(
+    options: EngineOptions, capability: tuple[int, int] | None, draft: ModelConfig | None
+) -> Iterator[tuple[ModelConfig, str]]:
     """Configurations of the models that are served from the same GPU, and what they are computed in. Those that cannot be read
     or contradict the options are left out."""
     for folder in options.colocated_models:
@@ -161,6 +164,8 @@ def _other_models(options: EngineOptions, capability: tuple[int, int] | None) ->
             check_context(config, options)
             dtype = computed_dtype(options.dtype, config.torch_dtype, "cuda")
             check_formats(config, options, dtype, capability)
+            if draft is not None:
+                check_draft_vocabulary(draft, config)
             yield config, dtype
 
 

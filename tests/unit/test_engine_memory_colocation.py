@@ -51,10 +51,11 @@ def folders(tmp_path: Path) -> list[Path]:
     return found
 
 
-def forecast(folder: Path, *others: Path, **options: Any) -> MemoryForecast:
+def forecast(folder: Path, *others: Path, draft: Path | None = None, **options: Any) -> MemoryForecast:
     asked = EngineOptions(model=folder, colocated_models=others, **options)
-    config = load_model_config(folder)
-    return forecast_memory(folder.name, config, asked, StepMode.CAPTURED, dtype=torch.bfloat16, device=GPU)
+    config, draft_config = load_model_config(folder), None if draft is None else load_model_config(draft)
+    mode, dtype = StepMode.CAPTURED, torch.bfloat16
+    return forecast_memory(folder.name, config, asked, mode, dtype=dtype, device=GPU, draft=draft_config)
 
 
 def own_bytes(found: MemoryForecast) -> int:
@@ -129,9 +130,14 @@ def test_a_model_that_its_own_engine_refuses_in_any_case_is_left_nothing(name: s
     assert forecast(*folders, **options) == forecast(folders[0], folders[2], **options)
 
 
+def test_a_model_with_another_vocabulary_than_the_draft_model_is_left_nothing(card: Card, folders: list[Path]) -> None:
+    (folders[1] / "config.json").write_text(json.dumps({**SMALL, "vocab_size": 1000}))
+    assert forecast(*folders, draft=folders[2]) == forecast(folders[0], folders[2], draft=folders[2])
+
+
 @pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
 def test_caches_of_a_given_size_are_not_divided(option: str, card: Card, folders: list[Path]) -> None:
-    asked = {option: 1000 if option == "num_kv_blocks" else 10 * GIB}
+    asked: dict[str, Any] = {option: 1000 if option == "num_kv_blocks" else 10 * GIB}
     assert forecast(folders[0], folders[1], **asked) == forecast(folders[0], **asked)
 
 
