@@ -17,6 +17,15 @@ Estimate = Callable[[DeviceMemory], MemoryFit]
 """How one of the models fits into so much memory."""
 
 
+def alone(model: Estimate, memory: DeviceMemory) -> MemoryFit:
+    """How `model` fits into the memory of a GPU that its engine has for itself."""
+    return model(_empty(memory))
+
+
+def _empty(memory: DeviceMemory) -> DeviceMemory:
+    return replace(memory, context_bytes=CONTEXT_BYTES)
+
+
 def estimate_beside(model: Estimate, others: Sequence[Estimate], memory: DeviceMemory) -> MemoryFit:
     """How `model` fits into the memory of a GPU if the engines of `others` have their part of it, taken yet or not.
 
@@ -24,9 +33,8 @@ def estimate_beside(model: Estimate, others: Sequence[Estimate], memory: DeviceM
     need less."""
     if not others:
         return model(memory)
-    alone = replace(memory, context_bytes=CONTEXT_BYTES)
-    estimates = [model, *others]
-    parts = divide_memory(memory.usable_bytes, [estimate(alone) for estimate in estimates])
-    fits = [estimate(replace(alone, others_bytes=sum(parts) - part)) for estimate, part in zip(estimates, parts, strict=True)]
+    empty, estimates = _empty(memory), [model, *others]
+    parts = divide_memory(memory.usable_bytes, [estimate(empty) for estimate in estimates])
+    fits = [estimate(replace(empty, others_bytes=sum(parts) - part)) for estimate, part in zip(estimates, parts, strict=True)]
     others_bytes = sum(divide_memory(memory.usable_bytes, fits)[1:])
     return model(replace(memory, others=tuple(fits[1:]), others_bytes=others_bytes))

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from engine.config.model import ModelConfig, load_model_config
 from engine.device import format_name
 from engine.errors import EngineConfigError, ModelError
-from engine.formats import computed_dtype, formats_of, has_fp8
-from engine.memory.colocation import estimate_beside
+from engine.formats import check_formats, computed_dtype, formats_of, has_fp8
+from engine.memory.colocation import Estimate, alone, estimate_beside
 from engine.memory.device import (
     WORKSPACE_BYTES,
     CapturedGraphs,
@@ -25,9 +24,11 @@ from engine.memory.device import (
 )
 from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import FEW_TOKENS, MemoryFit, format_distinct, gib
+from engine.memory.kv_plan import check_context
 from engine.memory.shape import Load, MemoryShape
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
+from engine.speculation.options import check_draft_vocabulary
 from engine.step_mode import StepMode
 from kernels import ops
 
@@ -135,28 +136,42 @@ def forecast_memory(
     draft: ModelConfig | None = None,
 ) -> MemoryForecast:
     """Predict from the configuration, those of `colocated_models`, and what the device reports now. Creates the driver's
-    context, to count it."""
+    context, to count it. A model that its own engine refuses whatever the others have is left nothing."""
     ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
 
     def estimate(config: ModelConfig, dtype: str, memory: DeviceMemory) -> MemoryFit:
         return estimate_fit(config, options, dtype, memory, mode, draft=draft)
 
-    others = []
+    memory, others = _memory(options, device), list[Estimate]()
     if device.type == "cuda" and options.kv_cache_bytes is None and options.num_kv_blocks is None:
-        for other in _readable_configs(options.colocated_models):
-            others.append(partial(estimate, other, computed_dtype(options.dtype, other.torch_dtype, device.type)))
-    fit = estimate_beside(partial(estimate, config, format_name(dtype)), others, _memory(options, device))
+        others = [partial(estimate, *other) for other in _other_models(options, memory.capability, draft)]
+        others = [other for other in others if _is_enough(alone(other, memory), options)]
+    fit = estimate_beside(partial(estimate, config, format_name(dtype)), others, memory)
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
     if kv_bytes is not None:
         fit = replace(fit, wanted_len=min(fit.wanted_len, kv_bytes // fit.needs.block_bytes * options.block_size))
     return MemoryForecast(fit, kv_bytes, name)
 
 
-def _readable_configs(folders: Sequence[Path]) -> Iterator[ModelConfig]:
-    """Configurations of models; those that cannot be read are left out, because their own engines refuse them."""
-    for folder in folders:
-        with suppress(ModelError):
-            yield load_model_config(folder)
+def _other_models(
+    options: EngineOptions, capability: tuple[int, int] | None, draft: ModelConfig | None
+) -> Iterator[tuple[ModelConfig, str]]:
+    """Configurations of the models that are served from the same GPU, and what they are computed in. Those that cannot be read
+    or contradict the options are left out."""
+    for folder in options.colocated_models:
+        with suppress(ModelError, EngineConfigError):
+            config = load_model_config(folder)
+            check_context(config, options)
+            dtype = computed_dtype(options.dtype, config.torch_dtype, "cuda")
+            check_formats(config, options, dtype, capability)
+            if draft is not None:
+                check_draft_vocabulary(draft, config)
+            yield config, dtype
+
+
+def _is_enough(fit: MemoryFit, options: EngineOptions) -> bool:
+    """Whether the context that fits is not refused: a shorter one than the model's own is, if it was asked for."""
+    return fit.context_len > 0 if options.max_model_len is None else fit.fits
 
 
 def check_text_decoder(

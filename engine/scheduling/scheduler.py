@@ -276,8 +276,6 @@ class Scheduler:
         self.admission.check_invariants()
         self._decodes.check_invariants()
         check_accounts(self.accounts)
-        self.admission.check_invariants()
-        self._decodes.check_invariants()
 
 
 def _probe_item(block_id: int) -> ScheduledRequest:

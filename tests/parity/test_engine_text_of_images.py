@@ -16,6 +16,7 @@ from engine.config.families import FAMILIES
 from engine.config.model import load_model_config
 from engine.errors import UnsupportedModel, WeightsError
 from engine.weights import rename_prefix
+from tests.support import hub_checkpoints as hub
 from tests.support.tiny_models import greedy, make_gemma3_with_images
 
 PROMPTS = [[1, 17, 99, 3], list(range(5, 45))]
@@ -40,18 +41,46 @@ def rewritten(folder: Path, target: Path, *, hub_names: bool) -> Path:
     (target / "config.json").write_text((folder / "config.json").read_text())
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        now = rename_prefix(name, tuple((hub, now) for now, hub in HUB_NAMES))
+        now = rename_prefix(name, tuple((published, now) for now, published in HUB_NAMES))
         tensors[rename_prefix(now, HUB_NAMES) if hub_names else now] = tensor
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
+def tokens(folder: Path, **options: Any) -> list[list[int]]:
+    with LLM(folder, max_model_len=128, max_num_seqs=2, **options) as llm:
+        answers = llm.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    return [answer.outputs[0].token_ids for answer in answers]
+
+
 @pytest.mark.parametrize("hub_names", [False, True])
 def test_greedy_tokens_equal_those_of_transformers(hub_names: bool, saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder, model = saved
-    with LLM(rewritten(folder, tmp_path / "model", hub_names=hub_names), max_model_len=128, max_num_seqs=2) as llm:
-        answers = llm.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), use_tqdm=False)
-    assert [answer.outputs[0].token_ids for answer in answers] == [greedy(model, prompt, 8) for prompt in PROMPTS]
+    found = tokens(rewritten(folder, tmp_path / "model", hub_names=hub_names))
+    assert found == [greedy(model, prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_blocks"])
+def test_quantised_checkpoints_with_published_names_equal_their_numbers(
+    name: str, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """The names of the tensors say which modules are quantised, and a cache of 8 bits has scales of its own."""
+    layout, options = {"int8": (hub.int8(), {}), "fp8_blocks": (hub.fp8_blocks(), {"quantization": "none"})}[name]
+    plain = rewritten(saved[0], tmp_path / "plain", hub_names=True)
+    tensors, numbers = load_file(plain / "model.safetensors"), {}
+    for weight in [each for each in tensors if each.startswith("language_model.") and each.endswith("_proj.weight")]:
+        module = weight.removesuffix(".weight")
+        parts, numbers[weight] = layout.store(module, tensors.pop(weight))
+        tensors |= {f"{module}.{last}": part.contiguous() for last, part in parts.items()}
+        if module.endswith("k_proj"):
+            tensors[f"{module}.k_scale"] = torch.tensor(0.5)
+    quantised = tmp_path / "quantised"
+    quantised.mkdir()
+    config = json.loads((plain / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": layout.settings}))
+    save_file(tensors, quantised / "model.safetensors")
+    save_file({**load_file(plain / "model.safetensors"), **numbers}, plain / "model.safetensors")
+    assert tokens(quantised, **options) == tokens(plain)
 
 
 def test_what_published_models_omit_are_the_defaults_of_transformers() -> None:

@@ -146,7 +146,7 @@ class FakeDevice:
         self.is_synchronous = is_synchronous
         self.culprits: set[str] = set()
         self._size = block_size
-        self.num_wrong_launches = 0  # of batches that no slot can hold
+        self.num_wrong_launches = 0  # of batches that no slot can hold, and of guesses behind a step under way
         self._plain_batch: ScheduledBatch | None = None
         self._has_failed_to_move = False
         self._rng = rng
@@ -187,7 +187,8 @@ class FakeDevice:
 
     def launch(self, batch: ScheduledBatch) -> FakePendingStep:
         items, rng = batch.items, self._rng
-        self.num_wrong_launches += batch is self._plain_batch
+        is_early = bool(batch.num_draft_tokens) and any(UNKNOWN_TOKEN in item.request.token_ids for item in items)
+        self.num_wrong_launches += batch is self._plain_batch or is_early
         stage = rng.choice(("launch", "completion", "outputs", "rows")) if rng.random() < self._fault_rate else ""
         if stage == "launch":
             raise RuntimeError("it cannot be launched")
@@ -197,10 +198,6 @@ class FakeDevice:
         ]
         found = self._compute(items, is_garbage)
         return FakePendingStep([None if bad else output for bad, output in zip(is_garbage, found, strict=True)], stage)
-
-    def launch_verification(self, batch: ScheduledBatch) -> FakePendingStep:
-        assert all(UNKNOWN_TOKEN not in item.request.token_ids for item in batch.items), "a step is under way"
-        return self.launch(batch)
 
     def invalidate_slots(self) -> None:
         self._last_tokens.clear()

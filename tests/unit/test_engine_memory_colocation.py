@@ -51,10 +51,11 @@ def folders(tmp_path: Path) -> list[Path]:
     return found
 
 
-def forecast(folder: Path, *others: Path, **options: Any) -> MemoryForecast:
+def forecast(folder: Path, *others: Path, draft: Path | None = None, **options: Any) -> MemoryForecast:
     asked = EngineOptions(model=folder, colocated_models=others, **options)
-    config = load_model_config(folder)
-    return forecast_memory(folder.name, config, asked, StepMode.CAPTURED, dtype=torch.bfloat16, device=GPU)
+    config, draft_config = load_model_config(folder), None if draft is None else load_model_config(draft)
+    mode, dtype = StepMode.CAPTURED, torch.bfloat16
+    return forecast_memory(folder.name, config, asked, mode, dtype=dtype, device=GPU, draft=draft_config)
 
 
 def own_bytes(found: MemoryForecast) -> int:
@@ -111,9 +112,32 @@ def test_a_model_that_cannot_be_read_is_left_nothing(card: Card, folders: list[P
     assert forecast(folders[0], folders[1], tmp_path / "missing").fit == forecast(folders[0]).fit
 
 
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "larger_than_the_card": ({"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}, {}),
+    "quantised_otherwise": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+        {"quantization": "int8"},
+    ),
+    "shorter": ({"max_position_embeddings": 4096}, {"max_model_len": 8192}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_its_own_engine_refuses_in_any_case_is_left_nothing(name: str, card: Card, folders: list[Path]) -> None:
+    """Otherwise it would make the others refuse to start, or have smaller caches, for nothing."""
+    changes, options = REFUSED[name]
+    (folders[1] / "config.json").write_text(json.dumps({**LLAMA_8B, **changes}))
+    assert forecast(*folders, **options) == forecast(folders[0], folders[2], **options)
+
+
+def test_a_model_with_another_vocabulary_than_the_draft_model_is_left_nothing(card: Card, folders: list[Path]) -> None:
+    (folders[1] / "config.json").write_text(json.dumps({**SMALL, "vocab_size": 1000}))
+    assert forecast(*folders, draft=folders[2]) == forecast(folders[0], folders[2], draft=folders[2])
+
+
 @pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
 def test_caches_of_a_given_size_are_not_divided(option: str, card: Card, folders: list[Path]) -> None:
-    asked = {option: 1000 if option == "num_kv_blocks" else 10 * GIB}
+    asked: dict[str, Any] = {option: 1000 if option == "num_kv_blocks" else 10 * GIB}
     assert forecast(folders[0], folders[1], **asked) == forecast(folders[0], **asked)
 
 
