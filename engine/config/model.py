@@ -29,6 +29,8 @@ HEADLESS = {  # decoders whose checkpoint has no output head, and the family the
     for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 }
 EMBEDDERS = (*ENCODERS, *HEADLESS)
+OF_WHOLE_MODEL = ("architectures", "dtype", "torch_dtype", "eos_token_id")
+"""Keys that describe a model of several parts, whatever its `text_config` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,14 +224,15 @@ def _family(config: JsonObject) -> Family:
 
 
 def _text_config(config: JsonObject, family: Family) -> JsonObject:
-    """The configuration of the decoder: all of `config`, or its `text_config` where the model has other parts. What that leaves
-    open, such as the dtype, holds for all parts."""
+    """The configuration of the decoder: all of `config`, or its `text_config` where the model has other parts. `config` says
+    what that leaves open, and first of all what holds for the whole model, as in transformers."""
     if family.text_part is None:
         return config
     text = {key: value for key, value in mapping(config, "text_config").items() if value is not None}
     if not text:
         raise UnsupportedModel(f"config.json: text_config is missing, which {family.architecture} must have")
-    return {**family.text_part.defaults, **config, **text, "architectures": config["architectures"]}
+    whole = {key: config[key] for key in OF_WHOLE_MODEL if config.get(key) is not None}
+    return {**family.text_part.defaults, **config, **text, **whole}
 
 
 def refuse_unsupported(config: JsonObject, family: Family | None = None) -> None:

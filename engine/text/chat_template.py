@@ -57,6 +57,7 @@ class ChatTemplate:
         if len(source) > TEMPLATE_CHARS_MAX:
             raise ChatTemplateError(f"{origin} has {len(source)} characters; at most {TEMPLATE_CHARS_MAX} are accepted")
         self._template = _compile(source, origin)
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     @classmethod

@@ -34,6 +34,11 @@ class Tokenizer:
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
 
+    def special_tokens_from(self, first_id: int) -> list[str]:
+        """The special tokens with this id or a larger one."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [token.content for token_id, token in added.items() if token_id >= first_id and token.special]
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens are those that the tokenizer puts around a text, such as the first one.
 

@@ -99,3 +99,27 @@ def test_a_tokenizer_or_a_template_that_cannot_be_read_is_told(model: Path, name
 def test_a_model_without_a_chat_template_passes(model: Path) -> None:
     (model / "tokenizer_config.json").unlink()
     assert verify_model(model)["tokenizer_size"] > 0
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "fits"),
+    [("{{ messages }}", True, True), ("{{ messages }}<image_soft_token>", True, False), ("{{ messages }}", False, False)],
+    ids=["never_written", "in_the_template", "plain_text"],
+)
+def test_a_special_token_beyond_the_vocabulary_is_let_pass_if_no_conversation_holds_it(
+    template: str, special: bool, fits: bool, model: Path
+) -> None:
+    """As in Gemma 3 1B, whose tokenizer has the place of an image, of larger models, behind the last row of its embedding."""
+    beyond = verify_model(model)["vocab_size"]
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append({"id": beyond, "content": "<image_soft_token>", "special": special, **flags})
+    for token_id in range(len(tokenizer["model"]["vocab"]), beyond):
+        tokenizer["model"]["vocab"][f"filler {token_id}"] = token_id
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (model / "chat_template.jinja").write_text(template)
+    if fits:
+        assert verify_model(model)["tokenizer_size"] == beyond + 1
+        return
+    with pytest.raises(NotAModelDirectory, match=f"has {beyond + 1} tokens, but the model's vocabulary is {beyond}"):
+        verify_model(model)

@@ -46,6 +46,16 @@ def test_every_family_has_defaults_for_what_config_json_leaves_out(architecture:
     assert config.tie_word_embeddings == architecture.startswith("Gemma")
 
 
+def test_what_a_config_with_parts_says_of_the_whole_model_is_not_overridden_by_its_text_part() -> None:
+    """As in transformers: a text part that was saved with its own defaults has Gemma's `<eos>` alone, not the end of a turn."""
+    text = {"num_hidden_layers": 6, "eos_token_id": 1, "torch_dtype": "float32", "architectures": ["Gemma3ForCausalLM"]}
+    name = "Gemma3ForConditionalGeneration"
+    config = parse(name, text_config=text, eos_token_id=[1, 106], torch_dtype="bfloat16", vocab_size=1000)
+    assert (config.eos_token_ids, config.torch_dtype, config.family.architecture) == ((1, 106), "bfloat16", name)
+    alone = parse(name, text_config=text)
+    assert (alone.eos_token_ids, alone.torch_dtype) == ((1,), "float32")
+
+
 def test_the_list_in_the_documentation_is_the_list_of_what_loads() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
     assert set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|Model))`", text)) == {*FAMILIES, *EMBEDDERS}
