@@ -46,8 +46,9 @@ class ModelFolder:
 
     @property
     def context_len(self) -> int | None:
-        """Return the context that the model's own configuration names."""
-        value = self.config.get("max_position_embeddings")
+        """Return the context that the model's own configuration names, if need be in the part for text."""
+        text = self.config.get("text_config")
+        value = (text if isinstance(text, dict) else self.config).get("max_position_embeddings")
         return value if isinstance(value, int) else None
 
     @property

@@ -99,6 +99,13 @@ def test_recommended_sampling_is_taken_from_the_folder(
     assert ModelFolder.check(folder).sampling_defaults == expected
 
 
+def test_the_context_may_be_in_the_part_for_text(tmp_path: Path) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 4096}}), "utf-8")
+
+    assert ModelFolder.check(folder).context_len == 4096
+
+
 def test_an_unknown_name_is_not_found() -> None:
     with pytest.raises(ModelNotFound) as caught:
         ModelRegistry().get("nobody")
