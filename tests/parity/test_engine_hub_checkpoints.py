@@ -14,11 +14,16 @@ import pytest
 import torch
 
 from engine.config.model import load_model_config
-from tests.parity.test_engine_quantised_checkpoints import FAMILIES, assert_equal, expected_logprobs, prompt_logprobs
+from tests.parity.test_engine_quantised_checkpoints import (
+    FAMILIES,
+    assert_equal,
+    expected_logprobs,
+    make_sources,
+    prompt_logprobs,
+)
 from tests.support import hub_checkpoints as hub
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
-from tests.support.tiny_models import make_model
 
 MULTIPLIED: dict[str, layouts.Layout] = {
     "packed-4": hub.packed_4_bits(),
@@ -45,10 +50,7 @@ DECODED: dict[str, layouts.Layout] = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("sources")
-    for family, changes in {"llama": {}, **FAMILIES}.items():
-        make_model(family, directory / family, **{**layouts.SIZES, "head_dim": 16, **changes})
-    return {family: directory / family for family in ("llama", *FAMILIES)}
+    return make_sources(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.mark.parametrize("name", MULTIPLIED)

@@ -78,12 +78,16 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], layout
     assert not rounded or float((ours - theirs).abs().mean()) < ROUNDED_MEAN_TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("sources")
+def make_sources(directory: Path) -> dict[str, Path]:
+    """Unquantised models, by family."""
     for family, changes in {"llama": {}, **FAMILIES}.items():
         make_model(family, directory / family, **{**layouts.SIZES, "head_dim": 16, **changes})
     return {family: directory / family for family in ("llama", *FAMILIES)}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_sources(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

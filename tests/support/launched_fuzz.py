@@ -37,7 +37,7 @@ from engine.scheduling.request import UNKNOWN_TOKEN, Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from tests.support.engines import unused_grammars
-from tests.support.scheduler_fuzz import COSTS, GapMeter, SchedulerSetup, random_prompt, random_setup
+from tests.support.scheduler_fuzz import COSTS, GapMeter, RandomDrafter, SchedulerSetup, random_prompt, random_setup
 
 VOCAB_SIZE = 12
 STOP_TOKEN = 11
@@ -88,15 +88,8 @@ def expected_answer(submitted: GenerationRequest, index: int) -> list[int]:
     return answer
 
 
-class GuessingDrafter:
+class GuessingDrafter(RandomDrafter):
     """Guesses of random length that are right up to a random place."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self.num_drafted = self.num_accepted = 0
-
-    def pays(self, num_running: int) -> bool:
-        return True
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
         assert UNKNOWN_TOKEN not in request.token_ids, "guesses need the last token"
@@ -109,14 +102,6 @@ class GuessingDrafter:
             guesses.append(token_after(prefix, request.index) if is_right else self._rng.randrange(VOCAB_SIZE))
             prefix = extended(prefix, guesses[-1])
         return Draft(len(guesses), guesses)
-
-    def read(self, num_running: int) -> None:
-        """Do nothing: it reads no text."""
-
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        assert 0 <= num_accepted <= num_drafted
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
 
 
 class FakePendingStep:
