@@ -18,7 +18,6 @@ many as requested. SQLite with synchronous=FULL, on the disk of --folder. All sa
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -40,7 +39,7 @@ import uvloop
 from appliance.base.interpreter import prepare_to_serve
 from bench.gateway_streams import ADMIN_TOKEN, MODEL, cpu_s, started_gateway
 from bench.host_speed import HostSpeed, host_speed
-from bench.rows import TREE, row_header, save_row
+from bench.rows import TREE, argument_parser, row_header, save_row
 from tests.support.raw_http import RawHttpClient
 from tests.support.served_model import make_hollow_model
 
@@ -280,14 +279,13 @@ async def _create(admin: RawHttpClient, path: str, body: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Measure, print the row without its samples, and append it to the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks with and without admission")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of rounds at full speed")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a round at full speed")
     parser.add_argument("--folder", type=Path, help="where the database lies")
     parser.add_argument("--before", default="", help="command that starts the gateway, such as `chrt -r 6` on a busy machine")
     parser.add_argument("--profile", type=Path, help="write cProfile's figures of the gateway at full speed to this file")
-    parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     prepare_to_serve()  # so that no garbage collection is measured as the gateway's
     with tempfile.TemporaryDirectory(dir=options.folder) as name, host_speed() as speed_of_host:

@@ -8,7 +8,6 @@ delivered tokens with the reported usage and with the ledger. No figure is print
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -29,7 +28,7 @@ import httpx
 import psutil
 
 from bench.ports import free_port
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, publish, row_header
 
 MODEL = "gatehouse-demo"
 READY_TIMEOUT_S = 120.0
@@ -174,15 +173,12 @@ def measure(streams: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print the row, and add it to the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--streams", type=int, default=32, help="requests at once")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
-    parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     row = measure(options.streams, options.rounds)
-    print(json.dumps(row))
-    if not options.no_save:
-        save_row(row)
+    publish(row, options)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ bench/results/batch_invariant.jsonl.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from functools import partial
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_pairs import SIZES, environment, greedy_tokens, make_model, make_prompts, time_pairs
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, publish, row_header
 from engine import LLM, SamplingParams
 
 OUTPUT_LEN = 64
@@ -48,7 +46,7 @@ def ratios(plain: LLM, invariant: LLM, prompts: list[list[int]], max_tokens: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="8m")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -70,8 +68,7 @@ def main() -> None:
                 "prompt": ratios(plain, invariant, long, 1, options.rounds),
             }
     row = {**row_header("batch_invariant"), "size": options.size, **environment(options.threads), "results": results}
-    save_row(row)
-    print(json.dumps(row, indent=2))
+    publish(row, options)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ that are to be kept with all modules.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -21,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.rows import table_line
+from bench.rows import argument_parser, table_line
 from kernels.triton.gate.compilation import Compiled
 from kernels.triton.gate.declared import module_names
 from kernels.triton.gate.record import Record, Recorded, read, write
@@ -74,15 +73,14 @@ def save_rows(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    """Compile, print the table, write the rows unless `--dry-run`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    """Compile, print the table, write the rows unless `--no-save`."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--all", action="store_true", help="what the record holds too")
     parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton/gate; without it all")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--dry-run", action="store_true", help="print only")
     options = parser.parse_args()
     rows = compile_all(installed(), options.modules or module_names(), options.processes, None if options.all else RECORD)
-    if not options.dry_run:
+    if not options.no_save:
         save_rows(rows)
     print(table(rows))
     changed, broken = sum(not row["is_recorded"] for row in rows), sum(bool(row["faults"]) for row in rows)

@@ -9,8 +9,6 @@ is appended to bench/results/embeddings_cpu.jsonl.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -18,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.engine_pairs import environment, time_pairs
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, publish, row_header
 from engine.environment import prepare_environment
 
 prepare_environment()
@@ -82,7 +80,7 @@ def measure(count: int, rounds: int, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -96,8 +94,7 @@ def main() -> None:
         "peer": "transformers, padded batches of 32",
         **results,
     }
-    save_row(row)
-    print(json.dumps(row, indent=2))
+    publish(row, options)
 
 
 if __name__ == "__main__":

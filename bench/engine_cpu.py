@@ -9,8 +9,6 @@ first near-tie. One JSON row per run is appended to bench/results/engine_cpu.jso
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -30,7 +28,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E40
 
 from bench.chat_lengths import OUTPUT_LENS, PROMPT_LENS, draw_length  # noqa: E402
 from bench.engine_pairs import SIZES, OtherWork, environment, make_model, time_pairs  # noqa: E402
-from bench.rows import row_header, save_row  # noqa: E402
+from bench.rows import argument_parser, publish, row_header  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 SEATS = 16
@@ -154,7 +152,7 @@ def measure(size: str, rounds: int, peers: Sequence[str], count: int) -> list[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="8m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -172,8 +170,7 @@ def main() -> None:
         **environment(options.threads),
         "results": rows,
     }
-    save_row(row)
-    print(json.dumps(row, indent=2))
+    publish(row, options)
 
 
 if __name__ == "__main__":

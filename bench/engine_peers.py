@@ -37,7 +37,7 @@ from bench.peers.plan import OURS, PEERS, VLLM_SERVED, Comparison, comparisons, 
 from bench.peers.request_sets import request_set
 from bench.peers.rounds import equal_tokens, make_row, measure
 from bench.peers.workers import PEERS_FOLDER, EngineSetup, PeerFailed, Worker, running_worker
-from bench.rows import row_header, save_row, table_line
+from bench.rows import argument_parser, row_header, save_row, table_line
 
 EQUAL_MIN = 0.2
 """A smaller share of tokens before the first difference cannot be rounding: another model was measured."""
@@ -165,29 +165,22 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def parser() -> argparse.ArgumentParser:
-    argument_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    argument_parser.add_argument("--models", type=comma_separated(str, list(SHAPES)), default=list(SHAPES), help="8M,100M")
-    argument_parser.add_argument(
-        "--peers", type=comma_separated(str, list(PEERS)), default=list(PEERS), help="vllm,transformers,llama"
-    )
-    argument_parser.add_argument(
-        "--requests", type=comma_separated(int, COUNTS), default=COUNTS, help="1,16,48: how many at once"
-    )
-    argument_parser.add_argument(
+def options_parser() -> argparse.ArgumentParser:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--models", type=comma_separated(str, list(SHAPES)), default=list(SHAPES), help="8M,100M")
+    parser.add_argument("--peers", type=comma_separated(str, list(PEERS)), default=list(PEERS), help="vllm,transformers,llama")
+    parser.add_argument("--requests", type=comma_separated(int, COUNTS), default=COUNTS, help="1,16,48: how many at once")
+    parser.add_argument(
         "--rounds", type=at_least_one, default=3, help="rounds of a judged row; costly ones get fewer (default 3)"
     )
-    argument_parser.add_argument("--served", action="store_true", help="also 16 streaming clients of both servers, 8M")
-    argument_parser.add_argument(
-        "--noise", type=float, default=CORES_MAX, help=f"cores that others may use (default {CORES_MAX})"
-    )
-    argument_parser.add_argument("--threads", type=at_least_one, default=2, help="of every engine (default 2)")
-    argument_parser.add_argument(
+    parser.add_argument("--served", action="store_true", help="also 16 streaming clients of both servers, 8M")
+    parser.add_argument("--noise", type=float, default=CORES_MAX, help=f"cores that others may use (default {CORES_MAX})")
+    parser.add_argument("--threads", type=at_least_one, default=2, help="of every engine (default 2)")
+    parser.add_argument(
         "--folder", type=Path, default=os.environ.get("GATEHOUSE_PEERS", PEERS_FOLDER), help="of the environments"
     )
-    argument_parser.add_argument("--logs", type=Path, help="where output of the engines goes (default: a new temporary folder)")
-    argument_parser.add_argument("--no-save", action="store_true", help="print only")
-    return argument_parser
+    parser.add_argument("--logs", type=Path, help="where output of the engines goes (default: a new temporary folder)")
+    return parser
 
 
 def missing(options: argparse.Namespace) -> list[str]:
@@ -203,7 +196,7 @@ def missing(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = options_parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ending the bench also ends its engines
     options.folder = Path(options.folder).resolve()
     if problems := missing(options):

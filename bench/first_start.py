@@ -8,7 +8,6 @@ dominated by the package index; comparing it with the second start separates tho
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import urllib.request
 from pathlib import Path
 
 from bench.ports import free_port
-from bench.rows import TREE, row_header, save_row
+from bench.rows import TREE, argument_parser, publish, row_header
 
 READY_TIMEOUT_S = 600.0
 
@@ -58,14 +57,14 @@ def _is_ready(port: int) -> bool:
 
 def main() -> None:
     """Measure, print the row, and add it to the results."""
+    options = argument_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         clone, home = Path(folder, "clone"), Path(folder, "home")
         home.mkdir()
         subprocess.run(["git", "clone", "-q", str(TREE), str(clone)], check=True)
         first_s, second_s = seconds_to_ready(clone, home), seconds_to_ready(clone, home)
     row = {**row_header("first_start"), "first_ready_s": round(first_s, 2), "second_ready_s": round(second_s, 2)}
-    print(json.dumps(row))
-    save_row(row)
+    publish(row, options)
 
 
 if __name__ == "__main__":

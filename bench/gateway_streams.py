@@ -302,14 +302,13 @@ def main() -> None:
         folder, step_s, profile = Path(sys.argv[2]), sys.argv[3], sys.argv[4] if len(sys.argv) > 4 else None
         serve_gateway(folder, lambda fd: [sys.executable, __file__, "--engine", str(fd), step_s], profile)
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rows.argument_parser(__doc__)
     parser.add_argument("--streams", type=int, default=256, help="requests at once")
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--step-ms", type=float, default=12.0, help="between two tokens of a stream")
     parser.add_argument("--rounds", type=int, default=4, help="counted rounds")
     parser.add_argument("--beside", type=Path, help="another checkout, whose gateway is measured by turns with this one")
     parser.add_argument("--profile", type=Path, help="where cProfile's figures go; one round, no row")
-    parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     prepare_to_serve()  # so that no garbage collection is measured as the gateway's
     with tempfile.TemporaryDirectory() as name:
@@ -318,9 +317,7 @@ def main() -> None:
                 print(uvloop.run(run_round(one, options.streams, options.tokens)))
             return
         row = measure(options, Path(name))
-    if not options.no_save:
-        rows.save_row(row)
-    print(json.dumps(row, indent=1))
+    rows.publish(row, options)
 
 
 if __name__ == "__main__":

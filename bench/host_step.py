@@ -15,7 +15,6 @@ per run is appended to bench/results/host_step.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import socket
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, row_header, save_row
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LazyCompiler
@@ -300,7 +299,7 @@ def us(times: list[float], share: float = 0.5) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batches", default="1,64,256")
     options = parser.parse_args()
@@ -308,9 +307,10 @@ def main() -> None:
     cells = [
         measure(int(batch), phase, options.steps) for batch in options.batches.split(",") for phase in ("steady", "turnover")
     ]
-    save_row({**row_header("host_step"), "torch": torch.__version__, "steps": options.steps, "results": cells})
     for cell in cells:
         print(cell)
+    if not options.no_save:
+        save_row({**row_header("host_step"), "torch": torch.__version__, "steps": options.steps, "results": cells})
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ per run is appended to bench/results/many_answers.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Sequence
 
 from bench.host_step import BLOCK_SIZE, VOCAB_SIZE, engine_without_model
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, publish, row_header
 from engine.protocol import GenerationRequest, SamplingParams
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
@@ -56,7 +55,7 @@ def measure(answers: int, prompt_len: int) -> tuple[float, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--answers", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=130_000)
     parser.add_argument("--tries", type=int, default=5)
@@ -71,8 +70,7 @@ def main() -> None:
         "sum_ms": round(min(sum(steps) for _, steps in tries) * 1e3, 1),
         "steps": len(tries[0][1]),
     }
-    print(figures)
-    save_row({**row_header("many_answers"), "answers": options.answers, "prompt": options.prompt, **figures})
+    publish({**row_header("many_answers"), "answers": options.answers, "prompt": options.prompt, **figures}, options)
 
 
 if __name__ == "__main__":

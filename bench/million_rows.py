@@ -13,9 +13,7 @@ besides the time of an answer, this process's CPU time for it (which includes SQ
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import tempfile
@@ -43,7 +41,7 @@ from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import session_cookie_name
 from bench.million_rows_questions import Filled, questions, walks
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, publish, row_header
 from tests.support.databases import postgresql_binaries, running_cluster
 
 TENANTS, DAYS = 100, 30
@@ -243,18 +241,15 @@ def fresh_database(kind: str, folder: Path) -> Iterator[str]:
 
 def main() -> None:
     """Measure and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--keys", type=int, default=4, help="of each of the tenants")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), action="append")
-    parser.add_argument("--dry-run", action="store_true", help="print the row and keep it out of bench/results/")
     options = parser.parse_args()
     for kind in options.database or ("sqlite", "postgresql"):
         with tempfile.TemporaryDirectory() as name, fresh_database(kind, Path(name)) as url:
             row = asyncio.run(measure(url, Path(name), options.events, options.keys))
-        print(json.dumps(row))
-        if not options.dry_run:
-            save_row(row)
+        publish(row, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ smallest of the tries). Linux only.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 import httpx
 
 from bench.appliance_streams import MODEL, appliance, make_key
-from bench.rows import revision, row_header, save_row
+from bench.rows import argument_parser, publish, revision, row_header
 
 BODY_BYTES = 10 * 1024 * 1024 - 2_000
 ANSWERS, STEPS = 128, 40
@@ -159,7 +158,7 @@ def measure(box: AttackedAppliance, tries: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure, print the row and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--tree", type=Path, default=None, help="checkout whose appliance is measured")
     options = parser.parse_args()
@@ -170,8 +169,7 @@ def main() -> None:
         os.chdir(options.tree)
     with tempfile.TemporaryDirectory() as folder, appliance(Path(folder)) as (url, token, _ready_s):
         row["attacks"] = measure(AttackedAppliance(url, token), options.tries)
-    sys.stdout.write(f"{json.dumps(row)}\n")
-    save_row(row)
+    publish(row, options)
 
 
 if __name__ == "__main__":

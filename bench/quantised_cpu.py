@@ -11,8 +11,6 @@ row per run is appended to bench/results/quantised_cpu.jsonl.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from functools import partial
@@ -36,7 +34,7 @@ from bench.engine_pairs import (  # noqa: E402
     time_pairs,
 )
 from bench.int4_checkpoint import write_int4  # noqa: E402
-from bench.rows import row_header, save_row  # noqa: E402
+from bench.rows import argument_parser, publish, row_header  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
@@ -111,7 +109,7 @@ def measure(size: str, quantization: str, rounds: int, batches: list[int], threa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="100m")
     parser.add_argument("--quantization", choices=("int8", "fp8", "gptq"), default="int8")
     parser.add_argument("--rounds", type=int, default=5)
@@ -127,8 +125,7 @@ def main() -> None:
         **environment(options.threads),
         **measure(options.size, options.quantization, options.rounds, batches, options.threads),
     }
-    save_row(row)
-    print(json.dumps(row, indent=2))
+    publish(row, options)
 
 
 if __name__ == "__main__":

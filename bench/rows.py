@@ -3,6 +3,7 @@ people. Knows no bench."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -20,6 +21,20 @@ MEASURED = ("appliance", "bench", "engine", "kernels", ":!bench/results")
 def row_header(bench: str) -> dict[str, Any]:
     """The beginning of a row of `bench`: time, revision, machine and its load."""
     return {"bench": bench, "at": datetime.now(UTC).isoformat(timespec="seconds"), **revision(), "machine": machine()}
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser for the options of a bench, with the one that all of them have. `description` is its module's docstring."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    return parser
+
+
+def publish(row: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Print `row` and, without `--no-save`, append it to the file of its bench."""
+    print(json.dumps(row, indent=1))
+    if not options.no_save:
+        save_row(row)
 
 
 def save_row(row: Mapping[str, Any]) -> None:

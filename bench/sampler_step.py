@@ -8,7 +8,6 @@ is appended to bench/results/sampler_step.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, row_header, save_row
 from engine.protocol import SamplingParams
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import Sampler
@@ -79,7 +78,7 @@ def measure(logits: torch.Tensor, sampling: dict[str, Any], rounds: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=15)
@@ -99,7 +98,8 @@ def main() -> None:
         **{key: getattr(options, key) for key in ("rows", "vocab", "rounds", "threads")},
         "cases": cases,
     }
-    save_row(row)
+    if not options.no_save:
+        save_row(row)
 
 
 if __name__ == "__main__":

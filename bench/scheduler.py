@@ -12,7 +12,6 @@ bench/results/scheduler.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count, cycle, islice, product
 from typing import Any
 
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, row_header, save_row
 from engine.protocol import Priority, SamplingParams
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
@@ -249,7 +248,7 @@ def _step_us(row: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer cells and steps: about a minute")
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--phases", default=",".join(PHASES))
@@ -268,7 +267,8 @@ def main() -> None:
         "ratios": ratios(rows),
         "cells": rows,
     }
-    save_row(row)
+    if not options.no_save:
+        save_row(row)
     print(json.dumps({key: row[key] for key in ("prefix_match_32k", "ratios")}, indent=1))
 
 

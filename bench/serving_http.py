@@ -8,9 +8,7 @@ figure is an upper bound for the HTTP side alone. The client is another process 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import socket
 import statistics
 import subprocess
@@ -27,7 +25,7 @@ from appliance.api.chat_answers import ChunkFramer
 from appliance.api.sse import EventStream
 from appliance.serving.chunks import Chunk
 from bench.ports import free_port
-from bench.rows import TREE, row_header, save_row
+from bench.rows import TREE, argument_parser, publish, row_header
 
 FRAMES_PER_STREAM = 400
 ROUNDS = 7
@@ -125,12 +123,10 @@ def _wait_for(port: int) -> None:
 
 def main() -> None:
     """Measure and keep the rows."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    options = argument_parser(__doc__).parse_args()
     with running("uvicorn") as uvicorn, running("granian") as granian:
         for streams in STREAM_COUNTS:
-            row = compare(streams, {"uvicorn": uvicorn, "granian": granian})
-            save_row(row)
-            print(json.dumps(row, indent=2))
+            publish(compare(streams, {"uvicorn": uvicorn, "granian": granian}), options)
 
 
 if __name__ == "__main__":

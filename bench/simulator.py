@@ -9,7 +9,6 @@ bench/results/simulator.jsonl. Everything is deterministic except the seconds of
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, row_header, save_row
 from engine.simulator.models import find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
 from engine.simulator.report import Objective, make_report
@@ -169,26 +168,26 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args()
     for part in options.parts.split(","):
         started_s = time.perf_counter()
         results = []
-        for row in PARTS[part](options.traces):
-            results.append(row)
-            print(part, json.dumps(row), flush=True)
-        save_row(
-            {
-                **row_header("simulator"),
-                "part": part,
-                "model": MODEL.name,
-                "gpu": GPU.name,
-                "wall_s": round(time.perf_counter() - started_s, 1),
-                "results": results,
-            }
-        )
+        for result in PARTS[part](options.traces):
+            results.append(result)
+            print(part, json.dumps(result), flush=True)
+        row = {
+            **row_header("simulator"),
+            "part": part,
+            "model": MODEL.name,
+            "gpu": GPU.name,
+            "wall_s": round(time.perf_counter() - started_s, 1),
+            "results": results,
+        }
+        if not options.no_save:
+            save_row(row)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ are full.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -34,7 +33,7 @@ import httpx
 import psutil
 
 from bench.appliance_streams import MODEL, appliance
-from bench.rows import row_header, save_row
+from bench.rows import argument_parser, publish, row_header
 
 TENANTS = 4
 SAMPLE_S = 10.0
@@ -297,11 +296,10 @@ def growth_figures(series: list[Sample]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print the row, and add it to the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="of traffic")
     parser.add_argument("--clients", type=int, default=8, help="programs that ask at once")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)
@@ -318,9 +316,7 @@ def main() -> None:
         "files": files,
         "db_check": is_sound,
     }
-    print(json.dumps(row))
-    if not options.no_save:
-        save_row(row)
+    publish(row, options)
 
 
 if __name__ == "__main__":

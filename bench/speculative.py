@@ -14,8 +14,6 @@ reported with the figure (`accepted_share`). One row per run is appended to benc
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -33,7 +31,7 @@ import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from bench.engine_pairs import environment, greedy_tokens, time_pairs  # noqa: E402
-from bench.rows import TREE, row_header, save_row  # noqa: E402
+from bench.rows import TREE, argument_parser, publish, row_header  # noqa: E402
 from engine import LLM  # noqa: E402
 
 DEMO = TREE / "engine" / "demo" / "gatehouse-demo"
@@ -151,7 +149,7 @@ def bootstrap_interval(ratios: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--threads", type=int, default=1)
@@ -171,8 +169,7 @@ def main() -> None:
         **environment(options.threads),
         "results": rows,
     }
-    save_row(row)
-    print(json.dumps(row, indent=2))
+    publish(row, options)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.grammar_libraries import LIBRARIES, Follower, Library, Refused, Stopped
-from bench.rows import TREE, row_header, save_row
+from bench.rows import TREE, argument_parser, row_header, save_row
 from engine.grammar.vocabulary import Vocabulary, vocabulary_of
 
 TRAINING_BYTES = 12_000_000
@@ -293,7 +293,7 @@ def installed(library: str) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = argument_parser(__doc__)
     parser.add_argument("schemas", help="a file of schemas with instances, one JSON object a line")
     parser.add_argument("--libraries", default="ours,llguidance,xgrammar")
     parser.add_argument("--vocab", type=int, default=32_000)
@@ -322,7 +322,8 @@ def main() -> None:
         runner.close()
         rows.append(summary(library, answers, tests) | {"version": installed(library)})
         print(json.dumps(rows[-1], indent=1))
-    save_row({**row_header("structured_output"), "vocab": arguments.vocab, "results": rows})
+    if not arguments.no_save:
+        save_row({**row_header("structured_output"), "vocab": arguments.vocab, "results": rows})
 
 
 if __name__ == "__main__":

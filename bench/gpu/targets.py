@@ -205,8 +205,3 @@ TARGETS: list[Target] = [
 
 BY_NAME = {target.name: target for target in TARGETS}
 assert len(BY_NAME) == len(TARGETS), "two rows have one name"
-
-
-def rows_of_part(part: str) -> list[str]:
-    """Names of the rows that a part must give."""
-    return [target.name for target in TARGETS if target.part == part]
