@@ -108,7 +108,7 @@ def build_engine(
     times.record("cache")
     limits = resolved.scheduler_limits(cached.plan)
     meter = MemoryMeter(device)
-    meter.begin_run()
+    meter.record("cache")
     if compiles_at_first_use(device):
         with compiling("steps", lambda ready: progress(weights_share + (1 - weights_share) * ready)):
             _compile_kernels(cached, limits, options)
@@ -116,13 +116,14 @@ def build_engine(
         for decoder in cached.runner.decoders:
             run_largest_step(decoder, limits, max_guesses=options.max_guesses)
         times.record("steps")
-    weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
-    rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
-    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes)
+    meter.record("steps")
     slot_runner = _make_slot_runner(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if slot_runner is not None:
-        measured = meter.with_graphs(measured, slot_runner.steps.calls.captured_graphs)
         times.record("graphs")
+    weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
+    rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
+    graphs = None if slot_runner is None else slot_runner.steps.calls.captured_graphs
+    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes, graphs)
     speed = measure_speed(
         resolved.config,
         cached.runner.target,
@@ -205,10 +206,10 @@ def _make_slot_runner(
     resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter
 ) -> SlotRunner:
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
-    meter.begin_slots()
     slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
-    meter.begin_graphs()
+    meter.record("slots")
     warm_up(slot_runner.steps)
+    meter.record("graphs")
     return slot_runner
 
 
