@@ -26,7 +26,7 @@ from engine.models.loading import LoadedDecoder, load_decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.resolved_options import ResolvedOptions
-from engine.runner.calibration import MeasuredSpeed, measure_speed
+from engine.runner.calibration import MeasuredSpeed, PassTiming, measure_speed
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
@@ -124,14 +124,14 @@ def build_engine(
     rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
     graphs = None if slot_runner is None else slot_runner.steps.calls.captured_graphs
     measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes, graphs)
+    models = cached.runner.target, cached.runner.draft
     speed = measure_speed(
         resolved.config,
-        cached.runner.target,
-        cached.runner.draft,
+        PassTiming(*models, limits) if slot_runner is None else SlotTiming(slot_runner.steps),
+        *models,
         limits,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
         max_guesses=options.max_guesses,
-        steps=None if slot_runner is None else SlotTiming(slot_runner.steps),
     )
     times.record("speed")
     budget = _make_step_budget(options, speed.step_times, () if slot_runner is None else slot_runner.chunk_sizes)
@@ -229,7 +229,7 @@ def _make_scheduler(
         prefix_cache = PrefixCache(pool, options.block_size)
         for token_ids in resolved.shared_prefixes:
             prefix_cache.share_globally(token_ids)
-    speculative = options.speculative_config
+    speculative, costs = options.speculative_config, speed.speculation
     return Scheduler(
         limits,
         pool,
@@ -238,7 +238,7 @@ def _make_scheduler(
         prefix_cache=prefix_cache,
         host_tier=HostTier(plan.num_host_blocks) if plan.num_host_blocks else None,
         step_budget=budget,
-        drafter=None if speculative is None else AdaptiveDrafter(speculative, speed.speculation),
+        drafter=None if speculative is None or costs is None else AdaptiveDrafter(speculative, costs),
         policy=FairPolicy if options.scheduling_policy == "fair" else FcfsPolicy,
     )
 
