@@ -17,9 +17,10 @@ import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu import sampling as plain_sampling
+from kernels.cpu.activation import gelu, gelu_tanh
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention
-from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
+from kernels.cpu.norm import layer_norm
 from kernels.cpu.row_tiles import in_invariant_tiles
 from kernels.device_words import DeviceWords, Pieces, Words
 from kernels.gumbel import GUESS, NO_TOKEN

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from kernels.cpu.activation import gelu_tanh_mul, silu_mul
 from kernels.cpu.bitmask import apply_bitmask
 from kernels.cpu.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.cpu.decode_inputs import advance_slots, prepare_decode
 from kernels.cpu.drafts import reject_drafts
-from kernels.cpu.elementwise import gelu_tanh_mul, rms_norm, silu_mul
 from kernels.cpu.embedding import embed, rotation_rows
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.linear import pack_linear
 from kernels.cpu.logits import cap_logits
 from kernels.cpu.logprobs import token_logprobs
-from kernels.cpu.norm import add_rms_norm
+from kernels.cpu.norm import add_rms_norm, rms_norm
 from kernels.cpu.paged_attention import no_workspace, paged_decode, paged_prefill
 from kernels.cpu.rope_and_cache import rope_and_cache
 from kernels.cpu.sampling import sample, sampling_workspace
