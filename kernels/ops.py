@@ -20,8 +20,8 @@ from kernels.cpu import sampling as plain_sampling
 from kernels.cpu.activation import gelu, gelu_tanh
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
+from kernels.cpu.invariant_linear import in_invariant_tiles
 from kernels.cpu.norm import layer_norm
-from kernels.cpu.row_tiles import in_invariant_tiles
 from kernels.device_words import DeviceWords, Pieces, Words
 from kernels.gumbel import GUESS, NO_TOKEN
 from kernels.host_tokens import HostTokens
