@@ -33,8 +33,6 @@ from kernels.triton.decode_tiles import attend, attend_columns, empty_softmax_st
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.newest_token import NO_ROTATION, Rotation, attend_newest, load_angles, load_newest, rotate_and_store_newest
 
-__all__ = ["DecodeWorkspace", "check_attention", "decode_workspace", "paged_decode", "score_factor"]
-
 
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride", "max_splits", "resident_groups"], do_not_specialize_on_alignment=TABLES
