@@ -303,7 +303,7 @@ def paged_prefill(
 
 
 def _launch_tiles(
-    inputs: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     kv_scales: torch.Tensor | None,
     shape: AttentionShape,
     tiling: PrefillTiling,
