@@ -214,10 +214,10 @@ def paged_decode(
     attends to itself and the tokens before it (guesses under verification); every row belongs to a request, and requests
     without rows come last. With context 0, any number of queries gives zeros.
 
-    Bytes: all visible keys and values, once per request; 4 · D · H per split and query, written and read again. Operations: 4 ·
-    D · H per visible token of a query. Tokens beyond a request's length or before its window are neither read nor counted.
-    Scores, sums of weights and outputs in float32; weights are rounded to the cache's dtype (float16 for an fp8 cache) for the
-    second product.
+    Bytes: all visible keys and values, once per request; 4 · (D + 1) · H per split and query, written and read again.
+    Operations: 4 · D · H per visible token of a query. Tokens beyond a request's length or before its window are neither read
+    nor counted. Scores, sums of weights and outputs in float32; weights are rounded to the cache's dtype (float16 for an fp8
+    cache) for the second product.
 
     A split's size depends only on the length of its request, and splits are merged in order, so a row's result has the same
     bits in any batch. No lengths are read on the host; with `out` and `workspace` nothing is allocated.
