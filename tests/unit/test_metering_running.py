@@ -103,6 +103,15 @@ async def test_who_waits_for_what_is_held_is_told_when_enough_of_it_is_probably_
     assert await told_s(admission, bob, prompt=1300) == 20
 
 
+async def test_what_would_fit_exactly_without_those_who_run_is_only_held_by_them(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_day=100))
+    (await admission.admit(asked(bob, 0, prompt=40))).settle(40)
+    await admission.admit(asked(bob, 0, prompt=60))
+    assert await told_s(admission, bob, 0, prompt=60) == WAIT_S_MIN
+    (decision,) = (await admission.forecast(asked(bob, 0, prompt=61))).refusals
+    assert not decision.estimated
+
+
 async def test_those_who_wait_before_take_the_first_places(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=2))
     first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob))
