@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -17,7 +17,6 @@ from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, Pending
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import Price, PriceBook
@@ -134,13 +133,13 @@ class Generations:
             return self._limits.max_num_seqs or 0
         return model.engine.info.max_num_seqs
 
-    async def start(self, order: Order, gone: Callable[[], Awaitable[None]] | None = None) -> Generation:
+    async def start(self, order: Order) -> Generation:
         """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing.
 
-        Where its tier lets it wait for room, `gone` returns when the client has left meanwhile: then Abandoned is raised.
+        The caller is cancelled when its client leaves: then the request ends, admitted or not.
         """
         self.check_open(order.model, order.principal.tenant.id)
-        price, reservation = await self._admit(order, gone)
+        price, reservation = await self._admit(order)
         try:
             generation = self._generation(order, price, reservation)
         except BaseException:
@@ -148,20 +147,24 @@ class Generations:
             raise
         self._own(generation)
         self._watch.began(generation, order.principal)
-        await asyncio.shield(generation.admitted)
+        try:
+            await asyncio.shield(generation.admitted)
+        except asyncio.CancelledError:
+            generation.end_early("disconnected")
+            raise
         return generation
 
-    async def _admit(self, order: Order, gone: Callable[[], Awaitable[None]] | None) -> tuple[Price | None, Reservation]:
+    async def _admit(self, order: Order) -> tuple[Price | None, Reservation]:
         """Return what the request holds, and the price that is in force now that it does."""
         tier = await self._tiers.get(order.principal.tenant.tier)
-        patience = Patience(wait_s=tier.admission_wait_ms / 1000, gone=gone)
         currency = order.principal.tenant.currency
         while True:
             price = await self._prices.current(order.model.name, self._clock.now(), currency=currency)
             if price is None and self._limits.refuse_unpriced:
                 raise not_priced(order.model.name, currency)
             policy = await self._policies.find(order.model.name)
-            reservation = await self._admission.admit(_admission_request(order, price, policy), patience)
+            request = _admission_request(order, price, policy)
+            reservation = await self._admission.admit(request, tier.admission_wait_ms / 1000)
             try:
                 self.check_open(order.model, order.principal.tenant.id)  # it may have waited
                 if await self._prices.current(order.model.name, reservation.admitted_at, currency=currency) == price:

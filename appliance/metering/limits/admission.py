@@ -20,10 +20,8 @@ from appliance.metering.limits.needs import Needs, needs_of
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
 from appliance.metering.limits.queue import (
-    NO_PATIENCE,
     AdmissionQueue,
     Later,
-    Patience,
     Refusals,
     Waiter,
     WaitObserver,
@@ -82,12 +80,12 @@ class Admission:
         self._first_reads = FirstReads(sums, self._allowances, self._live, self._moment)
         self._today: Moment | None = None
 
-    async def admit(self, request: AdmissionRequest, patience: Patience = NO_PATIENCE) -> Reservation:
+    async def admit(self, request: AdmissionRequest, wait_s: float = 0.0) -> Reservation:
         """Return what was reserved for the request, which must be settled or voided once.
 
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was taken. After `retry_after_s` of the
-        latter every limit that refused has room again, if nobody else takes it. If that is within the `patience`, the request
-        waits for it instead; Abandoned says that its client has gone meanwhile.
+        latter every limit that refused has room again, if nobody else takes it. If that is within `wait_s`, the request waits
+        for it instead; a caller that is cancelled meanwhile takes nothing.
         """
         allowances = await self._allowances_of(request)
         # No await from here to the taking.
@@ -95,10 +93,10 @@ class Admission:
         answer = self._try(request, needs)
         if isinstance(answer, Reservation):
             return answer
-        if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer, request.principal.tenant.id):
+        if not may_wait(answer.decisions, wait_s) or not self._queue.has_room(answer, request.principal.tenant.id):
             raise answer.error
         tokens = {allowance: need.expected.tokens for allowance, need in needs.each.items()}
-        return await self._queue.wait(request, answer, tokens, lambda waiter: self._try(request, needs, waiter), patience)
+        return await self._queue.wait(request, answer, tokens, lambda waiter: self._try(request, needs, waiter), wait_s)
 
     @property
     def waiting(self) -> list[AdmissionRequest]:

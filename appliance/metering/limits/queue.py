@@ -17,12 +17,11 @@ import asyncio
 import contextvars
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
 import structlog
 
 from appliance.base.clock import Clock
@@ -44,10 +43,6 @@ WINDOWS = ("tokens_per_day", "budget")
 _log = structlog.get_logger()
 
 
-class Abandoned(Exception):
-    """The client went away while its request waited. Nothing was taken."""
-
-
 class Alarm(Protocol):
     """A scheduled call."""
 
@@ -64,18 +59,8 @@ def on_the_loop(delay_s: float, call: Callable[[], None]) -> Alarm:
     return asyncio.get_running_loop().call_later(delay_s, call)
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a request may wait for room. `gone` returns when its client does not want it any more."""
-
-    wait_s: float = 0.0
-    gone: Callable[[], Awaitable[None]] | None = None
-
-
-NO_PATIENCE = Patience()
-
-
 class WaitObserver(Protocol):
-    """Who counts the waits: `how` they end is admitted, refused, abandoned or failed."""
+    """Who counts the waits: `how` they end is admitted, refused, abandoned (its caller was cancelled) or failed."""
 
     def wait_began(self, model: str) -> None:
         """Hear that a request waits for room."""
@@ -163,11 +148,11 @@ class AdmissionQueue:
         refusals: Refusals,
         tokens: Mapping[Allowance, int],
         attempt: Callable[[Waiter], Reservation | Refusals],
-        patience: Patience,
+        wait_s: float,
     ) -> Reservation:
         """Return the reservation as soon as `attempt` finds room. `tokens` is what is needed of each of its allowances.
 
-        Raises the last refusal when `patience` is over, Abandoned when its client is gone, and what `refuse_all` was given.
+        Raises the last refusal after `wait_s`, and what `refuse_all` was given. A caller that is cancelled takes nothing.
         """
         with self._observed(request.model):
             waiter = Waiter(
@@ -175,29 +160,18 @@ class AdmissionQueue:
                 request=request,
                 tokens=tokens,
                 attempt=attempt,
-                deadline_s=self._clock.monotonic_s() + patience.wait_s,
+                deadline_s=self._clock.monotonic_s() + wait_s,
                 answer=asyncio.get_running_loop().create_future(),
             )
-            watcher = asyncio.ensure_future(self._watch(waiter, patience.gone or _never))
             kept = False
             try:
                 self._waiting.add(waiter)
                 self._join_lines(waiter, refusals)
-                await asyncio.wait((waiter.answer, watcher), return_when=asyncio.FIRST_COMPLETED)
-                if not waiter.answer.done():
-                    raise Abandoned
+                await asyncio.wait((waiter.answer,))
                 kept = True
                 return waiter.answer.result()
             finally:
-                watcher.cancel()
                 self._discard(waiter, kept=kept)
-
-    async def _watch(self, waiter: Waiter, gone: Callable[[], Awaitable[None]]) -> None:
-        """Return when the client of `waiter` is gone. A bug in `gone` says nothing of the client: it ends the wait as such."""
-        try:
-            await gone()
-        except Exception as error:  # noqa: BLE001 - whoever waits is told
-            self.wake(self._fail(waiter, error))
 
     @contextmanager
     def _observed(self, model: str) -> Iterator[None]:
@@ -213,7 +187,7 @@ class AdmissionQueue:
         except GatehouseError:
             how = "refused"
             raise
-        except (Abandoned, asyncio.CancelledError):
+        except asyncio.CancelledError:
             how = "abandoned"
             raise
         finally:
@@ -335,13 +309,9 @@ class AdmissionQueue:
         """Remove a waiter that nobody awaits any more. If it was admitted just then, that is put back; those behind move up."""
         left = self._leave(waiter)
         answer = waiter.answer
-        if not kept and answer.done() and not answer.cancelled() and answer.exception() is None:
+        if not kept and answer.done() and answer.exception() is None:
             answer.result().void()
         self.wake(left)
-
-
-async def _never() -> None:
-    await asyncio.Event().wait()
 
 
 def _has_place(waiters: Collection[Waiter], tenant_id: str, places: int) -> bool:
