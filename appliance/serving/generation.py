@@ -75,6 +75,11 @@ class Generation:
         """Return the id that header, log, ledger, engine and console share."""
         return self.live.id
 
+    @property
+    def usage(self) -> Usage:
+        """Return what is billed as it is now."""
+        return self._bill.usage
+
     def end_early(self, reason: str) -> None:
         """End early, for one of EARLY_ENDS. The first reason counts; after the end this does nothing."""
         if self.live.state == "finished" or self._left is not None:

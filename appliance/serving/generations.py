@@ -13,7 +13,7 @@ from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
-from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, PendingEntry
+from appliance.metering.ledger.records import PendingEntry
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
@@ -29,7 +29,7 @@ from appliance.serving.model_registry import ServedModel
 from appliance.serving.open_requests import OpenRequests
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.model_policies import ModelPolicies, ModelPolicy
 from appliance.tenancy.principals import Principal
 from appliance.tenancy.roles import Action
@@ -213,13 +213,10 @@ class Generations:
 
     def checkpoint(self) -> None:
         """Tell the ledger how far the live requests are."""
-        rows = [
-            Checkpoint(request_id=live.id, **{name: getattr(live, name) for name in TOKEN_COLUMNS})
-            for live in self.live(access=WHOLE_BOX).values()
-            if live.state != "finished" and live.completion_tokens > 0
-        ]
-        if rows:
-            self._ledger.checkpoint(rows)
+        running = [generation for generation in self._generations.values() if generation.live.state != "finished"]
+        usages = {generation.request_id: generation.usage for generation in running if generation.live.completion_tokens > 0}
+        if usages:
+            self._ledger.checkpoint(usages)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and those that wait for room, wait for the live ones, and return whether all ended in time."""

@@ -14,7 +14,7 @@ import pytest
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, NotFound, Overloaded, RoleNotAllowed
-from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement
+from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.access import WHOLE_BOX, Access
@@ -225,7 +225,7 @@ async def test_a_request_whose_client_leaves_while_its_record_is_written_ends_an
 async def test_what_has_ended_and_is_not_recorded_yet_is_neither_revived_nor_checkpointed(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, disk, told = box.ledger.settle, asyncio.Event(), list[list[Checkpoint]]()
+    settle, disk, told = box.ledger.settle, asyncio.Event(), list[dict[str, Usage]]()
 
     async def slowly(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
         await disk.wait()
@@ -253,14 +253,11 @@ async def test_what_has_ended_and_is_not_recorded_yet_is_neither_revived_nor_che
 async def test_the_ledger_hears_of_a_request_from_its_first_token_on(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[Checkpoint]] = []
+    told: list[dict[str, Usage]] = []
     monkeypatch.setattr(box.ledger, "checkpoint", told.append)
     box.engine.allow_steps(1)
     generation = await box.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.completion_tokens == 1)
     box.generations.checkpoint()
-    (rows,) = told
-    assert [(row.request_id, row.prompt_tokens, row.completion_tokens) for row in rows] == [
-        (generation.request_id, len(box.ids(TEXT)), 1)
-    ]
+    assert told == [{generation.request_id: Usage(prompt_tokens=len(box.ids(TEXT)), completion_tokens=1)}]
     generation.end_early("disconnected")
