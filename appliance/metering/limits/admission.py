@@ -93,7 +93,7 @@ class Admission:
         answer = self._try(request, needs)
         if isinstance(answer, Reservation):
             return answer
-        if not may_wait(answer.decisions, wait_s) or not self._queue.has_room(answer, request.principal.tenant.id):
+        if not may_wait(answer.decisions, wait_s) or not self._queue.has_room(answer, request.tenant_id):
             raise answer.error
         tokens = {allowance: need.expected.tokens for allowance, need in needs.each.items()}
         return await self._queue.wait(request, answer, tokens, lambda waiter: self._try(request, needs, waiter), wait_s)
@@ -111,7 +111,7 @@ class Admission:
         for running in self._live:
             if (principal := principals.get(running.request.key_id)) is not None:
                 running.hold_to_budget(principal.tenant.cut_at_budget)
-        waiting = {(request.principal.key.id, request.model) for request in self._queue.waiting}
+        waiting = {(request.key_id, request.model) for request in self._queue.waiting}
         for key_id, model in waiting | {(running.request.key_id, running.request.model) for running in self._live}:
             principal = principals.get(key_id)
             if principal is None:
@@ -206,7 +206,7 @@ class Admission:
     async def _allowances_of(self, request: AdmissionRequest) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. Of new ones the ledger is read once."""
         rules = rules_for(request.principal, request.model, request.policy, self._currency)
-        self.output_estimates.lengths_of(request.principal.key.id, request.model)
+        self.output_estimates.lengths_of(request.key_id, request.model)
         for rule in rules:
             if rule.owner not in self._allowances:
                 await self._first_reads.ensure_known(rules)
@@ -223,8 +223,7 @@ class Admission:
     def _beside(self, request: AdmissionRequest, allowances: Collection[Allowance]) -> list[Allowance]:
         """Return what a request counts against beside the `allowances` whose limits hold for it: whose limits have gone, and
         may come back, and whose came while it waited."""
-        who = request.principal
-        known = map(self._allowances.get, owners_of(who.tenant.id, who.key.id, request.model))
+        known = map(self._allowances.get, owners_of(request.tenant_id, request.key_id, request.model))
         return [allowance for allowance in known if allowance is not None and allowance not in allowances]
 
     def _try(self, request: AdmissionRequest, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
@@ -241,7 +240,7 @@ class Admission:
         if refused:
             return Refusals(by=refused, estimate=self._live.estimate)
         reservation = Reservation(
-            needs.request,
+            request,
             needs.common,
             self._take(request, needs, overlooked, at),
             admitted_at=at.now,
@@ -252,7 +251,7 @@ class Admission:
             cut_at_budget=request.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
-        self.output_estimates.began(needs.request)
+        self.output_estimates.began(request)
         self._unsaved.update(needs.each)
         return reservation
 

@@ -105,11 +105,6 @@ class Waiter:
     alarm: Alarm | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # with the request's id for the log
 
-    @property
-    def tenant_id(self) -> str:
-        """Return whose places it takes."""
-        return self.request.principal.tenant.id
-
 
 class AdmissionQueue:
     """The lines of all owners. Belongs to one event loop; nothing in it waits but `wait`."""
@@ -256,7 +251,7 @@ class AdmissionQueue:
     def _fail(self, waiter: Waiter, error: Exception) -> set[Allowance]:
         """Log the bug that is being handled, and end a wait with it; return the lines that the waiter has left."""
         request = waiter.request
-        waiter.context.run(_log.exception, "admission_failed", model=request.model, key_id=request.principal.key.id)
+        waiter.context.run(_log.exception, "admission_failed", model=request.model, key_id=request.key_id)
         return self._refuse(waiter, error)
 
     def _refuse(self, waiter: Waiter, error: Exception) -> set[Allowance]:
@@ -315,7 +310,7 @@ class AdmissionQueue:
 
 
 def _has_place(waiters: Collection[Waiter], tenant_id: str, places: int) -> bool:
-    return has_place(sum(waiter.tenant_id == tenant_id for waiter in waiters), len(waiters), places)
+    return has_place(sum(waiter.request.tenant_id == tenant_id for waiter in waiters), len(waiters), places)
 
 
 def known_wait_s(decisions: Iterable[LimitDecision]) -> float:
