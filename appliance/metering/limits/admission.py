@@ -32,8 +32,8 @@ from appliance.metering.limits.rate_limits import RateLimitState, rate_limit_sta
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import rules_for
 from appliance.metering.limits.running import Running
-from appliance.metering.limits.saved_levels import LevelRow, SavedLevel
-from appliance.metering.limits.sums import SumsReader
+from appliance.metering.limits.saved_levels import LevelRow
+from appliance.metering.limits.sums import SavedLevel, SumsReader
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal

@@ -29,7 +29,7 @@ from appliance.base.errors import GatehouseError, Refused
 from appliance.base.shared_places import has_place
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import NOTHING_AHEAD, Ahead, Allowance
-from appliance.metering.limits.decisions import LimitDecision
+from appliance.metering.limits.decisions import WINDOW_KINDS, LimitDecision
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation
@@ -38,7 +38,6 @@ WAITING_MAX = 1024  # places of all lines together
 LINE_MAX = 256
 TRIES_PER_TURN = 32  # in a turn of the event loop: two milliseconds
 ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
-WINDOWS = ("tokens_per_day", "budget")
 
 _log = structlog.get_logger()
 
@@ -264,7 +263,7 @@ class AdmissionQueue:
         """Join the line of every owner that refused, leave and return those of models that did not, and plan a retry."""
         refusing = {allowance for allowance, _decision in refusals.by}
         for allowance in refusing:
-            for_window = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
+            for_window = any(each is allowance and d.kind in WINDOW_KINDS for each, d in refusals.by)
             line = self._lines.get(allowance, Line())
             line.join(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
             self._lines[allowance] = line

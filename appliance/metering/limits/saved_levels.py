@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Protocol
 
 from sqlalchemy import select
@@ -21,17 +20,9 @@ from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
 from appliance.metering.limits.decisions import LimitKind
 from appliance.metering.limits.owners import Owner
+from appliance.metering.limits.sums import SavedLevel
 
 SAVE_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedLevel:
-    """A bucket of `capacity` as it was at `saved_at`; `units` as the bucket counts them."""
-
-    capacity: int
-    units: int
-    saved_at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
