@@ -19,7 +19,7 @@ from appliance.api.schemas import ChatCompletionRequest, check_messages, check_s
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames
 from appliance.base.errors import GatehouseError
 from appliance.serving.generation import Generation
-from appliance.serving.generations import Order
+from appliance.serving.orders import Order
 from appliance.serving.services import Services
 from appliance.tenancy.principals import Principal
 
