@@ -6,7 +6,7 @@ prompt, which is known exactly, and the output that is to be expected; the expec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from appliance.base.clock import Clock
@@ -32,7 +32,7 @@ from appliance.metering.limits.rate_limits import RateLimitState, rate_limit_sta
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import rules_for
 from appliance.metering.limits.running import Running
-from appliance.metering.limits.saved_levels import LevelRow
+from appliance.metering.limits.saved_levels import Levels
 from appliance.metering.limits.sums import SavedLevel, SumsReader
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
@@ -185,23 +185,21 @@ class Admission:
         allowance = self._allowances.get(owner)
         return {} if allowance is None else allowance.taken(self._moment())
 
-    def unsaved_levels(self) -> list[LevelRow]:
+    def unsaved_levels(self) -> Levels:
         """Return the levels of buckets that changed since the last call."""
         changed, self._unsaved = self._unsaved, set()
         at = self._moment()
-        return [
-            LevelRow(
-                owner=allowance.owner,
-                kind=kind,
-                level=SavedLevel(capacity=bucket.capacity, units=bucket.units(at.monotonic_s), saved_at=at.now),
-            )
+        return {
+            allowance.owner: {
+                kind: SavedLevel(capacity=bucket.capacity, units=bucket.units(at.monotonic_s), saved_at=at.now)
+                for kind, bucket in allowance.buckets.items()
+            }
             for allowance in changed
-            for kind, bucket in allowance.buckets.items()
-        ]
+        }
 
-    def save_again(self, rows: Sequence[LevelRow]) -> None:
-        """Hear that these levels could not be saved."""
-        self._unsaved |= {self._allowances[row.owner] for row in rows}
+    def save_again(self, owners: Iterable[Owner]) -> None:
+        """Hear that the levels of these owners could not be saved."""
+        self._unsaved |= {self._allowances[owner] for owner in owners}
 
     async def _allowances_of(self, request: AdmissionRequest) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. Of new ones the ledger is read once."""
