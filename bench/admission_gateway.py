@@ -19,7 +19,8 @@ from appliance.api import chat
 from appliance.api.auth import authenticate_tenant
 from appliance.base.clock import SystemClock
 from appliance.serving.generation import Generation
-from appliance.serving.generations import Generations, Order
+from appliance.serving.generations import Generations
+from appliance.serving.orders import Order
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from bench.admission import PLAIN
 from bench.gateway_streams import serve_engine, serve_gateway

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
-from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from litestar import Request, Response, post
-from litestar.types import Receive
+from litestar import Response, post
 
 from appliance.api.auth import authenticate_tenant
 from appliance.api.bodies import decode_body, in_turn
@@ -17,21 +13,17 @@ from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
 from appliance.api.connection_services import services_of
 from appliance.api.error_responses import MEDIA_TYPE
 from appliance.api.exchange import Exchange, WholeRequest, exchange_of
-from appliance.api.pieces import PIECE_BYTES, PiecedBody
+from appliance.api.pieces import PIECE_BYTES, long_body
 from appliance.api.sampling import asked_max_tokens, field_names, sampling_params, with_bad_words
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
-from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames, until_disconnected
+from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames
 from appliance.base.errors import GatehouseError
-from appliance.metering.limits.queue import Abandoned
 from appliance.serving.generation import Generation
-from appliance.serving.generations import Order
+from appliance.serving.orders import Order
 from appliance.serving.services import Services
 from appliance.tenancy.principals import Principal
 
-T = TypeVar("T")
-
 ENDPOINT = "/v1/chat/completions"
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the log line says what happened
 COLLECT_WAIT_S = 3600.0
 
 
@@ -53,29 +45,24 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
     With `stream` true the answer is sent as server-sent events. The last one is `data: [DONE]`, or an error object if the
     stream cannot go on.
     """
-    services = services_of(request)
+    services, exchange = services_of(request), exchange_of(request)
     try:
         principal = await authenticate_tenant(request)
-        checked = await in_turn(
-            await request.uncounted_body(),
-            partial(_read, exchange_of(request)),
-            turns=services.body_turns,
-            tenant_id=principal.tenant.id,
-        )
-        order = await _order(exchange_of(request).request_id, checked, principal, services)
-        generation = await services.generations.start(order, gone=partial(until_disconnected, request.receive))
-    except Abandoned:
-        return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
+        content = await request.uncounted_body()
+        exchange.cancel_on_disconnect(request.receive)
+        checked = await in_turn(content, partial(_read, exchange), turns=services.body_turns, tenant_id=principal.tenant.id)
+        order = await _order(exchange.request_id, checked, principal, services)
+        generation = await services.generations.start(order)
     except GatehouseError as refusal:
         services.metrics.rejected(refusal.code)
         raise
-    exchange_of(request).closers.append(lambda: generation.end_early("disconnected"))
+    exchange.closers.append(lambda: generation.end_early("disconnected"))
     created = int(generation.live.admitted_at.timestamp())
     if order.stream:
-        if order.sampling.is_guided and await _unless_disconnected(_began(generation), request.receive) is None:
-            return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
+        if order.sampling.is_guided:
+            await _wait_for_first_text(generation)
         return EventStream(chat_frames(generation, _framer(generation, checked, created)))
-    return await _answer_whole(request, generation, checked, created)
+    return await _answer_whole(generation, checked, created)
 
 
 class _CheckedBody(NamedTuple):
@@ -135,7 +122,7 @@ def _framer(generation: Generation, checked: _CheckedBody, created: int) -> Chun
     )
 
 
-async def _began(generation: Generation) -> Generation:
+async def _wait_for_first_text(generation: Generation) -> None:
     """Wait for the first text, which comes only after a schema has been compiled. Raises the error of a request that failed.
 
     Before the stream begins such an error gets its own status; afterwards it could only be an error frame. After PING_AFTER_S
@@ -144,15 +131,13 @@ async def _began(generation: Generation) -> Generation:
     await generation.chunks.wait(PING_AFTER_S)
     if generation.chunks.ended and (outcome := await generation.outcome).error is not None:
         raise outcome.error
-    return generation
 
 
-async def _answer_whole(
-    request: Request[Any, Any, Any], generation: Generation, checked: _CheckedBody, created: int
-) -> Response[Any]:
+async def _answer_whole(generation: Generation, checked: _CheckedBody, created: int) -> Response[Any]:
     answer = WholeAnswer(generation.live.num_answers, logprobs=bool(checked.body.logprobs))
-    if await _unless_disconnected(_collect(generation, answer), request.receive) is None:
-        return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
+    while not generation.chunks.ended:
+        for chunk in await generation.chunks.take(COLLECT_WAIT_S):
+            answer.add(chunk)
     outcome = await generation.outcome
     if outcome.error is not None:
         raise outcome.error
@@ -164,26 +149,5 @@ async def _answer_whole(
         service_tier=checked.service_tier,
     )
     if length > PIECE_BYTES:
-        return PiecedBody(parts, length)
+        return long_body(parts, length)
     return Response(b"".join(parts), media_type=MEDIA_TYPE)
-
-
-async def _collect(generation: Generation, answer: WholeAnswer) -> WholeAnswer:
-    while not generation.chunks.ended:
-        for chunk in await generation.chunks.take(COLLECT_WAIT_S):
-            answer.add(chunk)
-    return answer
-
-
-async def _unless_disconnected(awaited: Awaitable[T], receive: Receive) -> T | None:
-    """Return what `awaited` returns, or None as soon as the client has gone: nothing else here would notice that."""
-    waiter = asyncio.ensure_future(awaited)
-    watcher = asyncio.ensure_future(until_disconnected(receive))
-    try:
-        await asyncio.wait({waiter, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return waiter.result() if waiter.done() else None
-    finally:
-        for task in (waiter, watcher):
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task

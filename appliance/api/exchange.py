@@ -5,6 +5,7 @@ The wrapper sits around the whole application, so that answers to unknown paths 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -25,6 +26,7 @@ from appliance.base.errors import GatehouseError, InternalError, InvalidValue
 from appliance.base.ids import new_id
 
 QUIET_PATHS = ("/health", "/metrics", "/static")
+CLIENT_CLOSED_REQUEST = 499  # is sent to nobody; the log line says what happened
 MS_PER_S = 1000
 
 log = structlog.get_logger()
@@ -43,6 +45,28 @@ class Exchange:
     headers: list[Callable[[], Mapping[str, str]]] = field(default_factory=list)
     closers: list[Callable[[], None]] = field(default_factory=list)
     status: int | None = None
+    client_left: bool = False
+    _listening: asyncio.Task[None] | None = None
+
+    def cancel_on_disconnect(self, receive: Receive) -> None:
+        """Cancel the current task, which answers, when the client leaves or has its whole answer, which a HEAD has at once.
+
+        Call it when the whole body has been read: from then on nobody else may call `receive`.
+        """
+        answering = asyncio.current_task()
+        assert answering is not None, "requests are answered by tasks"
+        self._listening = asyncio.create_task(self._listen(receive, answering))
+
+    def stop_listening(self) -> None:
+        """End `cancel_on_disconnect`: the task has answered."""
+        if self._listening is not None:
+            self._listening.cancel()
+
+    async def _listen(self, receive: Receive, answering: asyncio.Task[Any]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.client_left = True
+        answering.cancel()
 
     @property
     def elapsed_ms(self) -> int:
@@ -112,12 +136,18 @@ class ExchangeWrapper:
                 await _send_error(send_with_headers, InvalidValue("a URL must not contain the character U+0000"))
             else:
                 await self._app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:
+            answering = asyncio.current_task()
+            if not exchange.client_left or answering is None or answering.uncancel() > 0:  # then others have cancelled it, too
+                raise
+            exchange.status = exchange.status or CLIENT_CLOSED_REQUEST
         except Exception:  # HTTP edge: the last one that can still answer
             log.exception("request failed outside its handler", path=scope["path"])
             if exchange.status is None:
                 internal = InternalError("an internal error occurred; look up the request id in the log")
                 await _send_error(send_with_headers, internal)
         finally:
+            exchange.stop_listening()
             for closer in exchange.closers:
                 closer()
             _log_access(exchange, scope)

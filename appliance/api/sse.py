@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import structlog
-from litestar.response import Stream
-from litestar.types import ASGIApp, Receive, Scope, Send
 
 from appliance.api.chat_answers import PING, ChunkFramer
 from appliance.api.error_responses import encode_error
+from appliance.api.pieces import LastPiece, PiecedBody
 from appliance.base.errors import GatehouseError, InternalError
 from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
@@ -28,51 +26,11 @@ HEADERS: list[tuple[bytes, bytes]] = [
 log = structlog.get_logger()
 
 
-class LastFrame(bytes):
-    """The last frame: the end of the answer is sent with it, not in a packet of its own."""
-
-
-class EventStream(Stream):
-    """An answer that sends frames as they come, and stops when the client has left.
-
-    Litestar itself uses a task group with two tasks and their cancel scopes, which cost more than tokenising a prompt. Here the
-    answering task sends, and only one further task listens for the client leaving.
-    """
+class EventStream(PiecedBody):
+    """An answer that sends `frames` as they come."""
 
     def __init__(self, frames: AsyncIterator[bytes]) -> None:
-        super().__init__(frames, media_type=EVENT_STREAM)
-        self._frames = frames
-
-    def to_asgi_response(self, *_given: Any, **_options: Any) -> ASGIApp:  # type: ignore[override]
-        """Return what sends the answer."""
-        return self._send
-
-    async def _send(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        sending = asyncio.current_task()
-        assert sending is not None, "answers are sent by tasks"
-        listening = asyncio.create_task(until_disconnected(receive))
-        listening.add_done_callback(stop := lambda _listening: sending.cancel())
-        is_last = False
-        try:
-            async for frame in self._frames:
-                is_last = isinstance(frame, LastFrame)
-                await send({"type": "http.response.body", "body": frame, "more_body": not is_last})
-            if not is_last:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except asyncio.CancelledError:
-            if not listening.done() or sending.uncancel() > 0:
-                raise
-            listening.result()  # None: the client has left
-        finally:
-            listening.remove_done_callback(stop)
-            listening.cancel()
-
-
-async def until_disconnected(receive: Receive) -> None:
-    """Return when the client has left, or has its whole answer."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        super().__init__(frames, HEADERS)
 
 
 async def chat_frames(
@@ -90,12 +48,12 @@ async def chat_frames(
                 pieces = _pieces(ready)
                 for piece in pieces:
                     if len(pieces) > 1:
-                        await _yield_to_others()
+                        await asyncio.sleep(0)  # others run; and nothing is encoded for a client that has left meanwhile
                     yield b"".join([framer.text(chunk) for chunk in piece])
             elif not chunks.ended:
                 yield PING
         outcome = await generation.outcome
-        yield LastFrame(framer.last(outcome)) if outcome.error is None else _error_frame(outcome.error)
+        yield LastPiece(framer.last(outcome)) if outcome.error is None else _error_frame(outcome.error)
     except Exception:  # HTTP edge: a stream that merely stops would be taken for a complete answer
         log.exception("stream failed", request_id=generation.request_id)
         yield _error_frame(InternalError("the answer could not be sent"))
@@ -114,12 +72,5 @@ def _pieces(ready: Sequence[Chunk]) -> list[list[Chunk]]:
     return pieces
 
 
-async def _yield_to_others() -> None:
-    """Let other tasks run before a piece of a backlog is encoded, for two turns of the loop: when the client leaves, this task
-    wakes before the listening one, which cancels it a turn later. So nothing is encoded for a client that has left."""
-    for _ in range(2):
-        await asyncio.sleep(0)
-
-
-def _error_frame(error: GatehouseError) -> LastFrame:
-    return LastFrame(b"data: " + encode_error(error) + b"\n\n")
+def _error_frame(error: GatehouseError) -> LastPiece:
+    return LastPiece(b"data: " + encode_error(error) + b"\n\n")

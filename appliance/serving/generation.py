@@ -7,7 +7,7 @@ Whatever happens on the way (the client leaves, the engine dies, a bug here), th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from typing import assert_never
 
@@ -21,9 +21,10 @@ from appliance.serving.bill import Bill
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.endings import Ended, Outcome, as_written, early
 from appliance.serving.live_requests import LiveRequest
-from appliance.serving.model_registry import ServedModel
+from appliance.serving.orders import Order
+from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
-from engine.protocol import FinishReason, GenerationRequest, TokenEvent
+from engine.protocol import FinishReason, TokenEvent
 
 SETTLE_WAIT_S = 2.0  # how long the client's last frame waits for the record to be on disk
 RETRY_AFTER_QUEUE_S = 10.0  # the box was too busy for the whole queue deadline: it will not be free at once
@@ -32,41 +33,34 @@ log = structlog.get_logger()
 
 
 class Generation:
-    """A request that was admitted. Read `chunks`, then await `outcome`; call `end_early` when nobody reads any more.
-
-    `field_names` says what the client calls a sampling field whose own name it did not use.
-    """
+    """A request that was admitted. Read `chunks`, then await `outcome`; call `end_early` when nobody reads any more."""
 
     def __init__(
         self,
         *,
         live: LiveRequest,
-        model: ServedModel,
-        request: GenerationRequest,
-        field_names: Mapping[str, str],
+        order: Order,
         bill: Bill,
         clock: Clock,
         metrics: Metrics,
-        buffer_chunks: int,
-        deadline_s: float,
+        limits: RequestLimits,
         on_end: Callable[[Generation], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         self.live = live
-        self.chunks = ChunkQueue(buffer_chunks)
+        self.chunks = ChunkQueue(limits.buffer_chunks)
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         self.admitted: asyncio.Future[None] = loop.create_future()
-        self._model = model
-        self._request = request
-        self._field_names = field_names
-        self._answers = [Answer(index, model.prompting, request.sampling) for index in range(request.sampling.num_answers)]
+        self._order = order
+        self._model = order.model
+        self._answers = [Answer(index, order.model.prompting, order.sampling) for index in range(order.sampling.num_answers)]
         self._bill = bill
         self._clock = clock
         self._metrics = metrics
-        self._deadline_s = deadline_s
+        self._limits = limits
         self._on_end = on_end
-        self._left: Ended | None = None
-        self._failed: Ended | None = None
+        self._early_end: Ended | None = None
+        self._failure: Ended | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._submitted = False
 
@@ -75,11 +69,16 @@ class Generation:
         """Return the id that header, log, ledger, engine and console share."""
         return self.live.id
 
+    @property
+    def usage(self) -> Usage:
+        """Return what is billed as it is now."""
+        return self._bill.usage
+
     def end_early(self, reason: str) -> None:
         """End early, for one of EARLY_ENDS. The first reason counts; after the end this does nothing."""
-        if self.live.state == "finished" or self._left is not None:
+        if self.live.state == "finished" or self._early_end is not None:
             return
-        self._left = early(reason)
+        self._early_end = early(reason)
         if self._submitted:
             self._model.engine.abort(self.request_id)
 
@@ -124,9 +123,9 @@ class Generation:
 
     async def _generate(self) -> Ended:
         """Run the request in the engine and return how it ended."""
-        if self._left is not None:
-            return self._left
-        timer = asyncio.get_running_loop().call_later(self._deadline_s, self.end_early, "deadline")
+        if self._early_end is not None:
+            return self._early_end
+        timer = asyncio.get_running_loop().call_later(self._limits.deadline_s, self.end_early, "deadline")
         try:
             return await self._follow_engine()
         except EngineUnavailable as error:
@@ -140,7 +139,7 @@ class Generation:
 
     async def _follow_engine(self) -> Ended:
         """Follow every answer to its final event, which has its exact counts, also when one of them has failed."""
-        events = self._model.engine.submit(self._request)
+        events = self._model.engine.submit(self._order.generation_request(self._limits.queue_deadline_s))
         self._submitted = True
         self._bill.submitted()
         while True:
@@ -153,17 +152,17 @@ class Generation:
                 if event.finish_reason is None:
                     continue
                 failure = self._end_answer(answer, event)
-                if failure is not None and self._failed is None:
-                    self._failed = failure
+                if failure is not None and self._failure is None:
+                    self._failure = failure
                     self._model.engine.abort(self.request_id)  # one answer alone is not what was asked for
                 if all(answer.finish_reason is not None for answer in self._answers):
-                    return self._failed or self._end_of_all()
+                    return self._failure or self._end_of_all()
 
     def _end_of_all(self) -> Ended:
         """Return how the request ended whose answers have all ended, none of them by a failure."""
         reason = reason_of_all(self._answers)
-        if self._left is not None and reason == self._left.finish_reason:
-            return self._left
+        if self._early_end is not None and reason == self._early_end.finish_reason:
+            return self._early_end
         if reason in SERVED:
             return Ended(finish_reason=reason)
         return _failed("engine_ended", InternalError("the engine ended the request before its answer was complete"), reason)
@@ -204,7 +203,7 @@ class Generation:
                 self._finish(answer, event)
                 return None
             case FinishReason.ABORTED:
-                answer.end("error" if self._failed else self._left.finish_reason if self._left else "aborted")
+                answer.end("error" if self._failure else self._early_end.finish_reason if self._early_end else "aborted")
                 return None
             case FinishReason.DEADLINE:
                 answer.end("deadline")
@@ -232,7 +231,7 @@ class Generation:
             return _failed("engine_error", InternalError(f"the engine could not go on: {event.error}"))
         answer.end("error" if self._bill.billable else "refused")
         message, param = as_written(
-            event.error or f"{event.error_param} cannot be honoured", event.error_param, self._field_names
+            event.error or f"{event.error_param} cannot be honoured", event.error_param, self._order.field_names
         )
         return _failed("invalid_request", InvalidValue(message, param=param), str(answer.finish_reason))
 
@@ -241,8 +240,8 @@ class Generation:
         if all(answer.stopped or answer.finish_reason is not None for answer in self._answers):
             for answer in self._answers:
                 answer.finish_reason = answer.finish_reason or "stop"
-            return self._failed or self._end_of_all()
-        return self._failed or self._left or _failed("engine_died", error)
+            return self._failure or self._end_of_all()
+        return self._failure or self._early_end or _failed("engine_died", error)
 
     async def _settle(self, ended: Ended) -> None:
         """Close the books once: quota now, then the record; then tell the reader."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Mapping
 
 import structlog
 
@@ -13,11 +11,8 @@ from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
-from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, PendingEntry
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import Price, PriceBook
@@ -28,40 +23,20 @@ from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.open_requests import OpenRequests
+from appliance.serving.orders import Order
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
-from appliance.tenancy.access import WHOLE_BOX, Access
-from appliance.tenancy.model_policies import ModelPolicies, ModelPolicy
-from appliance.tenancy.principals import Principal
+from appliance.tenancy.access import Access
+from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.roles import Action
 from appliance.tenancy.tiers import Tiers
-from engine.protocol import EngineFrame, GenerationRequest, Priority, RequestProgress, SamplingParams
+from engine.protocol import EngineFrame, RequestProgress
 
 CHECKPOINT_INTERVAL_S = 0.75  # a death leaves at most a second unbilled: the rest of it is for writing them
 RETRY_AFTER_OVERLOADED_S = 1.0
 ABORT_WAIT_S = 5.0
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A request that was decoded, authenticated and tokenised. `max_output_tokens` is as asked, None when it was not.
-
-    `field_names` says what the client calls a sampling field whose own name it did not use. `batch` work is served in the
-    lowest class of priority, whatever its tenant's tier, and pays the batch share of the price.
-    """
-
-    request_id: str
-    principal: Principal
-    model: ServedModel
-    endpoint: str
-    stream: bool
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    max_output_tokens: int | None
-    field_names: Mapping[str, str] = field(default_factory=dict)
-    batch: bool = False
 
 
 class Generations:
@@ -134,13 +109,13 @@ class Generations:
             return self._limits.max_num_seqs or 0
         return model.engine.info.max_num_seqs
 
-    async def start(self, order: Order, gone: Callable[[], Awaitable[None]] | None = None) -> Generation:
+    async def start(self, order: Order) -> Generation:
         """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing.
 
-        Where its tier lets it wait for room, `gone` returns when the client has left meanwhile: then Abandoned is raised.
+        The caller is cancelled when its client leaves: then the request ends, admitted or not.
         """
         self.check_open(order.model, order.principal.tenant.id)
-        price, reservation = await self._admit(order, gone)
+        price, reservation = await self._admit(order)
         try:
             generation = self._generation(order, price, reservation)
         except BaseException:
@@ -148,20 +123,24 @@ class Generations:
             raise
         self._own(generation)
         self._watch.began(generation, order.principal)
-        await asyncio.shield(generation.admitted)
+        try:
+            await asyncio.shield(generation.admitted)
+        except asyncio.CancelledError:
+            generation.end_early("disconnected")
+            raise
         return generation
 
-    async def _admit(self, order: Order, gone: Callable[[], Awaitable[None]] | None) -> tuple[Price | None, Reservation]:
+    async def _admit(self, order: Order) -> tuple[Price | None, Reservation]:
         """Return what the request holds, and the price that is in force now that it does."""
         tier = await self._tiers.get(order.principal.tenant.tier)
-        patience = Patience(wait_s=tier.admission_wait_ms / 1000, gone=gone)
         currency = order.principal.tenant.currency
         while True:
             price = await self._prices.current(order.model.name, self._clock.now(), currency=currency)
             if price is None and self._limits.refuse_unpriced:
                 raise not_priced(order.model.name, currency)
             policy = await self._policies.find(order.model.name)
-            reservation = await self._admission.admit(_admission_request(order, price, policy), patience)
+            request = order.admission_request(price, policy)
+            reservation = await self._admission.admit(request, tier.admission_wait_ms / 1000)
             try:
                 self.check_open(order.model, order.principal.tenant.id)  # it may have waited
                 if await self._prices.current(order.model.name, reservation.admitted_at, currency=currency) == price:
@@ -210,13 +189,10 @@ class Generations:
 
     def checkpoint(self) -> None:
         """Tell the ledger how far the live requests are."""
-        rows = [
-            Checkpoint(request_id=live.id, **{name: getattr(live, name) for name in TOKEN_COLUMNS})
-            for live in self.live(access=WHOLE_BOX).values()
-            if live.state != "finished" and live.completion_tokens > 0
-        ]
-        if rows:
-            self._ledger.checkpoint(rows)
+        running = [generation for generation in self._generations.values() if generation.live.state != "finished"]
+        usages = {generation.request_id: generation.usage for generation in running if generation.live.completion_tokens > 0}
+        if usages:
+            self._ledger.checkpoint(usages)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and those that wait for room, wait for the live ones, and return whether all ended in time."""
@@ -255,26 +231,12 @@ class Generations:
         return generation
 
     def _generation(self, order: Order, price: Price | None, reservation: Reservation) -> Generation:
-        live = self._live_request(order, reservation.admitted_at)
-        entry = PendingEntry(
-            request_id=order.request_id,
-            tenant_id=live.tenant_id,
-            key_id=live.key_id,
-            model=live.model,
-            endpoint=order.endpoint,
-            stream=order.stream,
-            prompt_tokens=live.prompt_tokens,
-            reserved_tokens=reservation.tokens_reserved,
-            price=price,
-            price_basis_points=reservation.basis_points,
-            currency=order.principal.tenant.currency,
-            batch=order.batch,
-            admitted_at=live.admitted_at,
-        )
+        tenant_open = self._open.requests_of(order.model.name, order.principal.tenant.id)
+        live = order.live_request(reservation.admitted_at, self._clock.monotonic_s(), tenant_open=tenant_open)
         bill = Bill(
             live=live,
             model=order.model,
-            entry=entry,
+            entry=order.pending_entry(price, reservation),
             reservation=reservation,
             ledger=self._ledger,
             clock=self._clock,
@@ -282,48 +244,12 @@ class Generations:
         )
         return Generation(
             live=live,
-            model=order.model,
-            request=self._generation_request(order),
-            field_names=order.field_names,
+            order=order,
             bill=bill,
             clock=self._clock,
             metrics=self._metrics,
-            buffer_chunks=self._limits.buffer_chunks,
-            deadline_s=self._limits.deadline_s,
+            limits=self._limits,
             on_end=self._forget,
-        )
-
-    def _live_request(self, order: Order, admitted_at: datetime) -> LiveRequest:
-        tenant, key = order.principal.tenant, order.principal.key
-        return LiveRequest(
-            id=order.request_id,
-            tenant_id=tenant.id,
-            tenant_name=tenant.name,
-            key_id=key.id,
-            key_prefix=key.prefix,
-            model=order.model.name,
-            endpoint=order.endpoint,
-            stream=order.stream,
-            prompt_tokens=len(order.prompt_token_ids),
-            admitted_at=admitted_at,
-            admitted_monotonic_s=self._clock.monotonic_s(),
-            num_answers=order.sampling.num_answers,
-            batch=order.batch,
-            tenant_open=self._open.requests_of(order.model.name, tenant.id),
-        )
-
-    def _generation_request(self, order: Order) -> GenerationRequest:
-        """Return what the engine gets. Whose it is comes from the key that was authenticated, never from the body, which can
-        only ask to be served later than its tenant's tier would be."""
-        tenant = order.principal.tenant
-        return GenerationRequest(
-            request_id=order.request_id,
-            tenant_id=tenant.id,
-            prompt_token_ids=order.prompt_token_ids,
-            sampling=order.sampling,
-            weight=tenant.weight,
-            priority=Priority.BATCH if order.batch else Priority(tenant.tier),
-            queue_deadline_s=self._limits.queue_deadline_s,
         )
 
     def _own(self, generation: Generation) -> None:
@@ -344,20 +270,6 @@ class Generations:
 
     async def _checkpoint(self) -> None:
         self.checkpoint()
-
-
-def _admission_request(order: Order, price: Price | None, policy: ModelPolicy | None) -> AdmissionRequest:
-    return AdmissionRequest(
-        principal=order.principal,
-        model=order.model.name,
-        prompt_tokens=len(order.prompt_token_ids),
-        max_output_tokens=order.max_output_tokens,
-        price=price,
-        output_room=order.sampling.max_tokens,
-        answers=order.sampling.num_answers,
-        batch=order.batch,
-        policy=policy,
-    )
 
 
 def _draining() -> Draining:

@@ -12,7 +12,6 @@ from appliance.base.errors import RateLimitExceeded, Refused
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
-from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
 from appliance.tenancy.model_policies import ModelPolicy
@@ -184,7 +183,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
             model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None,
         )  # fmt: skip
         try:
-            reservation = await admission.admit(asked, Patience(wait_s=chance.choice([0.0, 2.0, 30.0])))
+            reservation = await admission.admit(asked, chance.choice([0.0, 2.0, 30.0]))
         except RateLimitExceeded:
             return
         admitted.append((arrival, clock.monotonic_s(), min(used, tokens)))

@@ -16,7 +16,7 @@ from appliance.base.errors import Refused
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.sums import LevelNow, PeriodSums
+from appliance.metering.limits.sums import PeriodSums, SavedLevel
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
@@ -49,7 +49,7 @@ class Books(EmptySums):
         """Return what was committed at some moment of the read."""
         await self.pause()
         asked = frozenset(ended())
-        level = LevelNow(capacity=PER_MINUTE, units=LEVEL * UNITS_PER_TOKEN, saved_at=at.now)
+        level = SavedLevel(capacity=PER_MINUTE, units=LEVEL * UNITS_PER_TOKEN, saved_at=at.now)
         found = {
             owner: PeriodSums(
                 tokens_today=USED + self.corrected[owner] + self.settled[owner],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.limits.decisions import LimitKind
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
-from appliance.metering.limits.sums import LevelNow, PeriodSums
+from appliance.metering.limits.sums import PeriodSums, SavedLevel
 from appliance.metering.limits.windows import Moment
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
@@ -30,7 +31,7 @@ KINDS: tuple[LimitKind, ...] = ("tokens", "requests")
 CALENDAR = BillingCalendar("Europe/Zurich")
 DAY, HOUR, MINUTE = 86400.0, 3600.0, 60.0
 Row = dict[str, Any]
-Levels = Mapping[Owner, Mapping[LimitKind, LevelNow]]
+Levels = Mapping[Owner, Mapping[LimitKind, SavedLevel]]
 
 
 def some_event(chance: random.Random, number: int, person: Person, epoch_id: str, at: Moment) -> Row:
@@ -62,11 +63,11 @@ def some_event(chance: random.Random, number: int, person: Person, epoch_id: str
     }
 
 
-def some_levels(chance: random.Random, owners: Sequence[Owner], at: Moment) -> dict[Owner, dict[LimitKind, LevelNow]]:
+def some_levels(chance: random.Random, owners: Sequence[Owner], at: Moment) -> dict[Owner, dict[LimitKind, SavedLevel]]:
     """Return levels as an earlier process has saved them: of some owners, and of some of these one alone."""
     return {
         owner: {
-            kind: LevelNow(
+            kind: SavedLevel(
                 capacity=chance.randrange(1000),
                 units=chance.randrange(-(10**12), 10**12),
                 saved_at=at.now - timedelta(seconds=chance.choice([1, 50, 3000, 2 * DAY])),
@@ -100,7 +101,7 @@ def plainly(owner: Owner, currency: str, events: Sequence[Row], levels: Levels, 
                 since.append((event["admitted_at"], min(used, reserved) if kind == "tokens" else 1))
             if event["settled_at"] >= level.saved_at and kind == "tokens" and used > reserved:
                 since.append((event["settled_at"], used - reserved))
-        found[kind] = LevelNow(capacity=level.capacity, units=level.units, saved_at=level.saved_at, since=tuple(sorted(since)))
+        found[kind] = dataclasses.replace(level, since=tuple(sorted(since)))
     costs: Counter[str] = Counter()
     for event in settled:
         costs[event["currency"]] += event["cost_picos"] if event["billing_day"] >= at.month else 0

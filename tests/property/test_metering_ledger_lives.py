@@ -17,7 +17,7 @@ from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import replay
-from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price
 from tests.support.cast import Cast
@@ -52,9 +52,7 @@ class Owner:
             return
         self.admitted.add(entry.request_id)
         tokens = chance.randrange(50)
-        self._ledger.checkpoint(
-            [Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=2, completion_tokens=tokens)]
-        )
+        self._ledger.checkpoint({entry.request_id: Usage(prompt_tokens=10, cached_tokens=2, completion_tokens=tokens)})
         fate = chance.random()
         if fate < 0.2:
             return  # still running when the process dies

@@ -12,7 +12,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
@@ -91,8 +91,7 @@ class Box:
         for request in self.running:
             tokens = request.generated
             if tokens:
-                row = Checkpoint(request_id=request.request_id, prompt_tokens=tokens, cached_tokens=0, completion_tokens=0)
-                self.ledger.checkpoint([row])
+                self.ledger.checkpoint({request.request_id: Usage(prompt_tokens=tokens)})
         await self.ledger.stop()
         lost = self.unsaved_refunds
         for request in self.running:

@@ -23,8 +23,9 @@ from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_figures import EngineFigures
 from appliance.serving.event_queue import EventQueue
 from appliance.serving.generation import Generation
-from appliance.serving.generations import Generations, Order
+from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ServedModel
+from appliance.serving.orders import Order
 from appliance.serving.prompting import Prompting
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics

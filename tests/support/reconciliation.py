@@ -32,7 +32,7 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction, Corrections
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import journal_beside, replay
-from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage
+from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
 from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.waiting import TOGETHER_FROM
 from appliance.metering.prices import Price
@@ -284,17 +284,8 @@ class History:
         for fact in self.rng.sample(self.open, len(self.open) // 2):
             fact.counts = fact.planned
             prompt, cached, completion, rejected = fact.counts
-            self.ledger.checkpoint(
-                [
-                    Checkpoint(
-                        request_id=fact.request_id,
-                        prompt_tokens=prompt,
-                        cached_tokens=cached,
-                        completion_tokens=completion,
-                        rejected_tokens=rejected,
-                    )
-                ]
-            )
+            usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, rejected_tokens=rejected)
+            self.ledger.checkpoint({fact.request_id: usage})
         await self.ledger.stop(PATIENCE_S)
         promised = [] if self.journal is None else await self._die_before_the_rows(self.journal)
         await self._start()

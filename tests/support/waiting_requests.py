@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
@@ -29,7 +28,6 @@ class Queue:
     def __init__(self, clock: FakeClock, **options: Any) -> None:
         self.alarms = FakeTimer(clock)
         self.admission = utc_admission(clock, EmptySums(), later=self.alarms.call_later, **options)
-        self.gone = asyncio.Event()
         self._tasks: list[asyncio.Task[Reservation]] = []
         self._failures: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self._failures.append(context))
@@ -45,8 +43,7 @@ class Queue:
 
     async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
         """Start asking and let it come to its answer or its place in line."""
-        patience = Patience(wait_s=wait_s, gone=self._gone)
-        task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked(who, tokens), **changes), patience))
+        task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked(who, tokens), **changes), wait_s))
         self._tasks.append(task)
         await self.alarms.settle()
         return task
@@ -59,9 +56,6 @@ class Queue:
         assert self.admission.waiting == []
         assert not self.admission._queue._lines, "somebody was left in a line"
         assert self._failures == []
-
-    async def _gone(self) -> None:
-        await self.gone.wait()
 
 
 class Waits:

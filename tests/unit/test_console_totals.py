@@ -15,7 +15,6 @@ from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import Totals, costs_this_month, totals_this_month, totals_today
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.queue import Patience
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
@@ -148,7 +147,7 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -
     bob = Principal(tenant=replace(box.cast.bob.tenant, limits=limits), key=replace(box.cast.bob.key, limits=limits))
     admission = box.services.admission
     first = await admission.admit(asked(bob))
-    waiting = [asyncio.create_task(admission.admit(asked(bob), Patience(wait_s=60.0))) for _ in range(5)]
+    waiting = [asyncio.create_task(admission.admit(asked(bob), 60.0)) for _ in range(5)]
     await poll_until(lambda: len(admission.waiting) == 5)
     await tenant_levels(box.services, bob.tenant, access=WHOLE_BOX)
     await key_levels(box.services, bob.tenant, bob.key, access=WHOLE_BOX)

@@ -120,27 +120,6 @@ async def test_a_wait_that_ends_by_a_bug_is_counted_as_such(clock: FakeClock, mo
     await queue.close()
 
 
-async def test_a_bug_in_the_watch_for_a_clients_leaving_ends_its_wait_as_one_and_not_as_left(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    waits, bob = Waits(), principal(TWO)
-    queue = Queue(clock, waits=waits)
-    running = [await queue.ask(bob, 1) for _ in range(2)]
-    with monkeypatch.context() as bug:
-        bug.setattr(queue.gone, "wait", failing(queue.gone.wait))
-        first = await queue.ask(bob, 1)
-    second = await queue.ask(bob, 1)
-    assert isinstance(first.exception(), BugError)
-    assert capfd.readouterr().out.count("Traceback") == 1
-    assert waits.told == [("began", "demo"), ("failed", "demo", 0.0), ("began", "demo")]
-
-    running[0].result().settle(1)
-    await queue.alarms.settle()
-    assert second.result()
-    assert num_running(queue.admission, bob.tenant.id) == 2
-    await queue.close()
-
-
 @pytest.mark.parametrize("broken", ["take", "the second bucket", "join"])
 async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     limits = Limits(concurrent_requests=2, tokens_per_minute=60, requests_per_minute=60, tokens_per_day=100)

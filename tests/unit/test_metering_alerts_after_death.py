@@ -16,7 +16,7 @@ from appliance.metering.alerts.keys import KeyAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import replay
-from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.recovery import recover
 from appliance.metering.prices import Price
 from appliance.serving.alerting.watch import AlertWatch
@@ -97,7 +97,7 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
     await ledger.start()
     entry = pending(cast.bob, price=price, admitted_at=clock.now())
     await ledger.open(entry)
-    ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=100)])
+    ledger.checkpoint({entry.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=100)})
     await poll_until(lambda: not ledger._waiting._checkpoints)
     await ledger.stop()
     assert await told(alerts) == []
@@ -128,7 +128,7 @@ async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
     settled, running = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
     for entry in (settled, running):
         await ledger.open(entry)
-    ledger.checkpoint([Checkpoint(request_id=running.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=60)])
+    ledger.checkpoint({running.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=60)})
     await poll_until(lambda: not ledger._waiting._checkpoints and ledger._in_round_since_s is None)
     await ledger.settle(posted(settled.request_id, prompt=0, completion=40))
     await kill_ledger(ledger)
@@ -148,7 +148,7 @@ async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
     async with running_ledger(alerts.db, clock, cast.epoch_id) as ledger:
         left, after = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
         await ledger.open(left)
-        ledger.checkpoint([Checkpoint(request_id=left.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=79)])
+        ledger.checkpoint({left.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=79)})
         await poll_until(lambda: not ledger._waiting._checkpoints)
     budgets = await start_again(alerts, tmp_path / "j")
     assert await told(alerts) == []

@@ -27,7 +27,7 @@ from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.wording import ABORT_POLICY, line_name
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.records import Checkpoint, UsageEvent
+from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.limits.admission_request import AdmissionRequest, is_batch_work
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
@@ -120,9 +120,7 @@ async def test_a_crash_and_a_correction_keep_what_was_batch_work_and_its_share(
     entry = factories.pending(cast.bob, price=price, price_basis_points=5000, batch=True)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
-        ledger.checkpoint(
-            [Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=4, completion_tokens=5, rejected_tokens=0)]
-        )
+        ledger.checkpoint({entry.request_id: Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=5, rejected_tokens=0)})
     clock.advance(60)
     assert await utc_recover(database, clock, await begin_epoch(database, clock, "next")) == 1
     (event,) = await all_events(database)

@@ -15,7 +15,7 @@ from appliance.metering.invoicing.lines import usage_picos
 from appliance.metering.invoicing.sums import Cover, _queries, read_event_sums
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.records import Checkpoint, Settlement, Usage
+from appliance.metering.ledger.records import Settlement, Usage
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast
@@ -76,7 +76,7 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
         await ledger.open(entry)
         await ledger.open(lost)
         await ledger.settle(posted(entry.request_id, prompt=10, completion=0))
-        ledger.checkpoint([Checkpoint(request_id=lost.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=2)])
+        ledger.checkpoint({lost.request_id: Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=2)})
         await ledger.settle(posted(entry.request_id, prompt=10, completion=0))  # with it the checkpoint is written
     closed = await invoices.close(
         (await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)).head.id, access=WHOLE_BOX

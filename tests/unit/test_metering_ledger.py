@@ -16,7 +16,7 @@ from appliance.base.errors import InternalError, Overloaded
 from appliance.base.money import PRICE_MICROS_MAX
 from appliance.base.prepared import Prepared
 from appliance.metering.ledger import rows as ledger_rows
-from appliance.metering.ledger.records import Checkpoint, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.records import RequestRecord, Settlement, Usage
 from appliance.metering.ledger.round import LedgerBroken, Round, is_bad_row
 from appliance.metering.ledger.writer import RETRY_S_MIN
 from appliance.metering.past_requests import PastRequests
@@ -484,9 +484,8 @@ async def test_the_latest_checkpoint_of_each_request_is_written(database: Databa
     entry, other = pending(cast.bob), pending(cast.charlie)
     async with running_ledger(database, clock, cast.epoch_id, checkpoint_interval_s=1.0) as ledger:
         await asyncio.gather(ledger.open(entry), ledger.open(other))
-        rows = [Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=4, completion_tokens=n) for n in (1, 2)]
-        ledger.checkpoint(rows[:1])
-        ledger.checkpoint(rows[1:])
+        for tokens in (1, 2):
+            ledger.checkpoint({entry.request_id: Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=tokens)})
     events = {event.request_id: event for event in await all_events(database)}
     written = events[entry.request_id]
     assert (written.prompt_tokens, written.cached_tokens, written.completion_tokens) == (10, 4, 2)
@@ -502,7 +501,7 @@ async def test_a_ledger_whose_checkpoint_failed_is_not_healthy_before_something_
     async with running_ledger(failing, clock, cast.epoch_id, checkpoint_interval_s=60.0) as ledger:
         await ledger.open(entry)
         failing.fail_before_commit = 1
-        ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=1)])
+        ledger.checkpoint({entry.request_id: Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=1)})
         await poll_until(lambda: not ledger.healthy)
         await asyncio.sleep(3 * RETRY_S_MIN)
         assert not ledger.healthy
@@ -523,11 +522,11 @@ async def test_a_checkpoint_that_no_table_takes_costs_no_other_and_no_settlement
         blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
         await poll_until(lambda: gated.held == 1)
         ledger.checkpoint(
-            [
-                Checkpoint(request_id=request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=count)
+            {
+                request_id: Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=count)
                 for request_id, count in counts.items()
                 if count
-            ]
+            }
         )
         settling = asyncio.create_task(ledger.settle(posted(settled)))
         gated.gate.set()
@@ -568,7 +567,7 @@ async def test_a_late_checkpoint_does_not_touch_a_settled_event(database: Databa
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         event = await settle(ledger, posted(entry.request_id))
-        ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=1, cached_tokens=0, completion_tokens=1)])
+        ledger.checkpoint({entry.request_id: Usage(prompt_tokens=1, cached_tokens=0, completion_tokens=1)})
     assert await all_events(database) == [event]
 
 

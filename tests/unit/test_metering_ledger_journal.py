@@ -30,7 +30,7 @@ from appliance.metering.ledger import waiting as waiting_module
 from appliance.metering.ledger import writer as writer_module
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, only_in_journal, replay
-from appliance.metering.ledger.records import Checkpoint, UsageEvent
+from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.past_requests import PastRequests
@@ -114,7 +114,7 @@ async def test_the_rows_of_an_entry_follow_by_themselves(
         await poll_until(lambda: entry.request_id in ledger._opened)
         (event,) = await all_events(database)
         assert event.status == "pending"
-        ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=9, cached_tokens=0, completion_tokens=2)])
+        ledger.checkpoint({entry.request_id: Usage(prompt_tokens=9, cached_tokens=0, completion_tokens=2)})
         await ledger.settle(voided(entry.request_id))
 
 
@@ -458,7 +458,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_d
         except (Overloaded, InternalError):
             return
         admitted.add(entry.request_id)
-        ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=1)])
+        ledger.checkpoint({entry.request_id: Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=1)})
         if chance.random() < 0.7:
             completion = chance.randrange(50)
             await ledger.settle(posted(entry.request_id, completion=completion))

@@ -17,7 +17,6 @@ from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.ledger_sums import OUTPUTS_READ_MAX, outputs_query
 from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
-from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, Person
@@ -174,7 +173,7 @@ async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
     bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
     first = await admit(admission, bob)
     asked = AdmissionRequest(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
-    waiting = asyncio.ensure_future(admission.admit(asked, Patience(wait_s=60)))
+    waiting = asyncio.ensure_future(admission.admit(asked, 60))
     await turns()
     for who in others:
         (await admit(admission, who)).void()

@@ -12,7 +12,7 @@ from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger import recovery
 from appliance.metering.ledger.epochs import EpochEnded, begin_epoch
-from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.rows import EVENTS_WITH_PRICES, INSERT_EVENTS, event_row
 from appliance.metering.limits.admission_request import AdmissionRequest
@@ -49,7 +49,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
         for entry in (seen, unseen, done):
             await ledger.open(entry)
         counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 3, "rejected_tokens": 7}
-        ledger.checkpoint([Checkpoint(request_id=seen.request_id, **counts)])
+        ledger.checkpoint({seen.request_id: Usage(**counts)})
         settled = await settle(ledger, posted(done.request_id))
     epoch = await begin_epoch(database, clock, "next")
     clock.advance(60)
@@ -150,8 +150,7 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         for opened in today:
             await ledger.open(opened)
-        rows = [Checkpoint(request_id=e.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=5) for e in today]
-        ledger.checkpoint(rows)
+        ledger.checkpoint({e.request_id: Usage(prompt_tokens=10, completion_tokens=5) for e in today})
     await utc_recover(database, clock, await begin_epoch(database, clock, "next"))
     for owner in (Owner("tenant", cast.bob.tenant.id), Owner("key", cast.bob.key.id), Owner("key", cast.bob.key.id, "demo")):
         at = Moment(clock.now(), clock.monotonic_s(), clock.now().date(), clock.now())

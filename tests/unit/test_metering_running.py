@@ -10,7 +10,6 @@ import pytest
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.running import WAIT_S_MAX, WAIT_S_MIN
 from appliance.tenancy.principals import Limits, Principal
@@ -119,7 +118,7 @@ async def test_those_who_wait_before_take_the_first_places(admission: Admission,
         generate(clock, first, 1, 0.1)
         second.record_progress(0, first.output_tokens // 2)
     assert await told_s(admission, bob) == 6
-    waiting = asyncio.ensure_future(admission.admit(asked(bob), Patience(wait_s=60)))
+    waiting = asyncio.ensure_future(admission.admit(asked(bob), 60))
     await asyncio.sleep(0)
     assert await told_s(admission, bob) > 15, "the first place is the other's"
     first.settle(50)

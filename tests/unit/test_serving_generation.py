@@ -12,7 +12,7 @@ import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
-from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement
+from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
 from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving import generation as generation_module
@@ -20,6 +20,7 @@ from appliance.serving.answers import Answer
 from appliance.serving.bill import Bill
 from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
+from appliance.serving.orders import Order
 from appliance.serving.prompting import Prompting
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
@@ -541,7 +542,7 @@ async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> No
 async def test_the_ledger_is_told_how_far_each_request_is_that_runs_and_has_output(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[Checkpoint]] = []
+    told: list[dict[str, Usage]] = []
     monkeypatch.setattr(box.ledger, "checkpoint", told.append)
     box.generations.checkpoint()
     assert told == [], "nothing runs"
@@ -555,17 +556,16 @@ async def test_the_ledger_is_told_how_far_each_request_is_that_runs_and_has_outp
     lives = [generation.live for generation in running]
     box.generations.checkpoint()
     assert told == [
-        [
-            Checkpoint(
-                request_id=live.id,
+        {
+            live.id: Usage(
                 prompt_tokens=live.prompt_tokens,
                 cached_tokens=live.cached_tokens,
                 completion_tokens=live.completion_tokens,
             )
             for live in lives
-        ]
+        }
     ]
-    assert all(row.completion_tokens > 0 for row in told[0])
+    assert all(usage.completion_tokens > 0 for usage in told[0].values())
     for generation in (waiting, *running):
         generation.end_early("aborted")
 
@@ -660,7 +660,7 @@ async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast:
 async def test_a_fault_before_anybody_owns_the_generation_gives_the_reservation_back(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box.generations, "_generation_request", None)
+    monkeypatch.setattr(Order, "live_request", None)
     with pytest.raises(TypeError):
         await box.start(cast.bob, TEXT)
     assert num_running(box.admission, cast.bob.tenant.id) == 0

@@ -14,9 +14,8 @@ import pytest
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, NotFound, Overloaded, RoleNotAllowed
-from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement
+from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.principals import Limits
@@ -101,9 +100,9 @@ async def test_a_request_waits_for_room_as_long_as_its_tier_says(
 ) -> None:
     admit, waits_s = box.admission.admit, list[float]()
 
-    async def noting(asked: AdmissionRequest, patience: Patience) -> Reservation:
-        waits_s.append(patience.wait_s)
-        return await admit(asked, patience)
+    async def noting(asked: AdmissionRequest, wait_s: float) -> Reservation:
+        waits_s.append(wait_s)
+        return await admit(asked, wait_s)
 
     monkeypatch.setattr(box.admission, "admit", noting)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=1500)
@@ -144,10 +143,10 @@ async def test_a_request_pays_the_price_that_is_in_force_when_it_gets_room(
 ) -> None:
     admit, asked_at = box.admission.admit, list[int | None]()
 
-    async def after_a_wait(asked: AdmissionRequest, patience: Patience) -> Reservation:
+    async def after_a_wait(asked: AdmissionRequest, wait_s: float) -> Reservation:
         asked_at.append(None if asked.price is None else asked.price.completion)
         clock.advance(10)
-        return await admit(asked, patience)
+        return await admit(asked, wait_s)
 
     terms: dict[str, Any] = {"model": MODEL, "currency": "EUR", "prompt": 0, "cached_prompt": 0}
     prices = euro_prices(database, clock)
@@ -167,9 +166,9 @@ async def test_a_request_whose_engine_has_gone_while_it_waited_for_room_holds_no
 ) -> None:
     admit = box.admission.admit
 
-    async def after_a_wait(asked: AdmissionRequest, patience: Patience) -> Reservation:
+    async def after_a_wait(asked: AdmissionRequest, wait_s: float) -> Reservation:
         box.client.unavailable = "restarting"
-        return await admit(asked, patience)
+        return await admit(asked, wait_s)
 
     monkeypatch.setattr(box.admission, "admit", after_a_wait)
     with pytest.raises(EngineUnavailable):
@@ -200,7 +199,7 @@ async def test_a_key_that_expires_ends_what_it_began_then(box: Serving, cast: Ca
     assert error.code == "expired_api_key"
 
 
-async def test_who_is_cancelled_while_its_record_is_written_leaves_nothing_pending(
+async def test_a_request_whose_client_leaves_while_its_record_is_written_ends_and_costs_nothing(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, asked, disk = box.ledger.open, asyncio.Event(), asyncio.Event()
@@ -219,14 +218,14 @@ async def test_who_is_cancelled_while_its_record_is_written_leaves_nothing_pendi
     disk.set()
     assert await box.generations.drain(5.0)
     (event,) = (await box.reports.ledger_page(access=WHOLE_BOX)).data
-    assert (event.status, event.completion_tokens) == ("posted", len(box.ids(TEXT)))
+    assert (event.status, event.finish_reason, event.cause) == ("voided", "disconnected", "client")
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_what_has_ended_and_is_not_recorded_yet_is_neither_revived_nor_checkpointed(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, disk, told = box.ledger.settle, asyncio.Event(), list[list[Checkpoint]]()
+    settle, disk, told = box.ledger.settle, asyncio.Event(), list[dict[str, Usage]]()
 
     async def slowly(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
         await disk.wait()
@@ -254,14 +253,11 @@ async def test_what_has_ended_and_is_not_recorded_yet_is_neither_revived_nor_che
 async def test_the_ledger_hears_of_a_request_from_its_first_token_on(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[Checkpoint]] = []
+    told: list[dict[str, Usage]] = []
     monkeypatch.setattr(box.ledger, "checkpoint", told.append)
     box.engine.allow_steps(1)
     generation = await box.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.completion_tokens == 1)
     box.generations.checkpoint()
-    (rows,) = told
-    assert [(row.request_id, row.prompt_tokens, row.completion_tokens) for row in rows] == [
-        (generation.request_id, len(box.ids(TEXT)), 1)
-    ]
+    assert told == [{generation.request_id: Usage(prompt_tokens=len(box.ids(TEXT)), completion_tokens=1)}]
     generation.end_early("disconnected")

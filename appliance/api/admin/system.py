@@ -12,6 +12,7 @@ from litestar.response import Stream
 from appliance.api.admin.system_shapes import SystemShape, system_shape
 from appliance.api.auth import authenticate_administrator
 from appliance.api.connection_services import services_of
+from appliance.api.exchange import exchange_of
 from appliance.api.queries import AdminRequest
 from appliance.api.sse import EVENT_STREAM, EventStream
 from appliance.base.errors import Forbidden, Overloaded, Unauthenticated
@@ -44,6 +45,7 @@ async def stream_events(request: AdminRequest) -> Stream:
         first = await anext(snapshots)
     except TooManySubscribers as error:
         raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
+    exchange_of(request).cancel_on_disconnect(request.receive)
     return EventStream(_frames(request, first, snapshots))
 
 

@@ -174,7 +174,7 @@ async def _settle(
         ended = await connection.run_sync(rows.ended, request_ids)
     missing = [Settle(settlement=settlement) for settlement in settlements if settlement.request_id not in ended]
     work = Round(
-        db=db, epoch_id="", currency="", calendar=calendar, now=clock.now(), operations=missing, checkpoints=(), opened={},
+        db=db, epoch_id="", currency="", calendar=calendar, now=clock.now(), operations=missing, checkpoints={}, opened={},
         on_settled=on_settled,
     )  # fmt: skip
     await work.write()

@@ -92,16 +92,6 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a voided request has no usage")
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running request would be billed if the process died now: its prompt once prefill is done, its output so far."""
-
-    request_id: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    rejected_tokens: int = 0
-
-
 class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One record of the ledger. While pending its tokens are checkpoints and it costs nothing yet.
 

@@ -19,7 +19,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InternalError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import epochs, rollups, rows
-from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage, UsageEvent
+from appliance.metering.ledger.records import PendingEntry, Settlement, Usage, UsageEvent
 from appliance.metering.prices import Rate
 
 _log = structlog.get_logger()
@@ -118,7 +118,8 @@ OnSettled = Callable[[Connection, Sequence[UsageEvent]], object]
 
 @dataclass(slots=True)
 class Round:
-    """Operations and checkpoints that are committed together; if one of them is bad, each alone.
+    """Operations and checkpoints that are committed together; if one of them is bad, each alone. A checkpoint is what a running
+    request would be billed if the process died now.
 
     `opened` are the pending entries that this process wrote; `report_results` keeps it up to date. `errors` are those of bad
     operations, by the operation's identity.
@@ -130,7 +131,7 @@ class Round:
     calendar: BillingCalendar
     now: datetime
     operations: Sequence[Operation]
-    checkpoints: Sequence[Checkpoint]
+    checkpoints: Mapping[str, Usage]
     opened: dict[str, rows.Opened]
     on_settled: OnSettled | None = None
     inserted: dict[str, rows.Opened] = field(default_factory=dict)
@@ -168,15 +169,15 @@ class Round:
 
     async def _write_one_by_one(self) -> None:
         for operation in self.operations:
-            error = await self._try([operation], [])
+            error = await self._try([operation], {})
             if error is not None:
                 self.errors[id(operation)] = error
-        for checkpoint in self.checkpoints:
-            error = await self._try([], [checkpoint])
+        for request_id, usage in self.checkpoints.items():
+            error = await self._try([], {request_id: usage})
             if error is not None:
-                _log.error("checkpoint_refused", request_id=checkpoint.request_id, error=str(error))
+                _log.error("checkpoint_refused", request_id=request_id, error=str(error))
 
-    async def _try(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> Exception | None:
+    async def _try(self, operations: Sequence[Operation], checkpoints: Mapping[str, Usage]) -> Exception | None:
         """Commit only these and return the error if they are bad."""
         try:
             await self._transaction(operations, checkpoints)
@@ -186,7 +187,7 @@ class Round:
             return error
         return None
 
-    async def _transaction(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> None:
+    async def _transaction(self, operations: Sequence[Operation], checkpoints: Mapping[str, Usage]) -> None:
         if not operations and not checkpoints:
             return
         opens = [operation for operation in operations if isinstance(operation, Open)]
@@ -200,7 +201,7 @@ class Round:
         self,
         connection: Connection,
         opens: Sequence[Open],
-        checkpoints: Sequence[Checkpoint],
+        checkpoints: Mapping[str, Usage],
         settles: Sequence[Settle],
         voids: Sequence[str],
     ) -> dict[str, rows.Opened]:
@@ -209,7 +210,7 @@ class Round:
             epochs.hold(connection, self.epoch_id)
         inserted = self._insert(connection, opens) if opens else {}
         if checkpoints:
-            rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(row) for row in checkpoints])
+            rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(*each) for each in checkpoints.items()])
         if settles or voids:
             settled = self._settle(connection, settles, voids, ChainMap(inserted, self.opened))
             if settled and self.on_settled is not None:

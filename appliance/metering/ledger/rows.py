@@ -16,7 +16,6 @@ from appliance.base.tables import prices, requests, usage_events
 from appliance.metering.ledger.records import (
     ERROR_CHARS_MAX,
     TOKEN_COLUMNS,
-    Checkpoint,
     PendingEntry,
     RequestRow,
     Settlement,
@@ -222,7 +221,7 @@ def same_outcome(event: UsageEvent, settlement: Settlement) -> bool:
 
 def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
     """Return the parameters of SETTLE_EVENTS for an event in its final state."""
-    return _parameters(event, _SETTLED)
+    return _parameters(event.request_id, event, _SETTLED)
 
 
 def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str, Any]:
@@ -243,13 +242,13 @@ def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str
     }
 
 
-def checkpoint_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
+def checkpoint_parameters(request_id: str, usage: Usage) -> dict[str, Any]:
     """Return the parameters of WRITE_CHECKPOINTS."""
-    return _parameters(checkpoint, TOKEN_COLUMNS)
+    return _parameters(request_id, usage, TOKEN_COLUMNS)
 
 
-def _parameters(source: UsageEvent | Checkpoint, names: Sequence[str]) -> dict[str, Any]:
-    return {"of_request": source.request_id, **{f"new_{name}": getattr(source, name) for name in names}}
+def _parameters(request_id: str, source: UsageEvent | Usage, names: Sequence[str]) -> dict[str, Any]:
+    return {"of_request": request_id, **{f"new_{name}": getattr(source, name) for name in names}}
 
 
 def request_from_row(row: RowMapping) -> RequestRow:

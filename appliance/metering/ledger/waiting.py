@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from appliance.base.clock import Clock
-from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.round import Open, Operation, Settle, TrackedOperation
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Waiting:
         self._others: deque[Operation] = deque()
         self._others_due_s = 0.0
         self._opens_alone = False
-        self._checkpoints: dict[str, Checkpoint] = {}
+        self._checkpoints: dict[str, Usage] = {}
         self._checkpoints_due_s = 0.0
         self._wake = asyncio.Event()
 
@@ -62,9 +62,9 @@ class Waiting:
             self._others.append(operation)
         self._wake.set()
 
-    def put_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
+    def put_checkpoints(self, checkpoints: Mapping[str, Usage]) -> None:
         """Queue checkpoints; the latest of each request counts."""
-        self._checkpoints.update((checkpoint.request_id, checkpoint) for checkpoint in checkpoints)
+        self._checkpoints.update(checkpoints)
         self._wake.set()
 
     def drop_checkpoint(self, request_id: str) -> None:
@@ -98,7 +98,7 @@ class Waiting:
             except TimeoutError:
                 return
 
-    def take(self) -> tuple[list[Operation], list[Checkpoint]]:
+    def take(self) -> tuple[list[Operation], dict[str, Usage]]:
         """Return what the next round writes: opens, or the rest, in turns while both wait, or both when many wait.
 
         An abandoned open is dropped here, so that its void, which may come first, finds nothing to do.
@@ -120,13 +120,13 @@ class Waiting:
         self._others.clear()
         return operations
 
-    def put_back(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> None:
+    def put_back(self, operations: Sequence[Operation], checkpoints: Mapping[str, Usage]) -> None:
         """Queue again what a failed round had taken, before all others and in the same order."""
         self._others.extendleft(reversed(operations))
         settling = {operation.request_id for operation in self._others if isinstance(operation, Settle)}
-        for checkpoint in checkpoints:
-            if checkpoint.request_id not in settling:
-                self._checkpoints.setdefault(checkpoint.request_id, checkpoint)
+        for request_id, usage in checkpoints.items():
+            if request_id not in settling:
+                self._checkpoints.setdefault(request_id, usage)
 
     def _pause_s(self) -> float | None:
         """Return how many seconds until something is due, if no open comes; None when nothing waits."""
@@ -144,13 +144,13 @@ class Waiting:
     def _checkpoints_are_due(self) -> bool:
         return bool(self._checkpoints) and (self.closing or self._clock.monotonic_s() >= self._checkpoints_due_s)
 
-    def _take_checkpoints(self) -> list[Checkpoint]:
+    def _take_checkpoints(self) -> dict[str, Usage]:
         if self._opens_alone or not self._checkpoints_are_due():
-            return []
+            return {}
         self._checkpoints_due_s = self._clock.monotonic_s() + self._checkpoint_interval_s
         without_rows = {operation.entry.request_id for operation in self._others if isinstance(operation, Open)}
-        taken = [row for name, row in sorted(self._checkpoints.items()) if name not in without_rows]
-        self._checkpoints = {name: row for name, row in self._checkpoints.items() if name in without_rows}
+        taken = {name: usage for name, usage in sorted(self._checkpoints.items()) if name not in without_rows}
+        self._checkpoints = {name: usage for name, usage in self._checkpoints.items() if name in without_rows}
         return taken
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import structlog
 from sqlalchemy.exc import DBAPIError
@@ -30,7 +30,7 @@ from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import Journaled, encode
-from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement
+from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
 from appliance.metering.ledger.round import LedgerBroken, OnSettled, Open, Operation, Round, Settle, TrackedOperation, Void
 from appliance.metering.ledger.rows import Opened
 from appliance.metering.ledger.waiting import CHECKPOINT_INTERVAL_S, SETTLE_PAUSE_S, TOGETHER_FROM, Waiting
@@ -225,9 +225,10 @@ class Ledger:
             _log.error("ledger_journal_failed", error=repr(error), request_id=settlement.request_id)
             return None
 
-    def checkpoint(self, rows: Sequence[Checkpoint]) -> None:
-        """Queue the progress of running requests; the latest checkpoint of each is written about once a second."""
-        self._waiting.put_checkpoints(rows)
+    def checkpoint(self, usages: Mapping[str, Usage]) -> None:
+        """Queue what running requests, by id, would be billed if the process died now; the latest of each is written about once
+        a second."""
+        self._waiting.put_checkpoints(usages)
 
     @property
     def _runs(self) -> bool:
@@ -299,7 +300,7 @@ class Ledger:
             )
         self._in_round = []
 
-    def _keep_for_retry(self, operations: list[Operation], checkpoints: list[Checkpoint], error: Exception) -> None:
+    def _keep_for_retry(self, operations: list[Operation], checkpoints: Mapping[str, Usage], error: Exception) -> None:
         """After a failure of the database, refuse opens whose callers wait, and keep the rest for the next round, in order."""
         self.last_error = f"{type(error).__name__}: {error}"
         _log.error("ledger_round_failed", error=self.last_error, operations=len(operations), retry_s=self._retry_s)

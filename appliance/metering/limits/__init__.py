@@ -6,7 +6,7 @@
       needs_of        what it asks of each owner: its prompt, and the output that is expected
       Allowance       one owner's buckets and windows: does any of them refuse?
         no  ─► take ─► Reservation ─► record_progress … ─► settle or void ─► whoever waits for what is given back tries again
-        yes ─► queue.wait, where its patience covers the wait, else the error that refusals.py makes
+        yes ─► queue.wait, where its tier lets it wait that long, else the error that refusals.py makes
 
 Read them in this order. Each module imports only from lines above its own, or from its own:
 

@@ -6,7 +6,7 @@ prompt, which is known exactly, and the output that is to be expected; the expec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from appliance.base.clock import Clock
@@ -20,10 +20,8 @@ from appliance.metering.limits.needs import Needs, needs_of
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
 from appliance.metering.limits.queue import (
-    NO_PATIENCE,
     AdmissionQueue,
     Later,
-    Patience,
     Refusals,
     Waiter,
     WaitObserver,
@@ -34,8 +32,8 @@ from appliance.metering.limits.rate_limits import RateLimitState, rate_limit_sta
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import rules_for
 from appliance.metering.limits.running import Running
-from appliance.metering.limits.saved_levels import LevelRow, SavedLevel
-from appliance.metering.limits.sums import SumsReader
+from appliance.metering.limits.saved_levels import Levels
+from appliance.metering.limits.sums import SavedLevel, SumsReader
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
@@ -82,12 +80,12 @@ class Admission:
         self._first_reads = FirstReads(sums, self._allowances, self._live, self._moment)
         self._today: Moment | None = None
 
-    async def admit(self, request: AdmissionRequest, patience: Patience = NO_PATIENCE) -> Reservation:
+    async def admit(self, request: AdmissionRequest, wait_s: float = 0.0) -> Reservation:
         """Return what was reserved for the request, which must be settled or voided once.
 
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was taken. After `retry_after_s` of the
-        latter every limit that refused has room again, if nobody else takes it. If that is within the `patience`, the request
-        waits for it instead; Abandoned says that its client has gone meanwhile.
+        latter every limit that refused has room again, if nobody else takes it. If that is within `wait_s`, the request waits
+        for it instead; a caller that is cancelled meanwhile takes nothing.
         """
         allowances = await self._allowances_of(request)
         # No await from here to the taking.
@@ -95,10 +93,10 @@ class Admission:
         answer = self._try(request, needs)
         if isinstance(answer, Reservation):
             return answer
-        if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer, request.principal.tenant.id):
+        if not may_wait(answer.decisions, wait_s) or not self._queue.has_room(answer, request.tenant_id):
             raise answer.error
         tokens = {allowance: need.expected.tokens for allowance, need in needs.each.items()}
-        return await self._queue.wait(request, answer, tokens, lambda waiter: self._try(request, needs, waiter), patience)
+        return await self._queue.wait(request, answer, tokens, lambda waiter: self._try(request, needs, waiter), wait_s)
 
     @property
     def waiting(self) -> list[AdmissionRequest]:
@@ -113,7 +111,7 @@ class Admission:
         for running in self._live:
             if (principal := principals.get(running.request.key_id)) is not None:
                 running.hold_to_budget(principal.tenant.cut_at_budget)
-        waiting = {(request.principal.key.id, request.model) for request in self._queue.waiting}
+        waiting = {(request.key_id, request.model) for request in self._queue.waiting}
         for key_id, model in waiting | {(running.request.key_id, running.request.model) for running in self._live}:
             principal = principals.get(key_id)
             if principal is None:
@@ -187,28 +185,26 @@ class Admission:
         allowance = self._allowances.get(owner)
         return {} if allowance is None else allowance.taken(self._moment())
 
-    def unsaved_levels(self) -> list[LevelRow]:
+    def unsaved_levels(self) -> Levels:
         """Return the levels of buckets that changed since the last call."""
         changed, self._unsaved = self._unsaved, set()
         at = self._moment()
-        return [
-            LevelRow(
-                owner=allowance.owner,
-                kind=kind,
-                level=SavedLevel(capacity=bucket.capacity, units=bucket.units(at.monotonic_s), saved_at=at.now),
-            )
+        return {
+            allowance.owner: {
+                kind: SavedLevel(capacity=bucket.capacity, units=bucket.units(at.monotonic_s), saved_at=at.now)
+                for kind, bucket in allowance.buckets.items()
+            }
             for allowance in changed
-            for kind, bucket in allowance.buckets.items()
-        ]
+        }
 
-    def save_again(self, rows: Sequence[LevelRow]) -> None:
-        """Hear that these levels could not be saved."""
-        self._unsaved |= {self._allowances[row.owner] for row in rows}
+    def save_again(self, owners: Iterable[Owner]) -> None:
+        """Hear that the levels of these owners could not be saved."""
+        self._unsaved |= {self._allowances[owner] for owner in owners}
 
     async def _allowances_of(self, request: AdmissionRequest) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. Of new ones the ledger is read once."""
         rules = rules_for(request.principal, request.model, request.policy, self._currency)
-        self.output_estimates.lengths_of(request.principal.key.id, request.model)
+        self.output_estimates.lengths_of(request.key_id, request.model)
         for rule in rules:
             if rule.owner not in self._allowances:
                 await self._first_reads.ensure_known(rules)
@@ -225,8 +221,7 @@ class Admission:
     def _beside(self, request: AdmissionRequest, allowances: Collection[Allowance]) -> list[Allowance]:
         """Return what a request counts against beside the `allowances` whose limits hold for it: whose limits have gone, and
         may come back, and whose came while it waited."""
-        who = request.principal
-        known = map(self._allowances.get, owners_of(who.tenant.id, who.key.id, request.model))
+        known = map(self._allowances.get, owners_of(request.tenant_id, request.key_id, request.model))
         return [allowance for allowance in known if allowance is not None and allowance not in allowances]
 
     def _try(self, request: AdmissionRequest, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
@@ -243,7 +238,7 @@ class Admission:
         if refused:
             return Refusals(by=refused, estimate=self._live.estimate)
         reservation = Reservation(
-            needs.request,
+            request,
             needs.common,
             self._take(request, needs, overlooked, at),
             admitted_at=at.now,
@@ -254,7 +249,7 @@ class Admission:
             cut_at_budget=request.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
-        self.output_estimates.began(needs.request)
+        self.output_estimates.began(request)
         self._unsaved.update(needs.each)
         return reservation
 

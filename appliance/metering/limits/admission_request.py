@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
 
 from appliance.metering.prices import Price, Rate
@@ -18,36 +20,8 @@ def is_batch_work(service_tier: object) -> bool:
     return check_choice(service_tier, "service_tier", SERVICE_TIERS) == "flex"
 
 
-class PricedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks of the box: a prompt, some answers, and what they cost at its tenant's `rate`."""
-
-    tenant_id: str
-    key_id: str
-    model: str
-    prompt_tokens: int
-    answers: int
-    rate: Rate | None
-    currency: str | None
-
-    def cost(self, cached_tokens: int, completion_tokens: int, *, rejected_tokens: int = 0, prompt: int | None = None) -> int:
-        """Return the cost in pico-units; without a price there is none. `prompt` None is the whole prompt."""
-        if self.rate is None:
-            return 0
-        prompt_tokens = self.prompt_tokens if prompt is None else prompt
-        return self.rate.cost_picos(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=min(cached_tokens, prompt_tokens),
-            completion_tokens=completion_tokens,
-            rejected_tokens=rejected_tokens,
-        )
-
-    def cost_at_most(self, completion_tokens: int) -> int:
-        """Return the cost in pico-units, however much of the prompt is in the cache, and without guesses of speculation."""
-        return max(self.cost(0, completion_tokens), self.cost(self.prompt_tokens, completion_tokens))
-
-
-class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as admission sees it.
+class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for `cached_property`
+    """A request as admission sees it, and what it costs.
 
     `max_output_tokens` is what was asked for; `output_room` is how long the answer may get, which differs when nothing was
     asked for: then it is the rest of the model's context. Both are of one answer, of which there are `answers`. `batch` work
@@ -68,15 +42,38 @@ class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0 or self.answers < 1:
             raise ValueError("token counts must not be negative, and there is at least one answer")
 
-    def priced(self) -> PricedRequest:
-        """Return what it costs whom."""
-        tenant, price = self.principal.tenant, self.price
-        return PricedRequest(
-            tenant_id=tenant.id,
-            key_id=self.principal.key.id,
-            model=self.model,
-            prompt_tokens=self.prompt_tokens,
-            answers=self.answers,
-            rate=None if price is None else price.rate(tenant.tier, batch=self.batch),
-            currency=None if price is None else price.currency,
+    @property
+    def tenant_id(self) -> str:
+        """Return whose request it is."""
+        return self.principal.tenant.id
+
+    @property
+    def key_id(self) -> str:
+        """Return by which key it was sent."""
+        return self.principal.key.id
+
+    @property
+    def currency(self) -> str | None:
+        """Return what its cost is in."""
+        return None if self.price is None else self.price.currency
+
+    @cached_property
+    def rate(self) -> Rate | None:
+        """Return what its tenant pays for its tokens."""
+        return None if self.price is None else self.price.rate(self.principal.tenant.tier, batch=self.batch)
+
+    def cost(self, cached_tokens: int, completion_tokens: int, *, rejected_tokens: int = 0, prompt: int | None = None) -> int:
+        """Return the cost in pico-units; without a price there is none. `prompt` None is the whole prompt."""
+        if self.rate is None:
+            return 0
+        prompt_tokens = self.prompt_tokens if prompt is None else prompt
+        return self.rate.cost_picos(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(cached_tokens, prompt_tokens),
+            completion_tokens=completion_tokens,
+            rejected_tokens=rejected_tokens,
         )
+
+    def cost_at_most(self, completion_tokens: int) -> int:
+        """Return the cost in pico-units, however much of the prompt is in the cache, and without guesses of speculation."""
+        return max(self.cost(0, completion_tokens), self.cost(self.prompt_tokens, completion_tokens))

@@ -10,6 +10,8 @@ from appliance.metering.limits.owners import LimitScope
 LimitKind = Literal["tokens", "requests", "concurrency", "tokens_per_day", "budget"]
 
 BUCKET_KINDS: tuple[LimitKind, ...] = ("tokens", "requests")
+WINDOW_KINDS: tuple[LimitKind, ...] = ("tokens_per_day", "budget")
+TOKEN_KINDS: tuple[LimitKind, ...] = ("tokens", "tokens_per_day")
 SHADOW = "shadow"  # the mode of limits that refuse nobody
 
 

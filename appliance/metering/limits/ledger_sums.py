@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -21,8 +22,7 @@ from appliance.metering.limits.decisions import BUCKET_KINDS, LimitKind
 from appliance.metering.limits.output_estimates import OUTPUTS_KEPT
 from appliance.metering.limits.owner_sums import NAMED_MAX, days_of_month, spread, sums_query
 from appliance.metering.limits.owners import Owner, owners_of
-from appliance.metering.limits.saved_levels import SavedLevel
-from appliance.metering.limits.sums import RECENT, LevelNow, PeriodSums
+from appliance.metering.limits.sums import RECENT, PeriodSums, SavedLevel
 from appliance.metering.limits.windows import Moment
 
 RECENT_EVENTS_MAX = 20_000
@@ -119,10 +119,9 @@ def _last_minute(events: Sequence[Row[Any]], at: Moment) -> tuple[tuple[datetime
     return tuple(sorted((event.admitted_at, event.tokens) for event in events if event.admitted_at >= at.now - RECENT))
 
 
-def _level(kind: LimitKind, saved: SavedLevel, events: Sequence[Row[Any]]) -> LevelNow:
-    """Return a saved level with what it does not know of yet."""
-    since = tuple(sorted(_charges(kind, saved.saved_at, events)))
-    return LevelNow(capacity=saved.capacity, units=saved.units, saved_at=saved.saved_at, since=since)
+def _level(kind: LimitKind, saved: SavedLevel, events: Sequence[Row[Any]]) -> SavedLevel:
+    """Return a saved level with what was used since."""
+    return dataclasses.replace(saved, since=tuple(sorted(_charges(kind, saved.saved_at, events))))
 
 
 def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) -> Iterator[tuple[datetime, int]]:

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from appliance.metering.limits.admission_request import AdmissionRequest, PricedRequest
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Allowance, Amount, Need
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.tenancy.principals import Limits
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request is to cost, and what it asks of each of its allowances; `common` is what it asks of all that refuse."""
+    """What a request asks of each of its allowances; `common` is what it asks of all that refuse."""
 
-    request: PricedRequest
     common: Need
     each: Mapping[Allowance, Need]
 
@@ -24,28 +23,26 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 def needs_of(request: AdmissionRequest, allowances: Sequence[Allowance], estimates: OutputEstimates) -> Needs:
     """Return what is asked of each of `allowances`. It differs where a guess is cut to the room that limits leave: limits in
     shadow mode cut it for themselves alone."""
-    priced = request.priced()
     enforced = [allowance.limits for allowance in allowances if allowance.enforces]
-    common = _need(request, priced, _room(enforced), estimates)
+    common = _need(request, _room(enforced), estimates)
     return Needs(
-        request=priced,
         common=common,
         each={
-            allowance: common if allowance.enforces else _need(request, priced, _room([*enforced, allowance.limits]), estimates)
+            allowance: common if allowance.enforces else _need(request, _room([*enforced, allowance.limits]), estimates)
             for allowance in allowances
         },
     )
 
 
-def _need(request: AdmissionRequest, priced: PricedRequest, room: float, estimates: OutputEstimates) -> Need:
+def _need(request: AdmissionRequest, room: float, estimates: OutputEstimates) -> Need:
     room_each = (room - request.prompt_tokens) / request.answers
-    each = estimates.output(priced, request.max_output_tokens, room_each)
+    each = estimates.output(request, room_each)
     expected = request.answers * each
     longest = request.answers * max(each, request.max_output_tokens or 0, request.output_room or 0)
     return Need(
-        expected=Amount(tokens=request.prompt_tokens + expected, cost_picos=priced.cost(0, expected)),
-        worst=Amount(tokens=request.prompt_tokens + longest, cost_picos=priced.cost_at_most(longest)),
-        currency=priced.currency,
+        expected=Amount(tokens=request.prompt_tokens + expected, cost_picos=request.cost(0, expected)),
+        worst=Amount(tokens=request.prompt_tokens + longest, cost_picos=request.cost_at_most(longest)),
+        currency=request.currency,
     )
 
 

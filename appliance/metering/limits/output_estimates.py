@@ -12,7 +12,7 @@ import structlog
 
 from appliance.base.background import Background
 from appliance.base.clock import Clock
-from appliance.metering.limits.admission_request import PricedRequest
+from appliance.metering.limits.admission_request import AdmissionRequest
 
 OUTPUTS_KEPT = 100
 """Answers of a key with a model by which the length of the next one is guessed."""
@@ -125,26 +125,26 @@ class OutputEstimates:
             del self._lengths[pair]
             self._unread.pop(pair, None)
 
-    def began(self, request: PricedRequest) -> None:
+    def began(self, request: AdmissionRequest) -> None:
         """Count the answers of a request that was admitted as running."""
         self.lengths_of(request.key_id, request.model).running += request.answers
 
-    def ended(self, request: PricedRequest, output_tokens: int) -> None:
+    def ended(self, request: AdmissionRequest, output_tokens: int) -> None:
         """Remember how long each of its answers was; 0 when there was none."""
         lengths = self._lengths[request.key_id, request.model]
         lengths.running -= request.answers
         if output_tokens:
             lengths.ended.append(output_tokens)
 
-    def output(self, request: PricedRequest, max_output_tokens: int | None, room: float) -> int:
-        """Return the output to reserve for each answer of `request`, never above the asked maximum.
+    def output(self, request: AdmissionRequest, room: float) -> int:
+        """Return the output to reserve for each answer of `request`, never above the maximum that it asked for.
 
         When nothing was asked for, a guess never makes a request larger than a limit: it is cut to the `room` that the limits
         leave beside the prompt.
         """
         guess = self.lengths_of(request.key_id, request.model).guess(request.answers - 1)
-        if max_output_tokens is not None:
-            return min(max_output_tokens, guess)
+        if request.max_output_tokens is not None:
+            return min(request.max_output_tokens, guess)
         return int(max(0, min(guess, room)))
 
 

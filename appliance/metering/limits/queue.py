@@ -17,12 +17,11 @@ import asyncio
 import contextvars
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
 import structlog
 
 from appliance.base.clock import Clock
@@ -30,7 +29,7 @@ from appliance.base.errors import GatehouseError, Refused
 from appliance.base.shared_places import has_place
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import NOTHING_AHEAD, Ahead, Allowance
-from appliance.metering.limits.decisions import LimitDecision
+from appliance.metering.limits.decisions import WINDOW_KINDS, LimitDecision
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation
@@ -39,13 +38,8 @@ WAITING_MAX = 1024  # places of all lines together
 LINE_MAX = 256
 TRIES_PER_TURN = 32  # in a turn of the event loop: two milliseconds
 ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
-WINDOWS = ("tokens_per_day", "budget")
 
 _log = structlog.get_logger()
-
-
-class Abandoned(Exception):
-    """The client went away while its request waited. Nothing was taken."""
 
 
 class Alarm(Protocol):
@@ -64,18 +58,8 @@ def on_the_loop(delay_s: float, call: Callable[[], None]) -> Alarm:
     return asyncio.get_running_loop().call_later(delay_s, call)
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a request may wait for room. `gone` returns when its client does not want it any more."""
-
-    wait_s: float = 0.0
-    gone: Callable[[], Awaitable[None]] | None = None
-
-
-NO_PATIENCE = Patience()
-
-
 class WaitObserver(Protocol):
-    """Who counts the waits: `how` they end is admitted, refused, abandoned or failed."""
+    """Who counts the waits: `how` they end is admitted, refused, abandoned (its caller was cancelled) or failed."""
 
     def wait_began(self, model: str) -> None:
         """Hear that a request waits for room."""
@@ -120,11 +104,6 @@ class Waiter:
     alarm: Alarm | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # with the request's id for the log
 
-    @property
-    def tenant_id(self) -> str:
-        """Return whose places it takes."""
-        return self.request.principal.tenant.id
-
 
 class AdmissionQueue:
     """The lines of all owners. Belongs to one event loop; nothing in it waits but `wait`."""
@@ -163,11 +142,11 @@ class AdmissionQueue:
         refusals: Refusals,
         tokens: Mapping[Allowance, int],
         attempt: Callable[[Waiter], Reservation | Refusals],
-        patience: Patience,
+        wait_s: float,
     ) -> Reservation:
         """Return the reservation as soon as `attempt` finds room. `tokens` is what is needed of each of its allowances.
 
-        Raises the last refusal when `patience` is over, Abandoned when its client is gone, and what `refuse_all` was given.
+        Raises the last refusal after `wait_s`, and what `refuse_all` was given. A caller that is cancelled takes nothing.
         """
         with self._observed(request.model):
             waiter = Waiter(
@@ -175,29 +154,18 @@ class AdmissionQueue:
                 request=request,
                 tokens=tokens,
                 attempt=attempt,
-                deadline_s=self._clock.monotonic_s() + patience.wait_s,
+                deadline_s=self._clock.monotonic_s() + wait_s,
                 answer=asyncio.get_running_loop().create_future(),
             )
-            watcher = asyncio.ensure_future(self._watch(waiter, patience.gone or _never))
             kept = False
             try:
                 self._waiting.add(waiter)
                 self._join_lines(waiter, refusals)
-                await asyncio.wait((waiter.answer, watcher), return_when=asyncio.FIRST_COMPLETED)
-                if not waiter.answer.done():
-                    raise Abandoned
+                await asyncio.wait((waiter.answer,))
                 kept = True
                 return waiter.answer.result()
             finally:
-                watcher.cancel()
                 self._discard(waiter, kept=kept)
-
-    async def _watch(self, waiter: Waiter, gone: Callable[[], Awaitable[None]]) -> None:
-        """Return when the client of `waiter` is gone. A bug in `gone` says nothing of the client: it ends the wait as such."""
-        try:
-            await gone()
-        except Exception as error:  # noqa: BLE001 - whoever waits is told
-            self.wake(self._fail(waiter, error))
 
     @contextmanager
     def _observed(self, model: str) -> Iterator[None]:
@@ -213,7 +181,7 @@ class AdmissionQueue:
         except GatehouseError:
             how = "refused"
             raise
-        except (Abandoned, asyncio.CancelledError):
+        except asyncio.CancelledError:
             how = "abandoned"
             raise
         finally:
@@ -282,7 +250,7 @@ class AdmissionQueue:
     def _fail(self, waiter: Waiter, error: Exception) -> set[Allowance]:
         """Log the bug that is being handled, and end a wait with it; return the lines that the waiter has left."""
         request = waiter.request
-        waiter.context.run(_log.exception, "admission_failed", model=request.model, key_id=request.principal.key.id)
+        waiter.context.run(_log.exception, "admission_failed", model=request.model, key_id=request.key_id)
         return self._refuse(waiter, error)
 
     def _refuse(self, waiter: Waiter, error: Exception) -> set[Allowance]:
@@ -295,7 +263,7 @@ class AdmissionQueue:
         """Join the line of every owner that refused, leave and return those of models that did not, and plan a retry."""
         refusing = {allowance for allowance, _decision in refusals.by}
         for allowance in refusing:
-            for_window = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
+            for_window = any(each is allowance and d.kind in WINDOW_KINDS for each, d in refusals.by)
             line = self._lines.get(allowance, Line())
             line.join(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
             self._lines[allowance] = line
@@ -335,17 +303,13 @@ class AdmissionQueue:
         """Remove a waiter that nobody awaits any more. If it was admitted just then, that is put back; those behind move up."""
         left = self._leave(waiter)
         answer = waiter.answer
-        if not kept and answer.done() and not answer.cancelled() and answer.exception() is None:
+        if not kept and answer.done() and answer.exception() is None:
             answer.result().void()
         self.wake(left)
 
 
-async def _never() -> None:
-    await asyncio.Event().wait()
-
-
 def _has_place(waiters: Collection[Waiter], tenant_id: str, places: int) -> bool:
-    return has_place(sum(waiter.tenant_id == tenant_id for waiter in waiters), len(waiters), places)
+    return has_place(sum(waiter.request.tenant_id == tenant_id for waiter in waiters), len(waiters), places)
 
 
 def known_wait_s(decisions: Iterable[LimitDecision]) -> float:

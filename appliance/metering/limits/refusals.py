@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from appliance.base.clock import format_wait
 from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.base.money import PICOS_PER_MICRO, format_micros
-from appliance.metering.limits.decisions import LimitDecision
+from appliance.metering.limits.decisions import TOKEN_KINDS, LimitDecision
 
 _LIMIT_NAMES = {
     "tokens": "tokens per minute",
@@ -82,7 +82,7 @@ def _reason(decision: LimitDecision) -> str:
 
 
 def _need(decision: LimitDecision) -> str:
-    return f"{decision.need} tokens" if decision.kind in ("tokens", "tokens_per_day") else str(decision.need)
+    return f"{decision.need} tokens" if decision.kind in TOKEN_KINDS else str(decision.need)
 
 
 def _size(decision: LimitDecision) -> str:
@@ -97,4 +97,4 @@ def _owner(decision: LimitDecision) -> str:
 
 
 def _limit_type(decision: LimitDecision) -> str:
-    return "tokens" if decision.kind in ("tokens", "tokens_per_day") else "requests"
+    return "tokens" if decision.kind in TOKEN_KINDS else "requests"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from appliance.base.money import BASIS_POINTS
-from appliance.metering.limits.admission_request import PricedRequest
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Amount, Hold, Need
 from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.windows import Moment
@@ -20,7 +20,7 @@ class Reservation:
 
     def __init__(
         self,
-        request: PricedRequest,
+        request: AdmissionRequest,
         need: Need,
         holds: Sequence[Hold],
         *,

@@ -7,9 +7,7 @@ is read from the usage events, so nothing is given twice. Knows no rules of limi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from sqlalchemy import select
@@ -21,36 +19,22 @@ from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
 from appliance.metering.limits.decisions import LimitKind
 from appliance.metering.limits.owners import Owner
+from appliance.metering.limits.sums import SavedLevel
 
 SAVE_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedLevel:
-    """A bucket of `capacity` as it was at `saved_at`; `units` as the bucket counts them."""
-
-    capacity: int
-    units: int
-    saved_at: datetime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LevelRow:
-    """A level to save."""
-
-    owner: Owner
-    kind: LimitKind
-    level: SavedLevel
+Levels = dict[Owner, dict[LimitKind, SavedLevel]]
 
 
 class LevelSource(Protocol):
     """Whoever holds the buckets."""
 
-    def unsaved_levels(self) -> list[LevelRow]:
+    def unsaved_levels(self) -> Levels:
         """Return the levels that changed since the last call."""
         ...
 
-    def save_again(self, rows: Sequence[LevelRow]) -> None:
+    def save_again(self, owners: Iterable[Owner]) -> None:
         """Keep the levels of these owners unsaved: they could not be written."""
         ...
 
@@ -76,23 +60,24 @@ class LimitLevels:
 
     async def save(self) -> int:
         """Write every level that changed, and return how many. Raises the database's error; then none was written."""
-        rows = self._source.unsaved_levels()
+        unsaved = self._source.unsaved_levels()
+        rows = [_columns(owner, kind, level) for owner, levels in unsaved.items() for kind, level in levels.items()]
         if not rows:
             return 0
         try:
-            await self._db.batch_write(_SAVE[self._db.kind].execute, [_columns(row) for row in rows])
+            await self._db.batch_write(_SAVE[self._db.kind].execute, rows)
         except BaseException:
-            self._source.save_again(rows)
+            self._source.save_again(unsaved)
             raise
         return len(rows)
 
 
-async def find(connection: AsyncConnection, owners: Iterable[Owner]) -> dict[Owner, dict[LimitKind, SavedLevel]]:
+async def find(connection: AsyncConnection, owners: Iterable[Owner]) -> Levels:
     """Return the saved levels of each of `owners` by the kind of limit."""
     places = {(owner.id, owner.model or ""): owner for owner in owners}
     ids, models = ({place[column] for place in places} for column in (0, 1))
     query = select(limit_levels).where(limit_levels.c.owner.in_(ids), limit_levels.c.model.in_(models))
-    found: dict[Owner, dict[LimitKind, SavedLevel]] = {owner: {} for owner in places.values()}
+    found: Levels = {owner: {} for owner in places.values()}
     for row in (await connection.execute(query)).all():
         owner = places.get((row.owner, row.model))
         if owner is not None:
@@ -100,14 +85,14 @@ async def find(connection: AsyncConnection, owners: Iterable[Owner]) -> dict[Own
     return found
 
 
-def _columns(row: LevelRow) -> dict[str, Any]:
+def _columns(owner: Owner, kind: LimitKind, level: SavedLevel) -> dict[str, Any]:
     return {
-        "owner": row.owner.id,
-        "model": row.owner.model or "",
-        "kind": row.kind,
-        "capacity": row.level.capacity,
-        "level_units": str(row.level.units),
-        "saved_at": row.level.saved_at,
+        "owner": owner.id,
+        "model": owner.model or "",
+        "kind": kind,
+        "capacity": level.capacity,
+        "level_units": str(level.units),
+        "saved_at": level.saved_at,
     }
 
 

@@ -20,9 +20,9 @@ RECENT = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LevelNow:
-    """How full a bucket was when it was last saved, and what it does not know of `since` then, as (moment, units of the limit):
-    tokens or requests."""
+class SavedLevel:
+    """A bucket of `capacity` as it was at `saved_at`, in the bucket's own `units`, and what was used `since` then, as (moment,
+    tokens or requests)."""
 
     capacity: int
     units: int
@@ -41,7 +41,7 @@ class PeriodSums:
     through_posting: int = 0
     counted: frozenset[str] = frozenset()
     recent: tuple[tuple[datetime, int], ...] = ()
-    levels: Mapping[LimitKind, LevelNow] = field(default_factory=dict)
+    levels: Mapping[LimitKind, SavedLevel] = field(default_factory=dict)
     other_costs_picos: Mapping[str, int] = field(default_factory=dict)
 
 

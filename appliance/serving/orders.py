@@ -1,0 +1,110 @@
+"""A request that may be served: decoded, authenticated and tokenised; and what the other parts are told of it.
+
+Order ─┬─► AdmissionRequest    what it asks of limits: answered by a Reservation, or refused
+       ├─► PendingEntry        its record before the engine starts; its Settlement ends it
+       ├─► LiveRequest         its row among the live requests, kept up to date until it ends
+       └─► GenerationRequest   what the engine is sent; answered by TokenEvents
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from appliance.metering.ledger.records import PendingEntry
+from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.prices import Price
+from appliance.serving.live_requests import LiveRequest
+from appliance.serving.model_registry import ServedModel
+from appliance.tenancy.model_policies import ModelPolicy
+from appliance.tenancy.principals import Principal
+from engine.protocol import GenerationRequest, Priority, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What was ordered. `max_output_tokens` is as asked, None when it was not.
+
+    `field_names` says what the client calls a sampling field whose own name it did not use. `batch` work is served in the
+    lowest class of priority, whatever its tenant's tier, and pays the batch share of the price.
+    """
+
+    request_id: str
+    principal: Principal
+    model: ServedModel
+    endpoint: str
+    stream: bool
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    max_output_tokens: int | None
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    batch: bool = False
+
+    def admission_request(self, price: Price | None, policy: ModelPolicy | None) -> AdmissionRequest:
+        """Return what is asked of the limits."""
+        return AdmissionRequest(
+            principal=self.principal,
+            model=self.model.name,
+            prompt_tokens=len(self.prompt_token_ids),
+            max_output_tokens=self.max_output_tokens,
+            price=price,
+            output_room=self.sampling.max_tokens,
+            answers=self.sampling.num_answers,
+            batch=self.batch,
+            policy=policy,
+        )
+
+    def pending_entry(self, price: Price | None, reservation: Reservation) -> PendingEntry:
+        """Return the record of the admitted request."""
+        tenant = self.principal.tenant
+        return PendingEntry(
+            request_id=self.request_id,
+            tenant_id=tenant.id,
+            key_id=self.principal.key.id,
+            model=self.model.name,
+            endpoint=self.endpoint,
+            stream=self.stream,
+            prompt_tokens=len(self.prompt_token_ids),
+            reserved_tokens=reservation.tokens_reserved,
+            price=price,
+            price_basis_points=reservation.basis_points,
+            currency=tenant.currency,
+            batch=self.batch,
+            admitted_at=reservation.admitted_at,
+        )
+
+    def live_request(self, admitted_at: datetime, monotonic_s: float, *, tenant_open: int) -> LiveRequest:
+        """Return the row of the request that was admitted just now, while `tenant_open` others of its tenant were open."""
+        tenant, key = self.principal.tenant, self.principal.key
+        return LiveRequest(
+            id=self.request_id,
+            tenant_id=tenant.id,
+            tenant_name=tenant.name,
+            key_id=key.id,
+            key_prefix=key.prefix,
+            model=self.model.name,
+            endpoint=self.endpoint,
+            stream=self.stream,
+            prompt_tokens=len(self.prompt_token_ids),
+            admitted_at=admitted_at,
+            admitted_monotonic_s=monotonic_s,
+            num_answers=self.sampling.num_answers,
+            batch=self.batch,
+            tenant_open=tenant_open,
+        )
+
+    def generation_request(self, queue_deadline_s: float | None) -> GenerationRequest:
+        """Return what the engine is sent. Whose it is comes from the key that was authenticated, never from the body, which can
+        only ask to be served later than its tenant's tier would be."""
+        tenant = self.principal.tenant
+        return GenerationRequest(
+            request_id=self.request_id,
+            tenant_id=tenant.id,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self.sampling,
+            weight=tenant.weight,
+            priority=Priority.BATCH if self.batch else Priority(tenant.tier),
+            queue_deadline_s=queue_deadline_s,
+        )
