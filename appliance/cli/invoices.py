@@ -144,10 +144,12 @@ def export(
         return written, len(heads) - len(wanted)
 
     files, num_drafts = run(options.settings(), work)
-    if options.as_json:
-        output.data({"files": files})
-    else:
+    if not options.as_json:
         output.say("\n".join(files) if files else _why_no_file(month, num_drafts))
+        return
+    output.data({"files": files})
+    if not files:
+        sys.stderr.write(f"{_why_no_file(month, num_drafts)}\n")
 
 
 def _why_no_file(month: str, num_drafts: int) -> str:

@@ -39,7 +39,7 @@ def usage(
         "start": _rfc3339(now - timedelta(days=DAYS_DEFAULT)) if start is None else start,
         "end": _rfc3339(now + timedelta(seconds=1)) if end is None else end,
         "bucket": bucket,
-        "group_by": group_by,
+        "group_by": group_by or None,
     }
 
     async def work(client: AdminClient) -> tuple[list[dict[str, Any]], dict[str, str]]:

@@ -149,7 +149,7 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     start, end = _period(request, services.clock.now())
-    groups = [name for text in many(request, "group_by") or () for name in text.split(",") if name]
+    groups = [name for text in many(request, "group_by") or () for name in text.split(",")]
     tenant_id = request.query_params.get("tenant_id")
     filters = UsageFilter(
         tenant_ids=None if tenant_id is None else [tenant_id],
