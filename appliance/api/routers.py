@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from litestar import Router
-from litestar.types import ControllerRouterHandler
 
 from appliance.api import health
 from appliance.api.admin import (
@@ -33,8 +32,14 @@ ADMIN = (tenants, members, sessions, limits, limit_check, usage, invoices, econo
 ORGANIZATION = (organization_usage, organization_projects, organization_limits, organization_admin)
 
 
-def api_routers() -> Sequence[ControllerRouterHandler]:
+def api_routers() -> Sequence[Router]:
     """Return the tenants' API, OpenAI's organization API, health and metrics, and the administrators' API under `/admin/v1`."""
     organization = [handler for module in ORGANIZATION for handler in module.HANDLERS]
-    admin = Router("/admin/v1", route_handlers=[handler for module in ADMIN for handler in module.HANDLERS])
-    return [create_chat_completion, list_models, retrieve_model, *organization, *health.HANDLERS, admin]
+    admin = [handler for module in ADMIN for handler in module.HANDLERS]
+    return [
+        Router("/", route_handlers=[create_chat_completion, list_models, retrieve_model], tags=["inference"]),
+        Router("/v1/organization", route_handlers=organization, tags=["administration"]),
+        Router("/organization", route_handlers=organization, tags=["administration"]),
+        Router("/", route_handlers=health.HANDLERS, tags=["health"]),
+        Router("/admin/v1", route_handlers=admin, tags=["administration"]),
+    ]

@@ -13,17 +13,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name
 from appliance.api.organization.audit_log_shapes import ENTRY_PREFIX, TYPE_OF, AuditLogShape, audit_log_shape
-from appliance.api.organization.queries import (
-    SECONDS_MAX,
-    TAGS,
-    DeletedShape,
-    ListShape,
-    count,
-    list_shape,
-    paths,
-    unix,
-    whole,
-)
+from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, count, list_shape, unix, whole
 from appliance.api.queries import ORDERS, AdminRequest, both, choice, many
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
@@ -82,7 +72,7 @@ class NewAdminKeyShape(AdminKeyShape, kw_only=True):
     value: str
 
 
-@get(paths("/audit_logs"), summary="List the audit log in OpenAI's form", tags=TAGS, opt=AUDIT_OPTIONS)
+@get("/audit_logs", summary="List the audit log in OpenAI's form", opt=AUDIT_OPTIONS)
 async def list_audit_logs(request: AdminRequest) -> ListShape[AuditLogShape]:
     """Return entries of the audit log, newest first. The details of an entry are in a field named after its `type`.
 
@@ -103,7 +93,7 @@ async def list_audit_logs(request: AdminRequest) -> ListShape[AuditLogShape]:
     return list_shape(page.data, audit_log_shape, lambda entry: entry.id, has_more=page.has_more)
 
 
-@get(paths("/admin_api_keys"), summary="List admin keys", tags=TAGS, opt={"query": ("limit", "after", "order")})
+@get("/admin_api_keys", summary="List admin keys", opt={"query": ("limit", "after", "order")})
 async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
     """Return the administrator tokens that are not revoked, in the order they were created."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -117,7 +107,7 @@ async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
     return list_shape(page.data, _admin_key_shape, lambda key: key.id, has_more=page.has_more)
 
 
-@post(paths("/admin_api_keys"), status_code=200, summary="Create an admin key", tags=TAGS, opt={"body": NewAdminKeyBody})
+@post("/admin_api_keys", status_code=200, summary="Create an admin key", opt={"body": NewAdminKeyBody})
 async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
     """Create an administrator token with the role `owner`. Its secret, `value`, is shown only in this answer."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -130,14 +120,14 @@ async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
     return NewAdminKeyShape(**msgspec.structs.asdict(_admin_key_shape(token)), value=secret)
 
 
-@get(paths("/admin_api_keys/{key_id:str}"), summary="Retrieve an admin key", tags=TAGS)
+@get("/admin_api_keys/{key_id:str}", summary="Retrieve an admin key")
 async def retrieve_admin_key(request: AdminRequest, key_id: FromPath[str]) -> AdminKeyShape:
     """Return one administrator token that is not revoked."""
     await authenticate_administrator(request, Action.MEMBERS)
     return _admin_key_shape(await _token(request, key_id))
 
 
-@delete(paths("/admin_api_keys/{key_id:str}"), status_code=200, summary="Revoke an admin key", tags=TAGS)
+@delete("/admin_api_keys/{key_id:str}", status_code=200, summary="Revoke an admin key")
 async def delete_admin_key(request: AdminRequest, key_id: FromPath[str]) -> DeletedShape:
     """Revoke an administrator token at once and for good."""
     await authenticate_administrator(request, Action.MEMBERS)

@@ -15,7 +15,7 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Limit
-from appliance.api.organization.queries import TAGS, ListShape, count, list_shape, paths
+from appliance.api.organization.queries import ListShape, count, list_shape
 from appliance.api.queries import AdminRequest
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.fields import LIMIT_MAX
@@ -62,9 +62,8 @@ class RateLimitShape(msgspec.Struct, kw_only=True):
 
 
 @get(
-    paths("/projects/{project_id:str}/rate_limits"),
+    "/projects/{project_id:str}/rate_limits",
     summary="List a project's rate limits",
-    tags=TAGS,
     opt={"query": ("limit", "after", "before")},
 )
 async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> ListShape[RateLimitShape]:
@@ -83,10 +82,9 @@ async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> 
 
 
 @post(
-    paths("/projects/{project_id:str}/rate_limits/{rate_limit_id:str}"),
+    "/projects/{project_id:str}/rate_limits/{rate_limit_id:str}",
     status_code=200,
     summary="Change a project's rate limit",
-    tags=TAGS,
     opt={"body": RateLimitBody},
 )
 async def change_rate_limit(request: AdminRequest, project_id: FromPath[str], rate_limit_id: FromPath[str]) -> RateLimitShape:

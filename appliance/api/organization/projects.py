@@ -13,16 +13,7 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name, items, one_of, within
-from appliance.api.organization.queries import (
-    TAGS,
-    DeletedShape,
-    ListShape,
-    count,
-    list_shape,
-    optional_unix,
-    paths,
-    unix,
-)
+from appliance.api.organization.queries import DeletedShape, ListShape, count, list_shape, optional_unix, unix
 from appliance.api.queries import AdminRequest, choice, flag
 from appliance.base.errors import NotFound, UnsupportedParameter
 from appliance.tenancy.access import Access
@@ -92,7 +83,7 @@ class ProjectKeyShape(msgspec.Struct, kw_only=True):
     object: str = "organization.project.api_key"
 
 
-@get(paths("/projects"), summary="List projects (tenants)", tags=TAGS, opt={"query": ("limit", "after", "include_archived")})
+@get("/projects", summary="List projects (tenants)", opt={"query": ("limit", "after", "include_archived")})
 async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
     """Return tenants in the order they were created."""
     access = await authenticate_administrator(request, Action.READ)
@@ -102,13 +93,7 @@ async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
     return list_shape(page.data, project_shape, lambda project: project.id, has_more=page.has_more)
 
 
-@post(
-    paths("/projects"),
-    status_code=200,
-    summary="Create a project (tenant)",
-    tags=TAGS,
-    opt={"body": ProjectBody, "errors": (409,)},
-)
+@post("/projects", status_code=200, summary="Create a project (tenant)", opt={"body": ProjectBody, "errors": (409,)})
 async def create_project(request: AdminRequest) -> ProjectShape:
     """Create a tenant with the default tier and no limits."""
     access = await authenticate_administrator(request, Action.WRITE)
@@ -116,7 +101,7 @@ async def create_project(request: AdminRequest) -> ProjectShape:
     return project_shape(await services_of(request).tenants.create(name=body.name, access=access))
 
 
-@get(paths("/projects/{project_id:str}"), summary="Retrieve a project (tenant)", tags=TAGS)
+@get("/projects/{project_id:str}", summary="Retrieve a project (tenant)")
 async def retrieve_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
     """Return one tenant, archived or not."""
     access = await authenticate_administrator(request, Action.READ, project_id)
@@ -124,10 +109,9 @@ async def retrieve_project(request: AdminRequest, project_id: FromPath[str]) -> 
 
 
 @post(
-    paths("/projects/{project_id:str}"),
+    "/projects/{project_id:str}",
     status_code=200,
     summary="Rename a project (tenant)",
-    tags=TAGS,
     opt={"body": ProjectBody, "errors": (409,)},
 )
 async def change_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
@@ -137,7 +121,7 @@ async def change_project(request: AdminRequest, project_id: FromPath[str]) -> Pr
     return project_shape(await services_of(request).tenants.update(project_id, changes, access=access))
 
 
-@post(paths("/projects/{project_id:str}/archive"), status_code=200, summary="Archive a project (tenant)", tags=TAGS)
+@post("/projects/{project_id:str}/archive", status_code=200, summary="Archive a project (tenant)")
 async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
     """Archive a tenant for good: its keys are refused from now on; usage and invoices are kept."""
     access = await authenticate_administrator(request, Action.WRITE, project_id)
@@ -145,9 +129,8 @@ async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> P
 
 
 @get(
-    paths("/projects/{project_id:str}/api_keys"),
+    "/projects/{project_id:str}/api_keys",
     summary="List a project's keys",
-    tags=TAGS,
     opt={"query": ("limit", "after", "owner_project_access")},
 )
 async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) -> ListShape[ProjectKeyShape]:
@@ -163,7 +146,7 @@ async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) ->
     return list_shape(page.data, lambda key: key_shape(key, tenant), lambda key: key.id, has_more=page.has_more)
 
 
-@get(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), summary="Retrieve a project's key", tags=TAGS)
+@get("/projects/{project_id:str}/api_keys/{key_id:str}", summary="Retrieve a project's key")
 async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
     """Return one key that is not revoked."""
     access = await authenticate_administrator(request, Action.READ, project_id)
@@ -172,10 +155,9 @@ async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str],
 
 
 @post(
-    paths("/projects/{project_id:str}/api_keys/{key_id:str}"),
+    "/projects/{project_id:str}/api_keys/{key_id:str}",
     status_code=200,
     summary="Change a project's key",
-    tags=TAGS,
     opt={"body": KeyPatchBody},
 )
 async def change_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
@@ -192,7 +174,7 @@ async def change_project_key(request: AdminRequest, project_id: FromPath[str], k
     return key_shape(changed, await services.tenants.get(project_id, access=access))
 
 
-@delete(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), status_code=200, summary="Revoke a project's key", tags=TAGS)
+@delete("/projects/{project_id:str}/api_keys/{key_id:str}", status_code=200, summary="Revoke a project's key")
 async def delete_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> DeletedShape:
     """Revoke a key at once and for good. Its running requests end."""
     access = await authenticate_administrator(request, Action.KEYS, project_id)

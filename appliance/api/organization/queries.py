@@ -14,7 +14,6 @@ from appliance.base.errors import InvalidValue
 SECONDS_MAX = 253_402_300_799  # the last second of the year 9999
 LIMIT_DEFAULT = 20
 LIMIT_MAX = 100
-TAGS = ["administration"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -36,11 +35,6 @@ class DeletedShape(msgspec.Struct, kw_only=True):
     id: str
     object: str
     deleted: bool = True
-
-
-def paths(path: str) -> list[str]:
-    """Return both addresses of a path of this API: with `/v1` and without."""
-    return [f"/v1/organization{path}", f"/organization{path}"]
 
 
 def list_shape(rows: Sequence[T], shape: Callable[[T], S], id_of: Callable[[S], str], *, has_more: bool) -> ListShape[S]:
