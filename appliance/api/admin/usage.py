@@ -23,6 +23,7 @@ from appliance.api.shapes import (
     page_shape,
     usage_row_shape,
 )
+from appliance.base.digits import whole_number
 from appliance.base.errors import NotFound
 from appliance.base.money import PERCENT_MAX
 from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, TOKENS_MAX, Correction
@@ -170,9 +171,10 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
 
 
 def _event_number(event_id: str) -> int:
-    if not (event_id.isascii() and event_id.isdigit()) or len(event_id) > EVENT_ID_DIGITS_MAX:
+    number = whole_number(event_id, 10**EVENT_ID_DIGITS_MAX - 1)
+    if number is None:
         raise NotFound("no such event", param="event_id")
-    return int(event_id)
+    return number
 
 
 def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:

@@ -13,8 +13,9 @@ from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name
 from appliance.api.organization.audit_log_shapes import ENTRY_PREFIX, TYPE_OF, AuditLogShape, audit_log_shape
-from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, count, list_shape, unix, whole
-from appliance.api.queries import ORDERS, AdminRequest, both, choice, many
+from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, count, list_shape, unix
+from appliance.api.queries import ORDERS, AdminRequest, both, choice, many, whole
+from appliance.base.digits import whole_number
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
 from appliance.tenancy.audit import AuditFilter
@@ -159,7 +160,7 @@ def _period(request: AdminRequest) -> dict[str, datetime]:
     """Return `start` and `end` from `effective_at`, which compares whole seconds; of two bounds the narrower one counts."""
     period: dict[str, datetime] = {}
     for bound, (step, name) in BOUNDS.items():
-        value = whole(request, f"effective_at[{bound}]", SECONDS_MAX - 1)
+        value = whole(request, f"effective_at[{bound}]", 0, SECONDS_MAX - 1)
         if value is None:
             continue
         at = datetime.fromtimestamp(value + step, UTC)
@@ -173,13 +174,10 @@ def _entry_id(request: AdminRequest, name: str) -> int | None:
     text = request.query_params.get(name)
     if text is None:
         return None
-    number = text.removeprefix(ENTRY_PREFIX)
-    if (
-        not (text.startswith(ENTRY_PREFIX) and number.isascii() and number.isdigit())
-        or not 0 <= int(number[:20]) <= ENTRY_ID_MAX
-    ):
+    number = whole_number(text.removeprefix(ENTRY_PREFIX), ENTRY_ID_MAX)
+    if number is None or not text.startswith(ENTRY_PREFIX):
         raise InvalidValue(f"invalid {name} for this list", param=name)
-    return int(number[:20])
+    return number
 
 
 async def _token(request: AdminRequest, key_id: str) -> AdminToken:

@@ -18,7 +18,7 @@ from appliance.api.field_types import Limit
 from appliance.api.organization.queries import ListShape, count, list_shape
 from appliance.api.queries import AdminRequest
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
-from appliance.tenancy.fields import LIMIT_MAX
+from appliance.tenancy.fields import LIMIT_MAX, check_whole
 from appliance.tenancy.principals import Limits, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -42,12 +42,10 @@ class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def changes(self) -> dict[str, int | None]:
         """Return the limits that were given, by our names. Raises UnsupportedParameter."""
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        for name in given:
+        for name, value in given.items():
             if name not in LIMIT_OF:
                 raise UnsupportedParameter(f"{name} is not a limit of this appliance", param=name)
-        for name, value in given.items():
-            if not 0 <= value <= LIMIT_MAX:
-                raise InvalidValue(f"{name} must be a whole number from 0 to {LIMIT_MAX}", param=name)
+            check_whole(value, name, 0, LIMIT_MAX)
         return {LIMIT_OF[name]: None if value == LIMIT_MAX else value for name, value in given.items()}
 
 
