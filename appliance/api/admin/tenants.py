@@ -150,22 +150,8 @@ async def create_tenant(request: AdminRequest) -> TenantShape:
     """Create a tenant and return it."""
     access = await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), NewTenantBody)
-    tenant = await services_of(request).tenants.create(
-        name=body.name,
-        tier=body.tier,
-        weight=body.weight,
-        limits=_limits(body.limits),
-        model_limits=model_limits_of(body.model_limits),
-        limit_mode=body.limit_mode,
-        cut_at_budget=body.cut_at_budget,
-        currency=body.currency,
-        billing=None if body.billing is None else msgspec.structs.asdict(body.billing),
-        alert_percents=body.alert_percents,
-        allowed_models=body.allowed_models,
-        suspended=body.suspended,
-        access=access,
-    )
-    return tenant_shape(tenant)
+    terms = TenantChanges(**_given(body))
+    return tenant_shape(await services_of(request).tenants.create(body.name, terms, access=access))
 
 
 @get("/tenants/{tenant_id:str}", summary="Retrieve a tenant")
@@ -263,16 +249,16 @@ def model_limits_of(body: dict[str, LimitsBody] | None) -> dict[str, dict[str, i
     return None if body is None else {model: named(limits) for model, limits in body.items()}
 
 
-def _given(body: TenantPatch | KeyPatch) -> dict[str, Any]:
-    """Return the fields that a change names, as the tenancy layer takes them."""
-    changes = named(body)
-    if isinstance(changes.get("limits"), LimitsBody):
-        changes["limits"] = named(changes["limits"])
-    if isinstance(changes.get("model_limits"), dict):
-        changes["model_limits"] = model_limits_of(changes["model_limits"])
-    if isinstance(changes.get("billing"), BillingBody):
-        changes["billing"] = msgspec.structs.asdict(changes["billing"])
-    return changes
+def _given(body: NewTenantBody | TenantPatch | KeyPatch) -> dict[str, Any]:
+    """Return the fields that a body names, as the tenancy layer takes them."""
+    fields = named(body)
+    if (limits := fields.pop("limits", None)) is not None:
+        fields["limits"] = named(limits)
+    if "model_limits" in fields:
+        fields["model_limits"] = model_limits_of(fields["model_limits"])
+    if fields.get("billing") is not None:
+        fields["billing"] = msgspec.structs.asdict(fields["billing"])
+    return fields
 
 
 HANDLERS = [
