@@ -68,6 +68,3 @@ async def _parts(services: Services) -> dict[str, str]:
     for model in services.models.list():
         parts[f"engine {model.name}"] = services.readiness.problem(model) or "ok"
     return parts
-
-
-HANDLERS = [check_live, check_ready, read_metrics]

@@ -78,6 +78,3 @@ def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:
         before=facts_from(entry.before),
         after=facts_from(entry.after),
     )
-
-
-HANDLERS = [list_audit]

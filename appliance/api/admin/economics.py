@@ -100,6 +100,3 @@ async def _report(request: AdminRequest) -> EconomicsShape:
         figures=[FigureShape.of(figure) for figure in economics.figures],
         break_even=[BreakEvenShape.of(row) for row in economics.break_even],
     )
-
-
-HANDLERS = [retrieve_economics, replace_hardware]

@@ -200,18 +200,3 @@ async def replace_seller(request: AdminRequest) -> SellerShape:
 
 def _seller_shape(seller: Seller) -> SellerShape:
     return SellerShape(**seller.to_record())
-
-
-HANDLERS = [
-    list_invoices,
-    list_tenant_invoices,
-    draft_invoice,
-    retrieve_invoice,
-    list_invoice_events,
-    close_invoice,
-    discard_invoice,
-    list_allowances,
-    set_allowance,
-    retrieve_seller,
-    replace_seller,
-]

@@ -102,6 +102,3 @@ def _shape(verdict: Verdict) -> LimitCheckShape:
         error=None if verdict.error is None else LimitErrorShape.of(verdict.error),
         decisions=[LimitDecisionShape.of(decision) for decision in verdict.forecast.decisions],
     )
-
-
-HANDLERS = [check_limits]

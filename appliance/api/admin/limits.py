@@ -89,6 +89,3 @@ async def remove_model_limits(request: AdminRequest, model: FromPath[str]) -> Mo
     """Remove the limits of a model and return the removed ones."""
     await authenticate_administrator(request, Action.WRITE)
     return ModelLimitsShape.of(await services_of(request).model_policies.remove(model.removeprefix("/")))
-
-
-HANDLERS = [list_tiers, change_tier, list_model_limits, put_model_limits, remove_model_limits]

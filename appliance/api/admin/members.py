@@ -150,17 +150,3 @@ async def _member(request: AdminRequest, member_id: str, access: Access) -> Memb
     services = services_of(request)
     member = await services.members.get(member_id)
     return member_shape(member, await services.memberships.of_members([member.id], access=access))
-
-
-HANDLERS = [
-    retrieve_me,
-    list_members,
-    create_member,
-    retrieve_member,
-    change_member,
-    reset_password,
-    list_memberships,
-    invite_member,
-    change_membership,
-    remove_membership,
-]

@@ -59,6 +59,3 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
 def _live_shape(services: Services, request_id: str, access: Access) -> RequestShape | None:
     live = services.generations.find(request_id, access=access)
     return None if live is None else RequestShape.of(live)
-
-
-HANDLERS = [list_requests, retrieve_request, abort_request]

@@ -149,13 +149,3 @@ def _shape(session: Session, asking: Session | None) -> SessionShape:
         device=device_of(session.user_agent),
         current=asking is not None and asking.id == session.id,
     )
-
-
-HANDLERS = [
-    list_sessions,
-    end_session,
-    end_sessions,
-    retrieve_second_factor,
-    reset_second_factor,
-    unlink_provider,
-]

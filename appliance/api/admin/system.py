@@ -75,6 +75,3 @@ async def _is_revoked(request: AdminRequest) -> bool:
 def _frame(services: Services, snapshot: SystemSnapshot) -> bytes:
     body = msgspec.json.encode(system_shape(snapshot, services.version))
     return b"event: system\ndata: " + body + b"\n\n"
-
-
-HANDLERS = [retrieve_system, stream_events]

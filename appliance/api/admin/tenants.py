@@ -259,18 +259,3 @@ def _given(body: NewTenantBody | TenantPatch | KeyPatch) -> dict[str, Any]:
     if fields.get("billing") is not None:
         fields["billing"] = msgspec.structs.asdict(fields["billing"])
     return fields
-
-
-HANDLERS = [
-    list_tenants,
-    create_tenant,
-    retrieve_tenant,
-    change_tenant,
-    archive_tenant,
-    list_keys,
-    create_key,
-    retrieve_key,
-    rotate_key,
-    change_key,
-    revoke_key,
-]

@@ -185,6 +185,3 @@ def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
         earliest = datetime.min.replace(tzinfo=UTC)
         start = end - PERIOD_DEFAULT if end - earliest > PERIOD_DEFAULT else earliest
     return start, end
-
-
-HANDLERS = [list_usage, list_costs, list_ledger, create_correction, list_prices, create_price, withdraw_price]

@@ -151,17 +151,3 @@ async def _reader(request: AdminRequest) -> Access:
 
 def _shape(access: Access, webhook: Webhook) -> WebhookShape:
     return webhook_shape(webhook, whole=access.may(Action.WEBHOOKS, webhook.tenant_id))
-
-
-HANDLERS = [
-    list_webhooks,
-    create_webhook,
-    retrieve_webhook,
-    change_webhook,
-    remove_webhook,
-    rotate_webhook,
-    send_test,
-    list_deliveries,
-    retrieve_delivery,
-    retry_delivery,
-]

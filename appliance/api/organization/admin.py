@@ -191,12 +191,3 @@ def _admin_key_shape(token: AdminToken) -> AdminKeyShape:
     created_at = unix(token.created_at)
     owner = AdminKeyOwnerShape(id=token.id, name=token.name, created_at=created_at, role=token.role)
     return AdminKeyShape(id=token.id, name=token.name, redacted_value="gha_…", created_at=created_at, owner=owner)
-
-
-HANDLERS = [
-    list_audit_logs,
-    list_admin_keys,
-    create_admin_key,
-    retrieve_admin_key,
-    delete_admin_key,
-]

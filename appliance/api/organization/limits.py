@@ -139,6 +139,3 @@ def _between(request: AdminRequest, models: list[str]) -> list[str]:
         place = models.index(model)
         models = models[place + 1 :] if name == "after" else models[:place]
     return models
-
-
-HANDLERS = [list_rate_limits, change_rate_limit]

@@ -237,16 +237,3 @@ def _project_body(body: bytes) -> ProjectBody:
         if getattr(decoded, name) is not None:
             raise UnsupportedParameter(f"{name} is not supported: all data is on this machine", param=name)
     return decoded
-
-
-HANDLERS = [
-    list_projects,
-    create_project,
-    retrieve_project,
-    change_project,
-    archive_project,
-    list_project_keys,
-    retrieve_project_key,
-    change_project_key,
-    delete_project_key,
-]

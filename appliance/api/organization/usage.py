@@ -302,6 +302,3 @@ def _continued(request: AdminRequest, start: datetime, end: datetime) -> datetim
         if unix(start) < at < end.timestamp():
             return datetime.fromtimestamp(at, UTC)
     raise InvalidValue("invalid page for this period", param="page")
-
-
-HANDLERS = [list_completions_usage, list_embeddings_usage, list_organization_costs]
