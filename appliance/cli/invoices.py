@@ -20,7 +20,7 @@ from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import at_tenant, find
+from appliance.cli.tenants import OnlyTenant, at_tenant, find
 from appliance.metering.invoicing.wording import payment
 
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
@@ -36,7 +36,6 @@ _SAME_FOR_ALL_TENANTS = ("invalid_value", "month_not_over")  # a wrong month is 
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
-Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="Only this tenant (id or name).")]
 All = Annotated[bool, typer.Option("--all", help="All tenants, including archived ones, except those with nothing to bill.")]
 
 Row = dict[str, Any]
@@ -55,7 +54,7 @@ class Step:
 @app.command("list")
 def list_invoices(
     month: Annotated[str | None, typer.Option(metavar="YYYY-MM", help="Only this month.")] = None,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List invoices, newest month first. Drafts show what would be billed now."""
@@ -75,7 +74,7 @@ def list_invoices(
 @app.command("draft")
 def draft(
     month: Month,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     everybody: All = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
@@ -86,7 +85,7 @@ def draft(
 @app.command("close")
 def close(
     month: Month,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     everybody: All = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
@@ -115,7 +114,7 @@ def discard(
 @app.command("export")
 def export(
     month: Month,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     everybody: All = False,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files, created if missing.")] = Path("."),
     forms: Annotated[

@@ -73,14 +73,14 @@ class EconomicsShape(msgspec.Struct, kw_only=True):
 @get("/economics", summary="Retrieve the cost of a million tokens", opt={"errors": (404,)})
 async def retrieve_economics(request: AdminRequest) -> EconomicsShape:
     """Return the figures computed from the hardware, the power and the usage of the last 30 days. 404 before a cost is set."""
-    (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_BOX)
     return await _report(request)
 
 
 @put("/economics", summary="Set the cost of the appliance", opt={"body": HardwareShape})
 async def replace_hardware(request: AdminRequest) -> EconomicsShape:
     """Replace the cost of the hardware and power, and return the new figures. Fields left out get their defaults."""
-    (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)
+    await authenticate_administrator(request, Action.BILLING)
     body = decode_body(await request.body(), HardwareShape)
     services = services_of(request)
     fields = msgspec.structs.asdict(body)

@@ -13,7 +13,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name
 from appliance.api.organization.audit_log_shapes import ENTRY_PREFIX, TYPE_OF, AuditLogShape, audit_log_shape
-from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, count, list_shape, unix
+from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, after, count, list_shape, unix
 from appliance.api.queries import ORDERS, AdminRequest, both, choice, many, whole
 from appliance.base.digits import whole_number
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
@@ -83,12 +83,12 @@ async def list_audit_logs(request: AdminRequest) -> ListShape[AuditLogShape]:
     access = await authenticate_administrator(request, Action.AUDIT)
     if "tenant_only" in request.query_params:
         raise UnsupportedParameter("tenant_only is not supported: choose with project_ids", param="tenant_only")
-    after, before = (_entry_id(request, name) for name in ("after", "before"))
+    after_id, before_id = (_entry_id(request, name) for name in ("after", "before"))
     page = await services_of(request).audit.page(
         count(request),
-        None if after is None else encode_cursor("audit", [after]),
+        None if after_id is None else encode_cursor("audit", [after_id]),
         _filter(request),
-        before=before,
+        before=before_id,
         access=access,
     )
     return list_shape(page.data, audit_log_shape, lambda entry: entry.id, has_more=page.has_more)
@@ -98,10 +98,9 @@ async def list_audit_logs(request: AdminRequest) -> ListShape[AuditLogShape]:
 async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
     """Return the administrator tokens that are not revoked, in the order they were created."""
     await authenticate_administrator(request, Action.MEMBERS)
-    after = request.query_params.get("after")
     page = await services_of(request).admin_tokens.list(
         count(request),
-        None if after is None else encode_cursor("admin_tokens", [after]),
+        after(request, "admin_tokens"),
         include_revoked=False,
         newest_first=choice(request, "order", ORDERS, "asc") == "desc",
     )

@@ -13,12 +13,11 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name, items, one_of, within
-from appliance.api.organization.queries import DeletedShape, ListShape, count, list_shape, optional_unix, unix
+from appliance.api.organization.queries import DeletedShape, ListShape, after, count, list_shape, optional_unix, unix
 from appliance.api.queries import AdminRequest, choice, flag
 from appliance.base.errors import NotFound, UnsupportedParameter
 from appliance.tenancy.access import Access
 from appliance.tenancy.fields import LIST_ITEMS_MAX, SCOPES, UNSET, check_whole
-from appliance.tenancy.pages import encode_cursor
 from appliance.tenancy.principals import ApiKey, KeyChanges, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -88,7 +87,7 @@ async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
     """Return tenants in the order they were created."""
     access = await authenticate_administrator(request, Action.READ)
     page = await services_of(request).tenants.list(
-        count(request), _after(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
+        count(request), after(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
     )
     return list_shape(page.data, project_shape, lambda project: project.id, has_more=page.has_more)
 
@@ -142,7 +141,7 @@ async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) ->
     limit = count(request)
     if wanted not in ("any", _owner_access(tenant)):
         return ListShape(data=[], first_id=None, last_id=None, has_more=False)
-    page = await services.keys.list(tenant.id, limit, _after(request, "keys"), access=access, include_revoked=False)
+    page = await services.keys.list(tenant.id, limit, after(request, "keys"), access=access, include_revoked=False)
     return list_shape(page.data, lambda key: key_shape(key, tenant), lambda key: key.id, has_more=page.has_more)
 
 
@@ -219,12 +218,6 @@ async def _key(request: AdminRequest, project_id: str, key_id: str, access: Acce
 
 def _owner_access(tenant: Tenant) -> str:
     return "inactive" if tenant.archived else "active"
-
-
-def _after(request: AdminRequest, name: str) -> str | None:
-    """Return the cursor of the list `name` that continues after the row whose id was given as `after`."""
-    after = request.query_params.get("after")
-    return None if after is None else encode_cursor(name, [after])
 
 
 def _life(seconds: int) -> timedelta:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from appliance.api.queries import AdminRequest, whole
+from appliance.tenancy.pages import encode_cursor
 
 SECONDS_MAX = 253_402_300_799  # the last second of the year 9999
 LIMIT_DEFAULT = 20
@@ -47,6 +48,12 @@ def count(request: AdminRequest, default: int = LIMIT_DEFAULT, most: int = LIMIT
     """Return `limit`. Raises InvalidValue unless it is from 1 to `most`."""
     limit = whole(request, "limit", 1, most)
     return default if limit is None else limit
+
+
+def after(request: AdminRequest, name: str) -> str | None:
+    """Return the cursor of the list `name` that continues after the row whose id was given as `after`."""
+    row_id = request.query_params.get("after")
+    return None if row_id is None else encode_cursor(name, [row_id])
 
 
 def seconds(request: AdminRequest, name: str) -> datetime | None:
