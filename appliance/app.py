@@ -7,7 +7,6 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 
 import structlog
 from alembic.util.exc import CommandError
@@ -21,7 +20,7 @@ from appliance.api.http_server import CannotStart, HttpServer, control_file, dat
 from appliance.api.implied_methods import CompleteOptions, HeadLikeGet
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
-from appliance.base.clock import Clock, SystemClock
+from appliance.base.clock import SystemClock
 from appliance.base.data_folder import StartTraces, make_data_folder
 from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database, reason_of
@@ -98,6 +97,8 @@ class Appliance:
         self.settings = settings
         self.engines = engines
         self.first_start: FirstStart | None = None
+        self._clock = SystemClock()
+        self._calendar = BillingCalendar(settings.time_zone)
         self._services: Services | None = None
         self._gpu = GpuProbe()
         self.claim: DatabaseClaim | None = None
@@ -160,12 +161,12 @@ class Appliance:
                 await self.claim.release()
 
     async def _build(self, db: Database) -> Services:
-        settings, clock, metrics = self.settings, SystemClock(), Metrics()
-        started_at, calendar = clock.now(), BillingCalendar(settings.time_zone)
+        settings, clock, calendar, metrics = self.settings, self._clock, self._calendar, Metrics()
+        started_at = clock.now()
         pepper = read_or_create_pepper(settings.data_dir)
         alerts = Alerts(settings, db, clock, calendar, pepper)
         on_settled = alerts.budgets.settled
-        epoch_id = await self._begin_epoch(db, clock, calendar, on_settled)
+        epoch_id = await self._begin_epoch(db, on_settled)
         sums = LedgerSums(db, calendar=calendar, request_deadline_s=settings.request_deadline_s)
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
         keys, tiers, policies = Keys(db, clock, pepper), Tiers(db, clock), ModelPolicies(db, clock)
@@ -186,7 +187,6 @@ class Appliance:
             clock=clock,
             version=current_version(),
             epoch_id=epoch_id,
-            started_at=started_at,
             db=db,
             database_watch=database_watch,
             tenants=Tenants(db, clock),
@@ -226,48 +226,37 @@ class Appliance:
             models=models,
             generations=generations,
             readiness=Readiness(models, clock, interval_s=settings.probe_interval_s),
-            sampler=self._sampler(clock, started_at, models, generations, database_watch),
+            sampler=SystemSampler(
+                clock=clock,
+                host=HostProbe(settings.data_dir).read,
+                gpus=self._gpu.read,
+                gpu_error=lambda: self._gpu.error,
+                engines=lambda: [engine_reading(model, clock, generations.tenant_names) for model in models.list()],
+                started_at=started_at,
+                database=database_watch.reading,
+            ),
             metrics=metrics,
             control_token=secrets.token_urlsafe(32),
-            engines=self.engines,
         )
 
-    def _sampler(
-        self,
-        clock: Clock,
-        started_at: datetime,
-        models: ModelRegistry,
-        generations: Generations,
-        database_watch: DatabaseWatch,
-    ) -> SystemSampler:
-        return SystemSampler(
-            clock=clock,
-            host=HostProbe(self.settings.data_dir).read,
-            gpus=self._gpu.read,
-            gpu_error=lambda: self._gpu.error,
-            engines=lambda: [engine_reading(model, clock, generations.tenant_names) for model in models.list()],
-            started_at=started_at,
-            database=database_watch.reading,
-        )
-
-    async def _begin_epoch(self, db: Database, clock: SystemClock, calendar: BillingCalendar, on_settled: OnSettled) -> str:
+    async def _begin_epoch(self, db: Database, on_settled: OnSettled) -> str:
         """Begin an epoch and settle what dead ones left behind. An appliance without engines has none."""
         if not self.engines:
             return "none"
-        await self._open_journal(db, clock, calendar, on_settled)
-        epoch_id = await begin_epoch(db, clock, current_version())
-        recovered = await recover(db, clock, epoch_id, calendar=calendar, on_settled=on_settled)
+        await self._open_journal(db, on_settled)
+        epoch_id = await begin_epoch(db, self._clock, current_version())
+        recovered = await recover(db, self._clock, epoch_id, calendar=self._calendar, on_settled=on_settled)
         if recovered:
             log.warning("records of an earlier run recovered", count=recovered)
-        if await rollups.align(db, calendar):
-            log.warning("sums by day built again for another time zone", time_zone=calendar.time_zone)
+        if await rollups.align(db, self._calendar):
+            log.warning("sums by day built again for another time zone", time_zone=self._calendar.time_zone)
         return epoch_id
 
-    async def _open_journal(self, db: Database, clock: SystemClock, calendar: BillingCalendar, on_settled: OnSettled) -> None:
+    async def _open_journal(self, db: Database, on_settled: OnSettled) -> None:
         """Open the journal, if the database has one, and write what a dead run left in it to the tables."""
         try:
             self._journal = journal_beside(self.settings.database_url)
-            missing = 0 if self._journal is None else await replay(db, self._journal, clock, calendar, on_settled)
+            missing = 0 if self._journal is None else await replay(db, self._journal, self._clock, self._calendar, on_settled)
         except OSError as error:
             where = f"{self.settings.database_url.removeprefix('sqlite:///')}{SUFFIX}"
             raise UnusableData(f"the journal {where} cannot be used: {error.strerror or error}") from error
@@ -358,7 +347,7 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
     host, port = listener.getsockname()[:2]
     server = HttpServer(create_app(appliance), listener, settings.trusted_proxies)
     models = [model.name for model in services.models.list()]
-    with control_file(settings.data_dir, host, port, services.control_token or ""):
+    with control_file(settings.data_dir, host, port, services.control_token):
         log.info("listening", host=host, port=port, models=models)
         on_listening(Started(host=host, port=port, models=models, first_start=appliance.first_start, services=services))
         if appliance.first_start is not None:

@@ -111,8 +111,7 @@ async def _authenticate(connection: Connection) -> Access:
 
 async def _by_token(connection: Connection, secret: str) -> Access:
     services = services_of(connection)
-    control = services.control_token
-    if control is not None and hmac.compare_digest(secret.encode(), control.encode()):
+    if hmac.compare_digest(secret.encode(), services.control_token.encode()):
         return Access(role=Role.OWNER, actor=_actor("cli", _operator(connection)))
     if api_key_prefix(secret) is not None:
         raise InvalidApiKey("this is a tenant's API key, for /v1; here it takes an administrator token, gha_...")

@@ -31,7 +31,6 @@ COLLECT_WAIT_S = 3600.0
     [ENDPOINT, "/chat/completions"],
     status_code=200,
     summary="Create a chat completion",
-    tags=["inference"],
     opt={
         "body": ChatCompletionRequest,
         "answer": ChatCompletion,

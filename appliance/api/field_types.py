@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from appliance.base.money import PERCENT_MAX, PRICE_MICROS_MAX
+from appliance.metering.calendar import MONTH_PATTERN
 from appliance.tenancy.fields import (
     ADDRESS_CHARS_MAX,
     ALERT_PERCENT_MAX,
@@ -28,8 +29,6 @@ from appliance.tenancy.fields import (
 from appliance.tenancy.members import EMAIL_CHARS_MAX
 from appliance.tenancy.roles import Role, TenantRole
 from engine.protocol import RANGES
-
-MONTH_PATTERN = "^[0-9]{4}-(0[1-9]|1[0-2])$"
 
 
 def _accepts(**keywords: Any) -> msgspec.Meta:

@@ -30,7 +30,7 @@ class HealthShape(msgspec.Struct, kw_only=True):
     parts: dict[str, str]
 
 
-@get("/health/live", summary="Check that the process is alive", tags=["health"])
+@get("/health/live", summary="Check that the process is alive")
 async def check_live(request: Request[Any, Any, Any]) -> LiveShape:
     """Answer 200 as long as the process runs, even while models load."""
     return LiveShape(status="ok", version=services_of(request).version)
@@ -39,7 +39,6 @@ async def check_live(request: Request[Any, Any, Any]) -> LiveShape:
 @get(
     ["/health/ready", "/health"],
     summary="Check that requests can be served",
-    tags=["health"],
     opt={"errors": (503,), "error_body": HealthShape},
 )
 async def check_ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
@@ -51,12 +50,7 @@ async def check_ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     return Response(body, status_code=200 if is_ready else 503, headers={} if is_ready else {"retry-after": "1"})
 
 
-@get(
-    "/metrics",
-    summary="Read the metrics",
-    tags=["health"],
-    opt={"text": "text/plain", "errors": (401, 403)},
-)
+@get("/metrics", summary="Read the metrics", opt={"text": "text/plain", "errors": (401, 403)})
 async def read_metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Return all metrics in Prometheus' text format. Callers on other machines need an administrator token."""
     if not is_from_this_machine(request):
@@ -74,6 +68,3 @@ async def _parts(services: Services) -> dict[str, str]:
     for model in services.models.list():
         parts[f"engine {model.name}"] = services.readiness.problem(model) or "ok"
     return parts
-
-
-HANDLERS = [check_live, check_ready, read_metrics]

@@ -32,7 +32,7 @@ class ModelListShape(msgspec.Struct, kw_only=True):
     object: str = "list"
 
 
-@get(["/v1/models", "/models"], summary="List models", tags=["inference"])
+@get(["/v1/models", "/models"], summary="List models")
 async def list_models(request: Request[Any, Any, Any]) -> ModelListShape:
     """Return the models that this key may use."""
     principal = await authenticate_tenant(request)
@@ -40,7 +40,7 @@ async def list_models(request: Request[Any, Any, Any]) -> ModelListShape:
     return ModelListShape(data=[model_shape(model) for model in models if principal.may_use(model.name)])
 
 
-@get(["/v1/models/{model_id:path}", "/models/{model_id:path}"], summary="Retrieve a model", tags=["inference"])
+@get(["/v1/models/{model_id:path}", "/models/{model_id:path}"], summary="Retrieve a model")
 async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> ModelShape:
     """Return one model. A model that this key may not use is answered with 404."""
     principal = await authenticate_tenant(request)

@@ -9,13 +9,13 @@ from typing import Any
 
 from appliance.api.admin.usage import EVENT_ID_DIGITS_MAX
 from appliance.api.descriptions.parameters import keys_of
-from appliance.api.field_types import MONTH_PATTERN
 from appliance.api.organization import queries, usage
 from appliance.api.organization.admin import BOUNDS
 from appliance.api.organization.limits import ID_PREFIX, LISTED_MAX
 from appliance.api.organization.projects import ACCESSES
 from appliance.api.queries import ORDERS
 from appliance.metering.alerts.outbox import STATES as DELIVERY_STATES
+from appliance.metering.calendar import MONTH_PATTERN
 from appliance.metering.invoicing.rows import STATES as INVOICE_STATES
 from appliance.metering.usage import BUCKETS, GROUPS, KINDS, STATUSES
 from appliance.tenancy.fields import TIERS

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from litestar import Request
 from litestar.connection import ASGIConnection
 
+from appliance.base.digits import whole_number
 from appliance.base.errors import InvalidValue, UnknownParameter
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, PAGE_ROWS_MAX, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, PAGE_ROWS_MAX, Page, decode_cursor, page_of
 
 AdminRequest = Request[Any, Any, Any]
 Connection = ASGIConnection[Any, Any, Any, Any]
@@ -35,18 +36,24 @@ def check_query(connection: Connection) -> None:
 
 def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> tuple[int, str | None]:
     """Return the limit and the cursor of a request for a list. Raises InvalidValue."""
-    text = request.query_params.get("limit")
+    limit = whole(request, "limit", 1, PAGE_ROWS_MAX)
+    return limit_default if limit is None else limit, request.query_params.get("cursor")
+
+
+def whole(request: AdminRequest, name: str, low: int, high: int) -> int | None:
+    """Return a whole number from `low` to `high`, None when it was not given. Raises InvalidValue."""
+    text = request.query_params.get(name)
     if text is None:
-        return limit_default, request.query_params.get("cursor")
-    if not (text.isascii() and text.isdigit()) or len(text) > 9:
-        raise InvalidValue("limit must be a whole number", param="limit")
-    return int(text), request.query_params.get("cursor")
+        return None
+    number = whole_number(text, high)
+    if number is None or number < low:
+        raise InvalidValue(f"{name} must be a whole number from {low} to {high}", param=name)
+    return number
 
 
 def short_page(request: AdminRequest, rows: Iterable[T], name: str, position_of: Callable[[T], str]) -> Page[T]:
     """Return a page of the list `name`; `rows` is the whole list. Without a `limit` it is as long as a page may be."""
     limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
-    check_limit(limit)
     ordered = sorted(rows, key=position_of)
     if cursor is not None:
         (last,) = decode_cursor(name, cursor, [str])

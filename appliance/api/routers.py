@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 from litestar import Router
-from litestar.types import ControllerRouterHandler
+from litestar.handlers import HTTPRouteHandler
 
-from appliance.api import health
+from appliance.api import chat, health, models
 from appliance.api.admin import (
     audit,
     economics,
@@ -22,8 +23,6 @@ from appliance.api.admin import (
     usage,
     webhooks,
 )
-from appliance.api.chat import create_chat_completion
-from appliance.api.models import list_models, retrieve_model
 from appliance.api.organization import admin as organization_admin
 from appliance.api.organization import limits as organization_limits
 from appliance.api.organization import projects as organization_projects
@@ -33,8 +32,17 @@ ADMIN = (tenants, members, sessions, limits, limit_check, usage, invoices, econo
 ORGANIZATION = (organization_usage, organization_projects, organization_limits, organization_admin)
 
 
-def api_routers() -> Sequence[ControllerRouterHandler]:
+def api_routers() -> Sequence[Router]:
     """Return the tenants' API, OpenAI's organization API, health and metrics, and the administrators' API under `/admin/v1`."""
-    organization = [handler for module in ORGANIZATION for handler in module.HANDLERS]
-    admin = Router("/admin/v1", route_handlers=[handler for module in ADMIN for handler in module.HANDLERS])
-    return [create_chat_completion, list_models, retrieve_model, *organization, *health.HANDLERS, admin]
+    return [
+        Router("/", route_handlers=_handlers(chat, models), tags=["inference"]),
+        Router("/v1/organization", route_handlers=_handlers(*ORGANIZATION), tags=["administration"]),
+        Router("/organization", route_handlers=_handlers(*ORGANIZATION), tags=["administration"]),
+        Router("/", route_handlers=_handlers(health), tags=["health"]),
+        Router("/admin/v1", route_handlers=_handlers(*ADMIN), tags=["administration"]),
+    ]
+
+
+def _handlers(*modules: ModuleType) -> list[HTTPRouteHandler]:
+    """Return every handler that these modules define, in the order of their lines."""
+    return [each for module in modules for each in vars(module).values() if isinstance(each, HTTPRouteHandler)]

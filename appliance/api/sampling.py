@@ -15,6 +15,7 @@ from appliance.api.schemas import (
     ChatCompletionRequest,
 )
 from appliance.api.structured_output import constraint
+from appliance.base.digits import whole_number
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from appliance.serving.endings import as_written
 from appliance.serving.model_registry import ServedModel
@@ -141,10 +142,10 @@ def _logit_bias(bias: Mapping[str, float] | None, model: ServedModel) -> dict[in
     assert model.info is not None
     checked = {}
     for token, value in bias.items():
-        is_number = len(token) <= TOKEN_ID_DIGITS_MAX and token.isascii() and token.isdigit()
-        if not is_number or int(token) >= model.info.vocab_size:
+        token_id = whole_number(token, 10**TOKEN_ID_DIGITS_MAX - 1)
+        if token_id is None or token_id >= model.info.vocab_size:
             raise InvalidValue(f"logit_bias: {token[:20]!r} is not a token id of this model", param="logit_bias")
-        checked[int(token)] = value
+        checked[token_id] = value
     return checked
 
 

@@ -29,7 +29,7 @@ class Shape(msgspec.Struct):
     @classmethod
     def of(cls, source: object, **given: object) -> Self:
         """Return the JSON of `source`: every field is its attribute of the same name, unless it is `given`."""
-        return cls(**{name: _plain(getattr(source, name)) for name in cls.__struct_fields__ if name not in given}, **given)
+        return cls(**{name: _plain(given[name] if name in given else getattr(source, name)) for name in cls.__struct_fields__})
 
 
 class PageShape(msgspec.Struct, Generic[S], kw_only=True):

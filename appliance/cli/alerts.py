@@ -11,7 +11,7 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, read_control, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import tenant_field
+from appliance.cli.tenants import OnlyTenant, tenant_field
 
 app = typer.Typer(help="Alerts by signed webhook and by e-mail.", no_args_is_help=True)
 
@@ -22,11 +22,10 @@ POLLS_MAX = 50
 POLL_S = 0.4  # an attempt over HTTP ends after 15 s at the latest
 
 WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="A webhook's id.")]
-TenantOption = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="Only this tenant (id or name).")]
 
 
 @app.command("list")
-def list_webhooks(tenant: TenantOption = None, options: CommonOptions = DEFAULTS) -> None:
+def list_webhooks(tenant: OnlyTenant = None, options: CommonOptions = DEFAULTS) -> None:
     """List webhooks."""
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
@@ -40,7 +39,7 @@ def list_webhooks(tenant: TenantOption = None, options: CommonOptions = DEFAULTS
 @app.command("add")
 def add(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="An https:// URL, or an e-mail address.")],
-    tenant: TenantOption = None,
+    tenant: OnlyTenant = None,
     event: Annotated[
         list[str] | None, typer.Option(metavar="EVENT", help="Only this event, as in invoice.closed; repeatable; default: all.")
     ] = None,

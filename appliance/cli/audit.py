@@ -13,7 +13,7 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, check_has_tables, opened, run
 from appliance.cli.failure import WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import tenant_field
+from appliance.cli.tenants import OnlyTenant, tenant_field
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
@@ -31,7 +31,7 @@ def list_entries(
     actor: Annotated[str | None, typer.Option(help="Only this actor: e-mail, token name or id.")] = None,
     action: Annotated[str | None, typer.Option(help="Only this action, as in key.rotate.")] = None,
     target: Annotated[str | None, typer.Option(metavar="ID", help="Only changes of the object with this id.")] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
+    tenant: OnlyTenant = None,
     start: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries from this time on (RFC 3339).")] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries before this time (RFC 3339).")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 50,

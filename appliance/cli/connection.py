@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -218,9 +217,7 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     async with AsyncExitStack() as held:
         await appliance.start()
         held.push_async_callback(appliance.stop)
-        services = appliance.services
-        services.control_token = services.control_token or secrets.token_urlsafe(32)
-        headers = {"authorization": f"Bearer {services.control_token}"} | operator_headers()
+        headers = {"authorization": f"Bearer {appliance.services.control_token}"} | operator_headers()
         application: Any = create_app(appliance)  # its types distinguish the kinds of messages, httpx's do not
         hooks = {"request": [_claim_before_changes(settings, held)]}
         client = httpx.AsyncClient(

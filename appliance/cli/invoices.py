@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -20,7 +18,7 @@ from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import at_tenant, find
+from appliance.cli.tenants import OnlyTenant, at_tenant, find
 from appliance.metering.invoicing.wording import payment
 
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
@@ -36,26 +34,15 @@ _SAME_FOR_ALL_TENANTS = ("invalid_value", "month_not_over")  # a wrong month is 
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
-Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="Only this tenant (id or name).")]
 All = Annotated[bool, typer.Option("--all", help="All tenants, including archived ones, except those with nothing to bill.")]
 
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What to do with the draft of each tenant; with --all, only with drafts that are `only` (billable or closable)."""
-
-    title: str
-    verb: str
-    only: str
-    take: Callable[[AdminClient, Row], Awaitable[Row]]
-
-
 @app.command("list")
 def list_invoices(
     month: Annotated[str | None, typer.Option(metavar="YYYY-MM", help="Only this month.")] = None,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List invoices, newest month first. Drafts show what would be billed now."""
@@ -75,23 +62,23 @@ def list_invoices(
 @app.command("draft")
 def draft(
     month: Month,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     everybody: All = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Draft the invoices of a month. They show what would be billed now."""
-    _each(options, month, tenant, DRAFT, everybody=everybody)
+    _each(options, month, tenant, everybody=everybody, close=False)
 
 
 @app.command("close")
 def close(
     month: Month,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     everybody: All = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Close the invoices of a month that is over. They get their numbers and never change again."""
-    _each(options, month, tenant, CLOSE, everybody=everybody)
+    _each(options, month, tenant, everybody=everybody, close=True)
 
 
 @app.command("discard")
@@ -115,7 +102,7 @@ def discard(
 @app.command("export")
 def export(
     month: Month,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     everybody: All = False,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files, created if missing.")] = Path("."),
     forms: Annotated[
@@ -144,10 +131,12 @@ def export(
         return written, len(heads) - len(wanted)
 
     files, num_drafts = run(options.settings(), work)
-    if options.as_json:
-        output.data({"files": files})
-    else:
+    if not options.as_json:
         output.say("\n".join(files) if files else _why_no_file(month, num_drafts))
+        return
+    output.data({"files": files})
+    if not files:
+        sys.stderr.write(f"{_why_no_file(month, num_drafts)}\n")
 
 
 def _why_no_file(month: str, num_drafts: int) -> str:
@@ -184,21 +173,24 @@ def allowance(
     output.item(run(options.settings(), work), as_json=options.as_json)
 
 
-def _each(options: CommonOptions, month: str, tenant: str | None, step: Step, *, everybody: bool) -> None:
-    """Take `step` for each tenant and show the results. A failure does not stop the others, but sets the exit status."""
+def _each(options: CommonOptions, month: str, tenant: str | None, *, everybody: bool, close: bool) -> None:
+    """Draft the month of each tenant, `close` it if told, and show the results. With --all a failure does not stop the others,
+    but sets the exit status."""
     _check_month(month)
+    title, verb, only = ("Closing", "close", "closable") if close else ("Drafting", "draft", "billable")
     left_out: Counter[str] = Counter()
 
     async def work(client: AdminClient) -> tuple[list[Row], list[str]]:
         chosen = await _tenants(client, tenant, everybody=everybody)
         rows: list[Row] = []
         failures: list[str] = []
-        with output.progress(step.title, quiet=options.as_json) as advance:
+        with output.progress(title, quiet=options.as_json) as advance:
             for done, each in enumerate(chosen, 1):
                 draft: Row | None = None
                 try:
-                    draft = await _draft_of(client, each, month, step.only if everybody else None)
-                    rows.append(_row(await step.take(client, draft), each))
+                    draft = await _draft_of(client, each, month, only if everybody else None)
+                    invoice = await client.call("POST", f"/invoices/{draft['id']}/close") if close else draft
+                    rows.append(_row(invoice, each))
                 except CommandFailed as failure:
                     if not everybody or failure.code in _SAME_FOR_ALL_TENANTS:
                         raise
@@ -211,7 +203,7 @@ def _each(options: CommonOptions, month: str, tenant: str | None, step: Step, *,
         return rows, failures
 
     rows, failures = run(options.settings(), work)
-    nothing = "" if failures else _why_nothing(step.verb, month, left_out)
+    nothing = "" if failures else _why_nothing(verb, month, left_out)
     if options.as_json and not rows and nothing:
         sys.stderr.write(f"{nothing}\n")
     _show(rows, as_json=options.as_json, empty=nothing)
@@ -246,18 +238,6 @@ async def _discarded(client: AdminClient, invoice_id: str) -> Row:
     draft = await _find_draft(client, invoice_id)
     await client.remove(f"/invoices/{quote(invoice_id, safe='')}")
     return {**draft, "discarded": True}
-
-
-async def _drafted(_client: AdminClient, invoice: Row) -> Row:
-    return invoice
-
-
-async def _closed(client: AdminClient, invoice: Row) -> Row:
-    return await client.call("POST", f"/invoices/{invoice['id']}/close")
-
-
-DRAFT = Step("Drafting", "draft", "billable", _drafted)
-CLOSE = Step("Closing", "close", "closable", _closed)
 
 
 def _check_month(month: str) -> None:

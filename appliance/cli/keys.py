@@ -12,7 +12,7 @@ from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.limit_options import NO_OWNER_LIMITS, OwnerLimitOptions
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import Which, at_tenant, find, with_money
+from appliance.cli.tenants import OnlyTenant, Which, at_tenant, find, with_money
 
 app = typer.Typer(help="API keys of tenants.", no_args_is_help=True)
 
@@ -36,7 +36,7 @@ KeyId = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or its pub
 
 @app.command("list")
 def list_keys(
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
+    tenant: OnlyTenant = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List keys without their secrets."""

@@ -12,7 +12,7 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import tenant_field
+from appliance.cli.tenants import OnlyTenant, tenant_field
 
 app = typer.Typer(help="Usage events: one per request, and corrections of them.", no_args_is_help=True)
 
@@ -26,7 +26,7 @@ Tokens = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens to add; nega
 
 @app.command("list")
 def list_events(
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
+    tenant: OnlyTenant = None,
     request: Annotated[str | None, typer.Option(metavar="ID", help="Only this request.")] = None,
     status: Annotated[str | None, typer.Option(help="pending, posted, voided or recovered.")] = None,
     kind: Annotated[str | None, typer.Option(help="usage or adjustment.")] = None,

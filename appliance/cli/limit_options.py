@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from appliance.base.digits import whole_number
 from appliance.cli.failure import WrongUsage
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES
@@ -71,14 +72,11 @@ NO_OWNER_LIMITS = OwnerLimitOptions()
 def _limit(name: str, text: str) -> int | None:
     if text.lower() == "none":
         return None
-    if not _is_limit(text):
+    limit = whole_number(text, LIMIT_MAX)
+    if limit is None:
         option = "--" + name.replace("_", "-")
         raise WrongUsage(f"{option} must be a whole number from 0 to {LIMIT_MAX} or `none`, not {text!r}")
-    return int(text)
-
-
-def _is_limit(value: str) -> bool:
-    return value.isascii() and value.isdigit() and len(value) <= len(str(LIMIT_MAX)) and int(value) <= LIMIT_MAX
+    return limit
 
 
 def _models(models: list[str] | None) -> dict[str, Any]:
@@ -97,11 +95,12 @@ def _model_limits(given: list[str] | None) -> dict[str, Any]:
     limits: dict[str, dict[str, int]] = {}
     for text in given:
         model, _, setting = text.rpartition(":")
-        name, _, value = setting.partition("=")
-        if not model or name not in LIMIT_NAMES or not _is_limit(value):
+        name, _, number = setting.partition("=")
+        limit = whole_number(number, LIMIT_MAX)
+        if not model or name not in LIMIT_NAMES or limit is None:
             expected = (
                 f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMIT_NAMES)} and N a whole number from 0 to {LIMIT_MAX}"
             )
             raise WrongUsage(f"--model-limit takes {expected}, not {text!r}")
-        limits.setdefault(model, {})[name] = int(value)
+        limits.setdefault(model, {})[name] = limit
     return {"model_limits": limits}

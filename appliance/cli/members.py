@@ -11,7 +11,7 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import at_tenant, find
+from appliance.cli.tenants import OnlyTenant, at_tenant, find
 
 app = typer.Typer(help="Members and their roles in tenants.", no_args_is_help=True)
 
@@ -27,7 +27,7 @@ Tenant = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="A tenan
 
 @app.command("list")
 def list_members(
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
+    tenant: OnlyTenant = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List all members, or those of one tenant."""

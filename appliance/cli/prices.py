@@ -7,6 +7,8 @@ from urllib.parse import quote
 
 import typer
 
+from appliance.base.digits import whole_number
+from appliance.base.money import PERCENT_MAX
 from appliance.cli import output
 from appliance.cli.connection import run
 from appliance.cli.failure import WrongUsage
@@ -91,8 +93,9 @@ def _tiers(given: list[str] | None) -> dict[str, int] | None:
     """Return `tier=percent` texts as the API takes them."""
     percents: dict[str, int] = {}
     for text in given or []:
-        tier, _, percent = text.partition("=")
-        if not (percent.isascii() and percent.isdigit()):
-            raise WrongUsage(f"--tier-percent must be like batch=50, not {text}")
-        percents[tier] = int(percent)
+        tier, _, number = text.partition("=")
+        percent = whole_number(number, PERCENT_MAX)
+        if percent is None:
+            raise WrongUsage(f"--tier-percent must be like batch=50, with 0 to {PERCENT_MAX} percent, not {text!r}")
+        percents[tier] = percent
     return percents or None

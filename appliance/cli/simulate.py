@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from appliance.base.digits import whole_number
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson
@@ -119,9 +120,10 @@ def _weights(text: str | None) -> dict[str, int]:
     weights: dict[str, int] = {}
     for part in text.split(",") if text else []:
         name, _, number = part.rpartition("=")
-        if not name or not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= WEIGHT_MAX:
+        weight = whole_number(number, WEIGHT_MAX)
+        if not name or not weight:
             raise WrongUsage(f"--weights takes NAME=N,NAME=N with N between 1 and {WEIGHT_MAX}, not {part!r}")
-        weights[name] = int(number)
+        weights[name] = weight
     return weights
 
 

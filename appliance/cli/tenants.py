@@ -25,6 +25,7 @@ app = typer.Typer(help="Tenants, their limits and their billing.", no_args_is_he
 COLUMNS = ("id", "name", "tier", "weight", "limits", "limit_mode", "allowed_models", "suspended", "archived", "created_at")
 ARCHIVED = "Its keys are refused and it is hidden from lists, permanently. Its ledger and its invoices are kept."
 
+OnlyTenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="Only this tenant (id or name).")]
 Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
 
 

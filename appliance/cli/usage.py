@@ -13,7 +13,7 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.keys import find_key
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import tenant_field
+from appliance.cli.tenants import OnlyTenant, tenant_field
 
 COLUMNS = ("start", "tenant", "key_id", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 DAYS_DEFAULT = 30
@@ -26,7 +26,7 @@ def usage(
     end: Annotated[str | None, typer.Option(metavar="TIME", help="End of the report (RFC 3339); default: now.")] = None,
     bucket: Annotated[str, typer.Option(help="Length of the periods: minute, hour or day.")] = "day",
     group_by: Annotated[str, typer.Option(help="tenant, key or model; several with commas.")] = "tenant",
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
+    tenant: OnlyTenant = None,
     key: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="Only this key (id or public prefix); repeatable.")
     ] = None,
@@ -39,7 +39,7 @@ def usage(
         "start": _rfc3339(now - timedelta(days=DAYS_DEFAULT)) if start is None else start,
         "end": _rfc3339(now + timedelta(seconds=1)) if end is None else end,
         "bucket": bucket,
-        "group_by": group_by,
+        "group_by": group_by or None,
     }
 
     async def work(client: AdminClient) -> tuple[list[dict[str, Any]], dict[str, str]]:

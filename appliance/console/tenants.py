@@ -63,7 +63,7 @@ async def create_tenant(context: ContextDependency) -> Html:
     values = _read(form)
     if not form.errors:
         try:
-            tenant = await context.services.tenants.create(**values, access=context.access)
+            tenant = await context.services.tenants.create(values["name"], TenantChanges(**values), access=context.access)
             return context.redirect(f"/tenants/{tenant.id}", done="tenant-created")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)

@@ -7,11 +7,13 @@ midnight occurs twice begins with the first.
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, date, datetime, time, timedelta
 from zoneinfo import ZoneInfo
 
 from appliance.base.errors import InvalidValue
 
+MONTH_PATTERN = "^[1-9][0-9]{3}-(0[1-9]|1[0-2])$"
 _ONE_DAY = timedelta(days=1)
 
 
@@ -73,10 +75,9 @@ class BillingCalendar:
 
 def first_day(month: str, param: str = "month") -> date:
     """Return the first day of `YYYY-MM`. Raises InvalidValue, naming `param`."""
-    try:
-        return date.fromisoformat(f"{month}-01")
-    except ValueError:
-        raise InvalidValue(f"{param} must be YYYY-MM", param=param) from None
+    if not re.fullmatch(MONTH_PATTERN, month):
+        raise InvalidValue(f"{param} must be YYYY-MM", param=param)
+    return date.fromisoformat(f"{month}-01")
 
 
 def last_day(month: str) -> date:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -59,7 +58,6 @@ class Services:
     clock: Clock
     version: str
     epoch_id: str
-    started_at: datetime
     db: Database
     database_watch: DatabaseWatch
     # whose requests are served
@@ -99,8 +97,7 @@ class Services:
     readiness: Readiness
     sampler: SystemSampler
     metrics: Metrics
-    control_token: str | None = field(default=None, repr=False)
-    engines: bool = True
+    control_token: str = field(repr=False)
     body_turns: Turns = field(default_factory=_body_turns)
 
     def __deepcopy__(self, _memo: object) -> Services:

@@ -84,7 +84,7 @@ class Metrics:
         self._alerts_failed = self._counter("alert_attempts_failed", "Attempts to deliver that failed", ["reason"])
         self._ttft_s = self._histogram("time_to_first_token_seconds", "Admission to first token", LATENCY_BUCKETS_S)
         self._inter_token_s = self._histogram("inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S)
-        for reason in _codes(GatehouseError):
+        for reason in sorted(_codes(GatehouseError)):
             self._rejected.labels(reason)
         self._request_s = self._histogram("request_seconds", "Admission to end", LATENCY_BUCKETS_S)
         self._queue_s = self._histogram("queue_seconds", "Admission to first seat in a batch", LATENCY_BUCKETS_S)

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -83,21 +84,15 @@ class AdminTokens:
                 .where(admin_tokens.c.id == token_id, admin_tokens.c.revoked_at.is_(None))
                 .values(revoked_at=now)
             )
-            row = (await connection.execute(select(admin_tokens).where(admin_tokens.c.id == token_id))).mappings().first()
             if revoked.rowcount:
                 was, is_now = {"revoked_at": None}, {"revoked_at": now}
                 await record(connection, self._clock, "token.revoke", "token", token_id, before=was, after=is_now)
-        if row is None:
-            raise NotFound("no such administrator token", param="token_id")
-        return _from_row(row)
+            return await _get(connection, token_id)
 
     async def get(self, token_id: str) -> AdminToken:
         """Return the token, revoked or not. Raises NotFound."""
         async with self._db.reading() as connection:
-            row = (await connection.execute(select(admin_tokens).where(admin_tokens.c.id == token_id))).mappings().first()
-        if row is None:
-            raise NotFound("no such administrator token", param="token_id")
-        return _from_row(row)
+            return await _get(connection, token_id)
 
     async def list(
         self,
@@ -130,6 +125,13 @@ class AdminTokens:
             await connection.execute(insert(admin_tokens).values(digest=plain_digest(secret), **row))
             await record(connection, self._clock, "token.create", "token", token.id, after=facts_of(token))
         return token
+
+
+async def _get(connection: AsyncConnection, token_id: str) -> AdminToken:
+    row = (await connection.execute(select(admin_tokens).where(admin_tokens.c.id == token_id))).mappings().first()
+    if row is None:
+        raise NotFound("no such administrator token", param="token_id")
+    return _from_row(row)
 
 
 def _from_row(row: RowMapping) -> AdminToken:

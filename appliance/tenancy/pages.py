@@ -14,6 +14,7 @@ from sqlalchemy import Column, RowMapping, Select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
+from appliance.tenancy.fields import check_whole
 
 PAGE_ROWS_DEFAULT = 50
 PAGE_ROWS_MAX = 1000
@@ -39,9 +40,7 @@ class Page(Generic[T]):
 
 def check_limit(limit: int) -> int:
     """Return `limit`; raise InvalidValue unless it is 1..PAGE_ROWS_MAX."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= PAGE_ROWS_MAX:
-        raise InvalidValue(f"limit must be a whole number from 1 to {PAGE_ROWS_MAX}", param="limit")
-    return limit
+    return check_whole(limit, "limit", 1, PAGE_ROWS_MAX)
 
 
 def encode_cursor(name: str, position: Sequence[str | int]) -> str:

@@ -134,7 +134,8 @@ ModelLimitChanges = Mapping[str, LimitChanges]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChanges:
-    """Fields of a tenant to set; UNSET ones stay. `limits` sets those it names, `model_limits` replaces those of all models."""
+    """Fields of a tenant to set; UNSET ones stay, or are those of a new tenant. `limits` sets those it names, `model_limits`
+    replaces those of all models."""
 
     name: str | Unset = UNSET
     tier: str | Unset = UNSET

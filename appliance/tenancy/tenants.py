@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import ColumnElement, exists, insert, or_, select, update
@@ -33,7 +33,7 @@ from appliance.tenancy.fields import (
     lookalike_form,
 )
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
-from appliance.tenancy.principals import Limits, ModelLimitChanges, Tenant, TenantChanges
+from appliance.tenancy.principals import Limits, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
     changed_columns,
@@ -43,6 +43,8 @@ from appliance.tenancy.rows import (
     tenant_from_row,
 )
 
+USUAL_TERMS = TenantChanges()
+
 
 class Tenants:
     """All tenants. Every change takes effect on the next request of any key of the tenant."""
@@ -51,40 +53,11 @@ class Tenants:
         self._db = db
         self._clock = clock
 
-    async def create(
-        self,
-        *,
-        name: str,
-        tier: str = "standard",
-        weight: int = 1,
-        limits: Limits | None = None,
-        allowed_models: Sequence[str] | None = None,
-        model_limits: ModelLimitChanges | None = None,
-        limit_mode: str = "enforce",
-        cut_at_budget: bool = False,
-        currency: str | None = None,
-        billing: Mapping[str, str | None] | None = None,
-        alert_percents: Sequence[int] | None = None,
-        suspended: bool = False,
-        access: Access,
-    ) -> Tenant:
+    async def create(self, name: str, terms: TenantChanges = USUAL_TERMS, *, access: Access) -> Tenant:
         """Return the new tenant. Raises RoleNotAllowed, NameTaken (also when an archived tenant has the name), InvalidValue."""
         access.require(Action.WRITE)
-        chosen = TenantChanges(
-            name=name,
-            tier=tier,
-            weight=weight,
-            limits=limits or Limits(),
-            model_limits=model_limits,
-            limit_mode=limit_mode,
-            cut_at_budget=cut_at_budget,
-            currency=currency,
-            billing=billing,
-            alert_percents=alert_percents,
-            allowed_models=allowed_models,
-            suspended=suspended,
-        )
-        tenant_id, columns = new_id("tn"), changed_columns(chosen, _CHECKS)
+        columns = _NEW | changed_columns(dataclasses.replace(terms, name=name), _CHECKS)
+        tenant_id = new_id("tn")
         try:
             async with self._db.changing_principals() as connection:
                 await _check_name_free(connection, columns["name"])
@@ -220,6 +193,8 @@ async def _get(connection: AsyncConnection, tenant_id: str, access: Access, acti
     return tenant_from_row(row)
 
 
+_NEW: dict[str, Any] = {"tier": "standard", "weight": 1, "suspended": False}
+"""Columns of a new tenant that its terms leave open; the table knows the others."""
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": check_name,
     "tier": lambda value: check_choice(value, "tier", TIERS),

@@ -12,11 +12,12 @@ from appliance.metering.ledger.epochs import begin_epoch
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Member, Members
-from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
+from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant, TenantChanges
 from appliance.tenancy.tenants import Tenants
 
 PEPPER = b"p" * 32
 ALICE_PASSWORD = "alice's long password"
+UNLIMITED = Limits()
 
 
 def quick_hasher() -> PasswordHasher:
@@ -48,9 +49,9 @@ class Cast:
     epoch_id: str
 
 
-async def make_person(database: Database, clock: Clock, name: str, limits: Limits | None = None) -> Person:
+async def make_person(database: Database, clock: Clock, name: str, limits: Limits = UNLIMITED) -> Person:
     """Create a tenant `name` with one key."""
-    tenant = await Tenants(database, clock).create(name=name, limits=limits, access=WHOLE_BOX)
+    tenant = await Tenants(database, clock).create(name, TenantChanges(limits=limits), access=WHOLE_BOX)
     key, secret = await Keys(database, clock, PEPPER).create(tenant.id, name=f"{name}'s key", access=WHOLE_BOX)
     return Person(tenant=tenant, key=key, secret=secret)
 

@@ -350,7 +350,7 @@ def _services(
         "clock": clock,
         "version": "test",
         "epoch_id": people.epoch_id,
-        "started_at": clock.now(),
+        "control_token": "the command line's",
         "db": database,
         "tenants": Tenants(database, clock),
         "keys": Keys(database, clock, PEPPER),

@@ -18,7 +18,7 @@ from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.members import Member
-from appliance.tenancy.principals import Limits
+from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.cast import Person, quick_hasher
 from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
@@ -117,7 +117,7 @@ async def make_populated_tenant(services: Services, name: str) -> PopulatedTenan
     """Create a tenant `name` with a key, a billed request, and a member of each role."""
     services.members._hasher = quick_hasher()
     tenant = await services.tenants.create(
-        name=name, limits=Limits(tokens_per_minute=1000), billing={"name": name}, access=WHOLE_BOX
+        name, TenantChanges(limits=Limits(tokens_per_minute=1000), billing={"name": name}), access=WHOLE_BOX
     )
     key, secret = await services.keys.create(tenant.id, name=f"{name}'s key", scopes=["inference", "usage"], access=WHOLE_BOX)
     person = Person(tenant=tenant, key=key, secret=secret)

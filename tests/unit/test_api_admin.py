@@ -266,7 +266,10 @@ async def test_a_parameter_of_several_values_may_be_given_several_times(box: Api
 
 @pytest.mark.parametrize(
     "query",
-    ["start=yesterday", "start=2026-01-01T00:00:00", "end=0001-01-01T00:00:00%2B14:00", "bucket=week", "group_by=colour"],
+    [
+        *("start=yesterday", "start=2026-01-01T00:00:00", "end=0001-01-01T00:00:00%2B14:00", "bucket=week"),
+        *("group_by=colour", "group_by=", "group_by=model,"),
+    ],
 )
 async def test_wrong_report_queries_are_named(box: ApiBox, query: str) -> None:
     assert await refusal(box, "GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])

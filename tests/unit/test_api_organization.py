@@ -167,6 +167,7 @@ async def test_costs_of_two_currencies_are_never_added(box: ApiBox) -> None:
         ("/projects", {"limit": "101"}, "limit"),
         ("/projects", {"after": "x" * 4000}, "cursor"),
         ("/audit_logs", {"after": "audit_log-x"}, "after"),
+        ("/audit_logs", {"after": f"audit_log-{7:022}"}, "after"),
         ("/audit_logs", {"before": "1"}, "before"),
         ("/audit_logs", {"tenant_only": "true"}, "tenant_only"),
         ("/audit_logs", {"effective_at[gte]": "-1"}, "effective_at[gte]"),

@@ -417,7 +417,8 @@ def test_prices_are_added_and_listed(typed: Any) -> None:
     plain = typed("prices", "add", "plain", *asked[:4], "--json").json()
     cells = {line.split("\t")[0]: line.split("\t")[-1] for line in typed("prices", "list").out.splitlines()}
     assert (cells[made["id"]], cells[plain["id"]]) == ("batch=50", "-")
-    assert typed("prices", "add", "demo", *asked[:4], "--tier-percent", "batch").status == 2
+    for wrong in ("batch", "batch=101", f"batch={'9' * 5000}"):
+        assert typed("prices", "add", "demo", *asked[:4], "--tier-percent", wrong).status == 2
     past = typed("prices", "add", "demo", *asked, "--from", "2020-01-01T00:00:00Z", "--json")
     assert (past.status, past.json()["error"]["code"]) == (2, "invalid_value")
 

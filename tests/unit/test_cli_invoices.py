@@ -101,6 +101,7 @@ def test_an_export_without_closed_invoices_tells_of_the_drafts(
     typed("invoices", "draft", "--month", "2026-01", "--all")
     told_of = exported()
     assert "There is no closed invoice of 2026-01, only drafts (1): close them, or export them with --drafts" in told_of
+    assert typed("invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path))[1:] == ({"files": []}, told_of)
     assert "draft-2026-01-" in exported("--drafts")
 
 

@@ -145,6 +145,7 @@ def test_a_folder_that_no_engine_would_serve_on_that_card_is_refused_in_its_word
         (("--slo-tpot-ms", "-1"), "--slo-tpot-ms must be a positive number"),
         (("--weights", "alice=0"), "--weights takes NAME=N"),
         (("--weights", "alice"), "--weights takes NAME=N"),
+        (("--weights", f"alice={'9' * 5000}"), "--weights takes NAME=N"),
         (("--weights", "alice=2"), "--weights names 'alice', which sends no requests"),
         (("--rate", "5"), "--rate is for traces without arrival times"),
         (("--lengths", "x.csv"), "--lengths belongs to --scenario"),

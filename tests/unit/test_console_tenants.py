@@ -18,9 +18,8 @@ NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
 
 
 async def test_the_list_names_every_tenant_and_its_limits(box: Box) -> None:
-    await box.services.tenants.create(
-        name="limited", limits=Limits(tokens_per_minute=60_000, monthly_budget=12_500_000), access=WHOLE_BOX
-    )
+    limits = Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
+    await box.services.tenants.create("limited", TenantChanges(limits=limits), access=WHOLE_BOX)
 
     page = (await (await box.alice()).get("/tenants")).text
 

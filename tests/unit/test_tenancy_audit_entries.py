@@ -49,7 +49,7 @@ async def told(database: Database) -> list[tuple[str, str | None, Any, Any]]:
 async def test_changes_of_a_tenant_are_audited(database: Database, clock: FakeClock, cast: Cast) -> None:
     tenants = Tenants(database, clock)
     with acting(ALICE):
-        made = await tenants.create(name="dora", tier="batch", access=WHOLE_BOX)
+        made = await tenants.create("dora", TenantChanges(tier="batch"), access=WHOLE_BOX)
         await tenants.update(made.id, TenantChanges(weight=3, limits={"tokens_per_minute": 500}), access=WHOLE_BOX)
         await tenants.update(made.id, TenantChanges(weight=3), access=WHOLE_BOX)
         await tenants.limit_model(made.id, "demo", {"requests_per_minute": 2}, access=WHOLE_BOX)

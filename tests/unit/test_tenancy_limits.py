@@ -47,7 +47,7 @@ async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> 
         "alert_percents": (50, 100),
         "suspended": True,
     }
-    made = await tenants.create(name="dora", **given, access=WHOLE_BOX)
+    made = await tenants.create("dora", TenantChanges(**given), access=WHOLE_BOX)
 
     assert {name: getattr(made, name) for name in given} == given
     assert await tenants.get(made.id, access=WHOLE_BOX) == made
@@ -56,7 +56,7 @@ async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> 
 async def test_a_model_without_any_limit_is_not_among_those_that_have_some(tenants: Tenants, keys: Keys) -> None:
     """Neither in the answer to who creates a tenant or a key, nor when they are read."""
     given: dict[str, dict[str, int | None]] = {"m": {}, "n": {"tokens_per_day": None}, "o": {"tokens_per_day": 7}}
-    tenant = await tenants.create(name="dora", model_limits=given, access=WHOLE_BOX)
+    tenant = await tenants.create("dora", TenantChanges(model_limits=given), access=WHOLE_BOX)
     key, _ = await keys.create(tenant.id, name="key", model_limits=given, access=WHOLE_BOX)
 
     assert tenant.model_limits == key.model_limits == {"o": Limits(tokens_per_day=7)}
@@ -141,7 +141,7 @@ async def test_a_negative_or_absurd_limit_is_refused_at_every_place(
         (tenants.update(cast.bob.tenant.id, at_tenant, access=WHOLE_BOX), f"limits.{name}"),
         (keys.update(cast.bob.key.id, at_key, access=WHOLE_BOX), f"limits.{name}"),
         (keys.update(cast.bob.key.id, at_model, access=WHOLE_BOX), f"model_limits.m.{name}"),
-        (tenants.create(name="x", model_limits={"m": {name: value}}, access=WHOLE_BOX), f"model_limits.m.{name}"),
+        (tenants.create("x", TenantChanges(model_limits={"m": {name: value}}), access=WHOLE_BOX), f"model_limits.m.{name}"),
     ]
     for work, param in works:
         with pytest.raises(InvalidValue, match=f"from 0 to {LIMIT_MAX}") as refused:

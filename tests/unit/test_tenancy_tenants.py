@@ -24,9 +24,8 @@ def tenants(database: Database, clock: FakeClock) -> Tenants:
 
 
 async def test_a_tenant_is_read_back_as_it_was_made(tenants: Tenants, clock: FakeClock) -> None:
-    made = await tenants.create(
-        name="  Zoë & Søn ", tier="batch", weight=7, limits=ALL_LIMITS, allowed_models=["a", "b", "a"], access=WHOLE_BOX
-    )
+    terms = TenantChanges(tier="batch", weight=7, limits=ALL_LIMITS, allowed_models=["a", "b", "a"])
+    made = await tenants.create("  Zoë & Søn ", terms, access=WHOLE_BOX)
     assert made == await tenants.get(made.id, access=WHOLE_BOX) == await tenants.find("Zoë & Søn", access=WHOLE_BOX)
     assert (made.name, made.allowed_models, made.created_at) == ("Zoë & Søn", ("a", "b"), clock.now())
     assert not made.suspended
@@ -53,7 +52,7 @@ async def test_a_tenant_is_read_back_as_it_was_made(tenants: Tenants, clock: Fak
 )
 async def test_a_bad_field_is_named_in_create_and_update(tenants: Tenants, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await tenants.create(**({"name": "bob"} | changes), access=WHOLE_BOX)
+        await tenants.create(changes.get("name", "bob"), TenantChanges(**changes), access=WHOLE_BOX)
     assert refused.value.param == param
     bob = await tenants.create(name="bob", access=WHOLE_BOX)
     with pytest.raises(InvalidValue) as refused:
@@ -78,7 +77,7 @@ async def test_an_unknown_limit_is_named(tenants: Tenants) -> None:
 
 
 async def test_a_change_touches_the_named_fields_alone(tenants: Tenants) -> None:
-    bob = await tenants.create(name="bob", limits=ALL_LIMITS, allowed_models=["demo"], access=WHOLE_BOX)
+    bob = await tenants.create("bob", TenantChanges(limits=ALL_LIMITS, allowed_models=["demo"]), access=WHOLE_BOX)
     changed = await tenants.update(bob.id, TenantChanges(limits={"tokens_per_day": None}, suspended=True), access=WHOLE_BOX)
     assert changed.limits == Limits(tokens_per_minute=1, requests_per_minute=2, concurrent_requests=3, monthly_budget=5)
     assert (changed.suspended, changed.allowed_models, changed.name) == (True, ("demo",), "bob")
@@ -143,7 +142,7 @@ async def test_a_tenant_is_found_by_its_own_name_alone(tenants: Tenants) -> None
 
 async def test_the_currencies_are_those_of_tenants_that_are_not_archived(tenants: Tenants) -> None:
     for name, currency in (("bob", None), ("charlie", "CHF"), ("dora", "CHF"), ("erin", "USD")):
-        last = await tenants.create(name=name, currency=currency, access=WHOLE_BOX)
+        last = await tenants.create(name, TenantChanges(currency=currency), access=WHOLE_BOX)
     await tenants.archive(last.id, access=WHOLE_BOX)
     assert await tenants.currencies("EUR") == ["CHF", "EUR"]
 

@@ -15,7 +15,6 @@ from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.audit_chain import AuditEntry, facts_from, rfc3339_micros
 from appliance.tenancy.roles import Action
 
-TAGS = ["administration"]
 REPEATABLE = ("actor", "action", "target", "tenant_id")
 QUERY = (*PAGING, *REPEATABLE, "start", "end")
 
@@ -52,7 +51,7 @@ class AuditEntryShape(Shape, kw_only=True):
     hash: str
 
 
-@get("/audit", summary="List the audit log", tags=TAGS, opt={"query": QUERY, "repeatable": REPEATABLE})
+@get("/audit", summary="List the audit log", opt={"query": QUERY, "repeatable": REPEATABLE})
 async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
     """Return entries of the audit log, newest first. A tenant's manager sees the entries of that tenant only."""
     access = await authenticate_administrator(request, Action.AUDIT)
@@ -79,6 +78,3 @@ def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:
         before=facts_from(entry.before),
         after=facts_from(entry.after),
     )
-
-
-HANDLERS = [list_audit]

@@ -16,9 +16,6 @@ from appliance.api.shapes import Shape
 from appliance.metering.economics import HOSTED_MAX, MONTHS_MAX, POWER_W_MAX, Hardware, HostedPrice
 from appliance.tenancy.roles import Action
 
-TAGS = ["administration"]
-
-
 Power = Annotated[int, within(0, POWER_W_MAX)]
 
 
@@ -73,17 +70,17 @@ class EconomicsShape(msgspec.Struct, kw_only=True):
     break_even: list[BreakEvenShape]
 
 
-@get("/economics", summary="Retrieve the cost of a million tokens", tags=TAGS, opt={"errors": (404,)})
+@get("/economics", summary="Retrieve the cost of a million tokens", opt={"errors": (404,)})
 async def retrieve_economics(request: AdminRequest) -> EconomicsShape:
     """Return the figures computed from the hardware, the power and the usage of the last 30 days. 404 before a cost is set."""
-    (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_BOX)
     return await _report(request)
 
 
-@put("/economics", summary="Set the cost of the appliance", tags=TAGS, opt={"body": HardwareShape})
+@put("/economics", summary="Set the cost of the appliance", opt={"body": HardwareShape})
 async def replace_hardware(request: AdminRequest) -> EconomicsShape:
     """Replace the cost of the hardware and power, and return the new figures. Fields left out get their defaults."""
-    (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)
+    await authenticate_administrator(request, Action.BILLING)
     body = decode_body(await request.body(), HardwareShape)
     services = services_of(request)
     fields = msgspec.structs.asdict(body)
@@ -103,6 +100,3 @@ async def _report(request: AdminRequest) -> EconomicsShape:
         figures=[FigureShape.of(figure) for figure in economics.figures],
         break_even=[BreakEvenShape.of(row) for row in economics.break_even],
     )
-
-
-HANDLERS = [retrieve_economics, replace_hardware]

@@ -117,8 +117,8 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
         seller=seller or None,
         buyer=dict(invoice.buyer),
         time_zone=invoice.seller.get(TIME_ZONE, "UTC"),
-        issued_on=None if invoice.issued_on is None else invoice.issued_on.isoformat(),
-        due_on=None if invoice.due_on is None else invoice.due_on.isoformat(),
+        issued_on=invoice.issued_on,
+        due_on=invoice.due_on,
         abort_policy=ABORT_POLICY,
         problem=invoice.problem,
     )

@@ -34,7 +34,6 @@ from appliance.metering.invoicing.rows import STATES, Invoice
 from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
 from appliance.tenancy.roles import Action
 
-TAGS = ["administration"]
 NO_SELLER = (
     "the seller has not been entered yet: use gatehouse invoices seller --file, PUT /admin/v1/seller or the console's settings"
 )
@@ -80,7 +79,7 @@ class SellerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tax_note: Name | None = None
 
 
-@get("/invoices", summary="List the invoices of all tenants", tags=TAGS, opt={"query": (*PAGING, "month", "state")})
+@get("/invoices", summary="List the invoices of all tenants", opt={"query": (*PAGING, "month", "state")})
 async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
     """Return invoices without their lines, newest month first."""
     access = await authenticate_administrator(request, Action.INVOICES)
@@ -96,7 +95,7 @@ async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
     return page_shape(page, invoice_head_shape)
 
 
-@get("/tenants/{tenant_id:str}/invoices", summary="List a tenant's invoices", tags=TAGS, opt={"query": PAGING})
+@get("/tenants/{tenant_id:str}/invoices", summary="List a tenant's invoices", opt={"query": PAGING})
 async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[InvoiceShape]:
     """Return invoices with their lines, newest month first. Drafts show what would be billed now, or their `problem`."""
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
@@ -105,7 +104,7 @@ async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) 
     return page_shape(await services.invoices.list_of(tenant_id, *paging(request), access=access), invoice_shape)
 
 
-@post("/tenants/{tenant_id:str}/invoices", summary="Draft an invoice", tags=TAGS, opt={"body": DraftBody, "errors": (409,)})
+@post("/tenants/{tenant_id:str}/invoices", summary="Draft an invoice", opt={"body": DraftBody, "errors": (409,)})
 async def draft_invoice(request: AdminRequest, tenant_id: FromPath[str]) -> InvoiceShape:
     """Create the draft of a month that has begun, or return the existing one. Its lines are computed on every read."""
     access = await authenticate_administrator(request, Action.BILLING, tenant_id)
@@ -117,7 +116,6 @@ async def draft_invoice(request: AdminRequest, tenant_id: FromPath[str]) -> Invo
 @get(
     "/invoices/{invoice_id:str}",
     summary="Retrieve an invoice as JSON, CSV or PDF",
-    tags=TAGS,
     opt={"answer": InvoiceShape, "errors": (409,)},
 )
 async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> Response[bytes]:
@@ -136,7 +134,7 @@ async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> 
     return Response(body, media_type=media_type, headers=headers)
 
 
-@get("/invoices/{invoice_id:str}/events", summary="List the usage events behind an invoice", tags=TAGS, opt={"query": PAGING})
+@get("/invoices/{invoice_id:str}/events", summary="List the usage events behind an invoice", opt={"query": PAGING})
 async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) -> PageShape[LedgerEventShape]:
     """Return the usage events that the lines of the invoice add up, in the order in which they were posted."""
     access = await authenticate_administrator(request, Action.INVOICES)
@@ -144,27 +142,21 @@ async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) 
     return page_shape(await invoices.events(invoice_id, *paging(request), access=access), ledger_event_shape)
 
 
-@post(
-    "/invoices/{invoice_id:str}/close",
-    status_code=200,
-    summary="Close an invoice permanently",
-    tags=TAGS,
-    opt={"errors": (409,)},
-)
+@post("/invoices/{invoice_id:str}/close", status_code=200, summary="Close an invoice permanently", opt={"errors": (409,)})
 async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> InvoiceShape:
     """Number the invoice and freeze it for good. Its month must be over, and a tenant's months are closed in order."""
     access = await authenticate_administrator(request, Action.BILLING)
     return invoice_shape(await services_of(request).invoices.close(invoice_id, access=access))
 
 
-@delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", tags=TAGS, opt={"errors": (409,)})
+@delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", opt={"errors": (409,)})
 async def discard_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> None:
     """Discard a draft. No usage is lost, and the month can be drafted again. A closed invoice is refused with 409."""
     access = await authenticate_administrator(request, Action.BILLING)
     await services_of(request).invoices.discard(invoice_id, access=access)
 
 
-@get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", tags=TAGS, opt={"query": PAGING})
+@get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", opt={"query": PAGING})
 async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[AllowanceShape]:
     """Return a tenant's free allowances in the order of the months in which they start."""
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
@@ -174,12 +166,7 @@ async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> Pa
     return page_shape(short_page(request, rows, "allowances", lambda row: row.first_month), AllowanceShape.of)
 
 
-@post(
-    "/tenants/{tenant_id:str}/allowances",
-    summary="Set a free allowance",
-    tags=TAGS,
-    opt={"body": AllowanceBody, "errors": (409,)},
-)
+@post("/tenants/{tenant_id:str}/allowances", summary="Set a free allowance", opt={"body": AllowanceBody, "errors": (409,)})
 async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> AllowanceShape:
     """Set the amount that is free each month, from a month that is not closed on. Setting the same month again replaces it."""
     access = await authenticate_administrator(request, Action.BILLING, tenant_id)
@@ -190,7 +177,7 @@ async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> Allo
     return AllowanceShape.of(await allowances.set(tenant_id, body.first_month, body.monthly_micros, access=access))
 
 
-@get("/seller", summary="Retrieve the seller", tags=TAGS, opt={"errors": (404,)})
+@get("/seller", summary="Retrieve the seller", opt={"errors": (404,)})
 async def retrieve_seller(request: AdminRequest) -> SellerShape:
     """Return the seller named on new invoices. 404 before one is set."""
     (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
@@ -200,7 +187,7 @@ async def retrieve_seller(request: AdminRequest) -> SellerShape:
     return _seller_shape(seller)
 
 
-@put("/seller", summary="Set the seller", tags=TAGS, opt={"body": SellerBody})
+@put("/seller", summary="Set the seller", opt={"body": SellerBody})
 async def replace_seller(request: AdminRequest) -> SellerShape:
     """Replace the seller named on new invoices. Closed invoices keep the seller they were closed with."""
     (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)
@@ -213,18 +200,3 @@ async def replace_seller(request: AdminRequest) -> SellerShape:
 
 def _seller_shape(seller: Seller) -> SellerShape:
     return SellerShape(**seller.to_record())
-
-
-HANDLERS = [
-    list_invoices,
-    list_tenant_invoices,
-    draft_invoice,
-    retrieve_invoice,
-    list_invoice_events,
-    close_invoice,
-    discard_invoice,
-    list_allowances,
-    set_allowance,
-    retrieve_seller,
-    replace_seller,
-]

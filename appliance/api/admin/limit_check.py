@@ -73,13 +73,7 @@ class LimitCheckShape(Shape, kw_only=True):
     decisions: list[LimitDecisionShape]
 
 
-@post(
-    "/limits/check",
-    status_code=200,
-    summary="Check a request against the limits",
-    tags=["administration"],
-    opt={"body": LimitCheckBody},
-)
+@post("/limits/check", status_code=200, summary="Check a request against the limits", opt={"body": LimitCheckBody})
 async def check_limits(request: AdminRequest) -> LimitCheckShape:
     """Return whether a request of this size would pass now, with the decision of every limit. Nothing is reserved."""
     access = await authenticate_administrator(request, Action.READ)
@@ -108,6 +102,3 @@ def _shape(verdict: Verdict) -> LimitCheckShape:
         error=None if verdict.error is None else LimitErrorShape.of(verdict.error),
         decisions=[LimitDecisionShape.of(decision) for decision in verdict.forecast.decisions],
     )
-
-
-HANDLERS = [check_limits]

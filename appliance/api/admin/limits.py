@@ -20,8 +20,6 @@ from appliance.tenancy.principals import Limits
 from appliance.tenancy.roles import Action
 from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX
 
-TAGS = ["administration"]
-
 
 class TierShape(Shape, kw_only=True):
     """A tier of tenants."""
@@ -52,7 +50,7 @@ class ModelLimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     limit_mode: LimitMode = "enforce"
 
 
-@get("/tiers", summary="List tiers", tags=TAGS, opt={"query": PAGING})
+@get("/tiers", summary="List tiers", opt={"query": PAGING})
 async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
     """Return the three tiers, most urgent first."""
     await authenticate_administrator(request, Action.READ_BOX)
@@ -60,7 +58,7 @@ async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
     return page_shape(short_page(request, tiers, "tiers", lambda tier: str(TIERS.index(tier.name))), TierShape.of)
 
 
-@patch("/tiers/{name:str}", summary="Change a tier", tags=TAGS, opt={"body": TierPatch})
+@patch("/tiers/{name:str}", summary="Change a tier", opt={"body": TierPatch})
 async def change_tier(request: AdminRequest, name: FromPath[str]) -> TierShape:
     """Change a tier. The change applies from the next request on."""
     await authenticate_administrator(request, Action.WRITE)
@@ -68,7 +66,7 @@ async def change_tier(request: AdminRequest, name: FromPath[str]) -> TierShape:
     return TierShape.of(await services_of(request).tiers.update(name, admission_wait_ms=body.admission_wait_ms))
 
 
-@get("/model-limits", summary="List model limits", tags=TAGS, opt={"query": PAGING})
+@get("/model-limits", summary="List model limits", opt={"query": PAGING})
 async def list_model_limits(request: AdminRequest) -> PageShape[ModelLimitsShape]:
     """Return the models that have limits for all tenants together, sorted by name."""
     await authenticate_administrator(request, Action.READ_BOX)
@@ -76,7 +74,7 @@ async def list_model_limits(request: AdminRequest) -> PageShape[ModelLimitsShape
     return page_shape(short_page(request, found, "model-limits", lambda policy: policy.model), ModelLimitsShape.of)
 
 
-@put("/model-limits/{model:path}", status_code=200, summary="Set a model's limits", tags=TAGS, opt={"body": ModelLimitsBody})
+@put("/model-limits/{model:path}", status_code=200, summary="Set a model's limits", opt={"body": ModelLimitsBody})
 async def put_model_limits(request: AdminRequest, model: FromPath[str]) -> ModelLimitsShape:
     """Replace the limits of a model for all tenants together. The change applies from the next request on."""
     await authenticate_administrator(request, Action.WRITE)
@@ -86,11 +84,8 @@ async def put_model_limits(request: AdminRequest, model: FromPath[str]) -> Model
     return ModelLimitsShape.of(await policies.put(model.removeprefix("/"), limits, body.limit_mode))
 
 
-@delete("/model-limits/{model:path}", status_code=200, summary="Remove a model's limits", tags=TAGS)
+@delete("/model-limits/{model:path}", status_code=200, summary="Remove a model's limits")
 async def remove_model_limits(request: AdminRequest, model: FromPath[str]) -> ModelLimitsShape:
     """Remove the limits of a model and return the removed ones."""
     await authenticate_administrator(request, Action.WRITE)
     return ModelLimitsShape.of(await services_of(request).model_policies.remove(model.removeprefix("/")))
-
-
-HANDLERS = [list_tiers, change_tier, list_model_limits, put_model_limits, remove_model_limits]

@@ -25,8 +25,6 @@ from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 from appliance.tenancy.secrets import new_password
 
-TAGS = ["administration"]
-
 
 class NewMemberBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A member to create. The appliance generates the password."""
@@ -55,13 +53,13 @@ class MembershipPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: RoleInTenant
 
 
-@get("/me", summary="Retrieve the caller", tags=TAGS)
+@get("/me", summary="Retrieve the caller")
 async def retrieve_me(request: AdminRequest) -> MeShape:
     """Return the caller's name, role on the appliance and roles in tenants."""
     return me_shape(await authenticate_anybody(request))
 
 
-@get("/members", summary="List members", tags=TAGS, opt={"query": PAGING})
+@get("/members", summary="List members", opt={"query": PAGING})
 async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
     """Return all members with their roles in tenants, in the order they were created."""
     access = await authenticate_administrator(request, Action.READ_BOX)
@@ -71,7 +69,7 @@ async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
     return page_shape(page, lambda member: member_shape(member, [each for each in found if each.member_id == member.id]))
 
 
-@post("/members", summary="Create a member", tags=TAGS, opt={"body": NewMemberBody, "errors": (409,)})
+@post("/members", summary="Create a member", opt={"body": NewMemberBody, "errors": (409,)})
 async def create_member(request: AdminRequest) -> NewMemberShape:
     """Create a member with a role on the appliance. The temporary `password` is shown only in this answer."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -81,14 +79,14 @@ async def create_member(request: AdminRequest) -> NewMemberShape:
     return NewMemberShape.of(member, memberships=[], password=password)
 
 
-@get("/members/{member_id:str}", summary="Retrieve a member", tags=TAGS)
+@get("/members/{member_id:str}", summary="Retrieve a member")
 async def retrieve_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
     """Return one member, disabled or not."""
     access = await authenticate_administrator(request, Action.READ_BOX)
     return await _member(request, member_id, access)
 
 
-@patch("/members/{member_id:str}", summary="Change a member", tags=TAGS, opt={"body": MemberPatch, "errors": (409,)})
+@patch("/members/{member_id:str}", summary="Change a member", opt={"body": MemberPatch, "errors": (409,)})
 async def change_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
     """Change a member's role on the appliance, or disable them. A disabled member is signed out everywhere at once."""
     access = await authenticate_administrator(request, Action.MEMBERS)
@@ -97,7 +95,7 @@ async def change_member(request: AdminRequest, member_id: FromPath[str]) -> Memb
     return await _member(request, member_id, access)
 
 
-@post("/members/{member_id:str}/reset-password", status_code=200, summary="Reset a member's password", tags=TAGS)
+@post("/members/{member_id:str}/reset-password", status_code=200, summary="Reset a member's password")
 async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> NewMemberShape:
     """Replace a member's password with a temporary one, shown only in this answer, and end the member's sessions."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -108,7 +106,7 @@ async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> New
     return NewMemberShape.of(member, memberships=[], password=password)
 
 
-@get("/tenants/{tenant_id:str}/members", summary="List a tenant's members", tags=TAGS, opt={"query": PAGING})
+@get("/tenants/{tenant_id:str}/members", summary="List a tenant's members", opt={"query": PAGING})
 async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[MembershipShape]:
     """Return the members of a tenant, with their roles in it."""
     access = await authenticate_administrator(request, Action.READ, tenant_id)
@@ -118,8 +116,7 @@ async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> P
     return page_shape(page, MembershipShape.of)
 
 
-@post("/tenants/{tenant_id:str}/members", summary="Add a member to a tenant", tags=TAGS,
-      opt={"body": NewMembershipBody, "errors": (409,)})  # fmt: skip
+@post("/tenants/{tenant_id:str}/members", summary="Add a member to a tenant", opt={"body": NewMembershipBody, "errors": (409,)})
 async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewMembershipShape:
     """Add a member to a tenant. Only an owner of the appliance can invite an unknown address, which gets a temporary
     `password`, shown only in this answer."""
@@ -130,8 +127,11 @@ async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewM
     return NewMembershipShape.of(membership, password=password)
 
 
-@patch("/tenants/{tenant_id:str}/members/{member_id:str}", summary="Change a member's role in a tenant", tags=TAGS,
-       opt={"body": MembershipPatch})  # fmt: skip
+@patch(
+    "/tenants/{tenant_id:str}/members/{member_id:str}",
+    summary="Change a member's role in a tenant",
+    opt={"body": MembershipPatch},
+)
 async def change_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
     """Change a member's role in a tenant. The change applies from the member's next request on."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
@@ -139,7 +139,7 @@ async def change_membership(request: AdminRequest, tenant_id: FromPath[str], mem
     return MembershipShape.of(await services_of(request).memberships.change(tenant_id, member_id, body.role, access=access))
 
 
-@delete("/tenants/{tenant_id:str}/members/{member_id:str}", status_code=200, summary="Remove a member from a tenant", tags=TAGS)
+@delete("/tenants/{tenant_id:str}/members/{member_id:str}", status_code=200, summary="Remove a member from a tenant")
 async def remove_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
     """End a membership and return it. The member can still sign in."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
@@ -150,17 +150,3 @@ async def _member(request: AdminRequest, member_id: str, access: Access) -> Memb
     services = services_of(request)
     member = await services.members.get(member_id)
     return member_shape(member, await services.memberships.of_members([member.id], access=access))
-
-
-HANDLERS = [
-    retrieve_me,
-    list_members,
-    create_member,
-    retrieve_member,
-    change_member,
-    reset_password,
-    list_memberships,
-    invite_member,
-    change_membership,
-    remove_membership,
-]

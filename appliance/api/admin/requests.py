@@ -15,10 +15,8 @@ from appliance.serving.services import Services
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 
-TAGS = ["administration"]
 
-
-@get("/requests", summary="List requests", tags=TAGS, opt={"query": (*PAGING, "tenant_id", "key_id", "model")})
+@get("/requests", summary="List requests", opt={"query": (*PAGING, "tenant_id", "key_id", "model")})
 async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
     """Return live and past requests, most recently admitted first. Figures of live requests are current."""
     access = await authenticate_administrator(request, Action.READ)
@@ -33,7 +31,7 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
     return page_shape(page, lambda row: _live_shape(services, row.id, access) or past_request_shape(row))
 
 
-@get("/requests/{request_id:str}", summary="Retrieve a request", tags=TAGS)
+@get("/requests/{request_id:str}", summary="Retrieve a request")
 async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
     """Return one live or past request."""
     access = await authenticate_administrator(request, Action.READ)
@@ -44,7 +42,7 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
     return past_request_shape(await services.past_requests.get(request_id, access=access))
 
 
-@delete("/requests/{request_id:str}", status_code=200, summary="Abort a request", tags=TAGS)
+@delete("/requests/{request_id:str}", status_code=200, summary="Abort a request")
 async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
     """End a live request and return it in its final state. Its client gets an error; what was used so far is billed."""
     access = await authenticate_administrator(request, Action.ABORT)
@@ -61,6 +59,3 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
 def _live_shape(services: Services, request_id: str, access: Access) -> RequestShape | None:
     live = services.generations.find(request_id, access=access)
     return None if live is None else RequestShape.of(live)
-
-
-HANDLERS = [list_requests, retrieve_request, abort_request]

@@ -19,8 +19,6 @@ from appliance.tenancy.devices import device_of
 from appliance.tenancy.roles import Action
 from appliance.tenancy.sessions import Session
 
-TAGS = ["administration"]
-
 
 class SessionShape(Shape, kw_only=True):
     """A browser that is signed in to the console."""
@@ -60,7 +58,7 @@ class ProviderLinkShape(msgspec.Struct, kw_only=True):
     issuer: str | None
 
 
-@get("/sessions", summary="List sessions", tags=TAGS, opt={"query": (*PAGING, "member_id")})
+@get("/sessions", summary="List sessions", opt={"query": (*PAGING, "member_id")})
 async def list_sessions(request: AdminRequest) -> PageShape[SessionShape]:
     """Return active sessions, newest first: by default the caller's own, or for a token those of all members."""
     access = await authenticate_anybody(request)
@@ -70,7 +68,7 @@ async def list_sessions(request: AdminRequest) -> PageShape[SessionShape]:
     return page_shape(page, lambda session: _shape(session, asking))
 
 
-@delete("/sessions/{session_id:str}", status_code=200, summary="End a session", tags=TAGS)
+@delete("/sessions/{session_id:str}", status_code=200, summary="End a session")
 async def end_session(request: AdminRequest, session_id: FromPath[str]) -> EndedShape:
     """Sign one browser out at once."""
     access = await authenticate_anybody(request)
@@ -81,7 +79,7 @@ async def end_session(request: AdminRequest, session_id: FromPath[str]) -> Ended
     return EndedShape(ended=1)
 
 
-@delete("/sessions", status_code=200, summary="End all other sessions", tags=TAGS, opt={"query": ("member_id",)})
+@delete("/sessions", status_code=200, summary="End all other sessions", opt={"query": ("member_id",)})
 async def end_sessions(request: AdminRequest) -> EndedShape:
     """End every session of the caller, or of `member_id`, except the session that makes this call."""
     access = await authenticate_anybody(request)
@@ -93,14 +91,14 @@ async def end_sessions(request: AdminRequest) -> EndedShape:
     return EndedShape(ended=ended)
 
 
-@get("/members/{member_id:str}/second-factor", summary="Retrieve a member's second factor", tags=TAGS)
+@get("/members/{member_id:str}/second-factor", summary="Retrieve a member's second factor")
 async def retrieve_second_factor(request: AdminRequest, member_id: FromPath[str]) -> SecondFactorShape:
     """Return whether the member needs a code to sign in, and how many recovery codes are left."""
     await authenticate_administrator(request, Action.READ_BOX)
     return await _second_factor(request, member_id)
 
 
-@delete("/members/{member_id:str}/second-factor", status_code=200, summary="Reset a member's second factor", tags=TAGS)
+@delete("/members/{member_id:str}/second-factor", status_code=200, summary="Reset a member's second factor")
 async def reset_second_factor(request: AdminRequest, member_id: FromPath[str]) -> SecondFactorShape:
     """Remove a lost second factor and end the member's sessions. Until a new one is set up, the password alone signs in."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -108,7 +106,7 @@ async def reset_second_factor(request: AdminRequest, member_id: FromPath[str]) -
     return await _second_factor(request, member_id)
 
 
-@delete("/members/{member_id:str}/provider", status_code=200, summary="Unlink a member from the sign-in provider", tags=TAGS)
+@delete("/members/{member_id:str}/provider", status_code=200, summary="Unlink a member from the sign-in provider")
 async def unlink_provider(request: AdminRequest, member_id: FromPath[str]) -> ProviderLinkShape:
     """Remove a member's link to the sign-in provider. The next sign-in there links again, by verified e-mail address."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -151,13 +149,3 @@ def _shape(session: Session, asking: Session | None) -> SessionShape:
         device=device_of(session.user_agent),
         current=asking is not None and asking.id == session.id,
     )
-
-
-HANDLERS = [
-    list_sessions,
-    end_session,
-    end_sessions,
-    retrieve_second_factor,
-    reset_second_factor,
-    unlink_provider,
-]

@@ -21,13 +21,12 @@ from appliance.telemetry.readings import SystemSnapshot
 from appliance.telemetry.sampler import TooManySubscribers
 from appliance.tenancy.roles import Action
 
-TAGS = ["administration"]
 RETRY_AFTER_S = 15.0
 CREDENTIAL_CHECKED_EVERY_TICKS = 10
 STREAMS_MAX = 192  # open at once, the console's live pages among them; those have places that programs cannot take
 
 
-@get("/system", summary="Retrieve the state of the appliance", tags=TAGS)
+@get("/system", summary="Retrieve the state of the appliance")
 async def retrieve_system(request: AdminRequest) -> SystemShape:
     """Return the latest readings of processes, engines, GPUs, host and database. They are taken once a second."""
     await authenticate_administrator(request, Action.READ_BOX)
@@ -35,7 +34,7 @@ async def retrieve_system(request: AdminRequest) -> SystemShape:
     return system_shape(services.sampler.latest, services.version)
 
 
-@get("/events", summary="Stream the state of the appliance", tags=TAGS, opt={"text": EVENT_STREAM, "errors": (503,)})
+@get("/events", summary="Stream the state of the appliance", opt={"text": EVENT_STREAM, "errors": (503,)})
 async def stream_events(request: AdminRequest) -> Stream:
     """Send the answer of `/admin/v1/system` as an event named `system` with each new reading. Slow readers skip readings."""
     await authenticate_administrator(request, Action.READ_BOX)
@@ -78,6 +77,3 @@ async def _is_revoked(request: AdminRequest) -> bool:
 def _frame(services: Services, snapshot: SystemSnapshot) -> bytes:
     body = msgspec.json.encode(system_shape(snapshot, services.version))
     return b"event: system\ndata: " + body + b"\n\n"
-
-
-HANDLERS = [retrieve_system, stream_events]

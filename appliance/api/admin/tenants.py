@@ -45,8 +45,6 @@ from appliance.tenancy.keys import GRACE_S_MAX
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.roles import Action
 
-TAGS = ["administration"]
-
 
 class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Limits to set, each 0 to 10¹⁵. A limit left out of a change keeps its value; null removes it."""
@@ -138,7 +136,7 @@ class RotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     grace_s: Annotated[int, within(0, GRACE_S_MAX)] = 0
 
 
-@get("/tenants", summary="List tenants", tags=TAGS, opt={"query": (*PAGING, "include_archived")})
+@get("/tenants", summary="List tenants", opt={"query": (*PAGING, "include_archived")})
 async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
     """Return the tenants that the caller may see, in the order they were created."""
     access = await authenticate_administrator(request, Action.READ)
@@ -147,37 +145,23 @@ async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
     return page_shape(page, tenant_shape)
 
 
-@post("/tenants", summary="Create a tenant", tags=TAGS, opt={"body": NewTenantBody, "errors": (409,)})
+@post("/tenants", summary="Create a tenant", opt={"body": NewTenantBody, "errors": (409,)})
 async def create_tenant(request: AdminRequest) -> TenantShape:
     """Create a tenant and return it."""
     access = await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), NewTenantBody)
-    tenant = await services_of(request).tenants.create(
-        name=body.name,
-        tier=body.tier,
-        weight=body.weight,
-        limits=_limits(body.limits),
-        model_limits=model_limits_of(body.model_limits),
-        limit_mode=body.limit_mode,
-        cut_at_budget=body.cut_at_budget,
-        currency=body.currency,
-        billing=None if body.billing is None else msgspec.structs.asdict(body.billing),
-        alert_percents=body.alert_percents,
-        allowed_models=body.allowed_models,
-        suspended=body.suspended,
-        access=access,
-    )
-    return tenant_shape(tenant)
+    terms = TenantChanges(**_given(body))
+    return tenant_shape(await services_of(request).tenants.create(body.name, terms, access=access))
 
 
-@get("/tenants/{tenant_id:str}", summary="Retrieve a tenant", tags=TAGS)
+@get("/tenants/{tenant_id:str}", summary="Retrieve a tenant")
 async def retrieve_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Return one tenant, archived or not."""
     access = await authenticate_administrator(request, Action.READ, tenant_id)
     return tenant_shape(await services_of(request).tenants.get(tenant_id, access=access))
 
 
-@patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch, "errors": (409,)})
+@patch("/tenants/{tenant_id:str}", summary="Change a tenant", opt={"body": TenantPatch, "errors": (409,)})
 async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Change the given fields. Changes apply at once; those of limits also to running and waiting requests."""
     access = await authenticate_administrator(request, Action.WRITE, tenant_id)
@@ -186,14 +170,14 @@ async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Tena
     return tenant_shape(await services.tenants.update(tenant_id, TenantChanges(**_given(body)), access=access))
 
 
-@delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant", tags=TAGS)
+@delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant")
 async def archive_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Archive a tenant for good: its keys are refused from now on; usage and invoices are kept."""
     access = await authenticate_administrator(request, Action.WRITE, tenant_id)
     return tenant_shape(await services_of(request).tenants.archive(tenant_id, access=access))
 
 
-@get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", tags=TAGS, opt={"query": PAGING})
+@get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", opt={"query": PAGING})
 async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[KeyShape]:
     """Return the keys of a tenant, including revoked ones, without their secrets."""
     access = await authenticate_administrator(request, Action.READ, tenant_id)
@@ -202,7 +186,7 @@ async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShap
     return page_shape(await services.keys.list(tenant.id, *paging(request), access=access), key_shape)
 
 
-@post("/tenants/{tenant_id:str}/keys", summary="Create a key", tags=TAGS, opt={"body": NewKeyBody})
+@post("/tenants/{tenant_id:str}/keys", summary="Create a key", opt={"body": NewKeyBody})
 async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyShape:
     """Create a key. Its secret, `key`, is shown only in this answer."""
     access = await authenticate_administrator(request, Action.KEYS, tenant_id)
@@ -222,14 +206,14 @@ async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyS
     return new_key_shape(key, secret)
 
 
-@get("/keys/{key_id:str}", summary="Retrieve a key", tags=TAGS)
+@get("/keys/{key_id:str}", summary="Retrieve a key")
 async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Return one key without its secret."""
     access = await authenticate_administrator(request, Action.READ)
     return key_shape(await services_of(request).keys.get(key_id, access=access))
 
 
-@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", tags=TAGS, opt={"body": RotationBody})
+@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", opt={"body": RotationBody})
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
     """Create a successor of a key, with the same rights and a new secret. The old secret works until the grace period ends."""
     access = await authenticate_administrator(request, Action.KEYS)
@@ -239,7 +223,7 @@ async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShap
     return new_key_shape(key, secret)
 
 
-@patch("/keys/{key_id:str}", summary="Change a key", tags=TAGS, opt={"body": KeyPatch})
+@patch("/keys/{key_id:str}", summary="Change a key", opt={"body": KeyPatch})
 async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change the given fields. Changes apply at once."""
     access = await authenticate_administrator(request, Action.KEYS)
@@ -249,7 +233,7 @@ async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**changes), access=access))
 
 
-@delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", tags=TAGS)
+@delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key")
 async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Revoke a key at once and for good. Its running requests end."""
     access = await authenticate_administrator(request, Action.KEYS)
@@ -265,28 +249,13 @@ def model_limits_of(body: dict[str, LimitsBody] | None) -> dict[str, dict[str, i
     return None if body is None else {model: named(limits) for model, limits in body.items()}
 
 
-def _given(body: TenantPatch | KeyPatch) -> dict[str, Any]:
-    """Return the fields that a change names, as the tenancy layer takes them."""
-    changes = named(body)
-    if isinstance(changes.get("limits"), LimitsBody):
-        changes["limits"] = named(changes["limits"])
-    if isinstance(changes.get("model_limits"), dict):
-        changes["model_limits"] = model_limits_of(changes["model_limits"])
-    if isinstance(changes.get("billing"), BillingBody):
-        changes["billing"] = msgspec.structs.asdict(changes["billing"])
-    return changes
-
-
-HANDLERS = [
-    list_tenants,
-    create_tenant,
-    retrieve_tenant,
-    change_tenant,
-    archive_tenant,
-    list_keys,
-    create_key,
-    retrieve_key,
-    rotate_key,
-    change_key,
-    revoke_key,
-]
+def _given(body: NewTenantBody | TenantPatch | KeyPatch) -> dict[str, Any]:
+    """Return the fields that a body names, as the tenancy layer takes them."""
+    fields = named(body)
+    if (limits := fields.pop("limits", None)) is not None:
+        fields["limits"] = named(limits)
+    if "model_limits" in fields:
+        fields["model_limits"] = model_limits_of(fields["model_limits"])
+    if fields.get("billing") is not None:
+        fields["billing"] = msgspec.structs.asdict(fields["billing"])
+    return fields

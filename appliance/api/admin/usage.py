@@ -23,6 +23,7 @@ from appliance.api.shapes import (
     page_shape,
     usage_row_shape,
 )
+from appliance.base.digits import whole_number
 from appliance.base.errors import NotFound
 from appliance.base.money import PERCENT_MAX
 from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, TOKENS_MAX, Correction
@@ -32,7 +33,6 @@ from appliance.tenancy.fields import TIERS
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Action
 
-TAGS = ["administration"]
 EVENT_ID_DIGITS_MAX = 18
 PERIOD_DEFAULT = timedelta(days=30)
 LEDGER_QUERY = (*PAGING, "tenant_id", "key_id", "model", "kind", "status", "request_id", "start", "end", "order")
@@ -70,19 +70,19 @@ class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     confirm: bool = False
 
 
-@get("/usage", summary="List usage and cost by period", tags=TAGS, opt=USAGE_OPTIONS)
+@get("/usage", summary="List usage and cost by period", opt=USAGE_OPTIONS)
 async def list_usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     """Return tokens, requests and cost by period and group. The default is the last 30 days by day, without groups."""
     return await _usage(request)
 
 
-@get("/costs", summary="List cost by period", tags=TAGS, opt=USAGE_OPTIONS)
+@get("/costs", summary="List cost by period", opt=USAGE_OPTIONS)
 async def list_costs(request: AdminRequest) -> PageShape[UsageRowShape]:
     """Return the same rows as `/admin/v1/usage`: cost, with the tokens that caused it."""
     return await _usage(request)
 
 
-@get("/ledger", summary="List usage events", tags=TAGS, opt={"query": LEDGER_QUERY})
+@get("/ledger", summary="List usage events", opt={"query": LEDGER_QUERY})
 async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
     """Return the usage events of the ledger in the order they were opened, oldest first unless `order` is `desc`."""
     access = await authenticate_administrator(request, Action.READ)
@@ -102,7 +102,7 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
     return page_shape(page, ledger_event_shape)
 
 
-@post("/ledger/{event_id:str}/corrections", summary="Correct a usage event", tags=TAGS, opt={"body": CorrectionBody})
+@post("/ledger/{event_id:str}/corrections", summary="Correct a usage event", opt={"body": CorrectionBody})
 async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> LedgerEventShape:
     """Add an event that corrects a settled one. Both are kept; the correction is on the next invoice that is closed."""
     await authenticate_administrator(request, Action.BILLING)
@@ -111,14 +111,14 @@ async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> L
     return ledger_event_shape(await services_of(request).corrections.add(_event_number(event_id), correction))
 
 
-@get("/prices", summary="List prices", tags=TAGS, opt={"query": PAGING})
+@get("/prices", summary="List prices", opt={"query": PAGING})
 async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
     """Return all prices in the order they were added, including past and future ones."""
     await authenticate_administrator(request, Action.READ_BOX)
     return page_shape(await services_of(request).prices.list(*paging(request)), PriceShape.of)
 
 
-@post("/prices", summary="Add a price", tags=TAGS, opt={"body": NewPriceBody})
+@post("/prices", summary="Add a price", opt={"body": NewPriceBody})
 async def create_price(request: AdminRequest) -> PriceShape:
     """Add a price. Earlier prices are kept, and usage that is already settled keeps its cost."""
     await authenticate_administrator(request, Action.BILLING)
@@ -138,7 +138,7 @@ async def create_price(request: AdminRequest) -> PriceShape:
     return PriceShape.of(price)
 
 
-@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a future price", tags=TAGS)
+@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a future price")
 async def withdraw_price(request: AdminRequest, price_id: FromPath[str]) -> PriceShape:
     """Withdraw a price that takes effect in a minute or later, and return it. Any other is refused with 409 `price_begun`."""
     await authenticate_administrator(request, Action.BILLING)
@@ -149,7 +149,7 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     start, end = _period(request, services.clock.now())
-    groups = [name for text in many(request, "group_by") or () for name in text.split(",") if name]
+    groups = [name for text in many(request, "group_by") or () for name in text.split(",")]
     tenant_id = request.query_params.get("tenant_id")
     filters = UsageFilter(
         tenant_ids=None if tenant_id is None else [tenant_id],
@@ -171,9 +171,10 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
 
 
 def _event_number(event_id: str) -> int:
-    if not (event_id.isascii() and event_id.isdigit()) or len(event_id) > EVENT_ID_DIGITS_MAX:
+    number = whole_number(event_id, 10**EVENT_ID_DIGITS_MAX - 1)
+    if number is None:
         raise NotFound("no such event", param="event_id")
-    return int(event_id)
+    return number
 
 
 def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
@@ -184,6 +185,3 @@ def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
         earliest = datetime.min.replace(tzinfo=UTC)
         start = end - PERIOD_DEFAULT if end - earliest > PERIOD_DEFAULT else earliest
     return start, end
-
-
-HANDLERS = [list_usage, list_costs, list_ledger, create_correction, list_prices, create_price, withdraw_price]

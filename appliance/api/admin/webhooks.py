@@ -8,12 +8,7 @@ import msgspec
 from litestar import delete, get, patch, post
 from litestar.params import FromPath
 
-from appliance.api.admin.webhook_shapes import (
-    DeliveryShape,
-    NewWebhookShape,
-    WebhookShape,
-    webhook_shape,
-)
+from appliance.api.admin.webhook_shapes import DeliveryShape, NewWebhookShape, WebhookShape, webhook_shape
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
 from appliance.api.connection_services import services_of
@@ -25,9 +20,6 @@ from appliance.metering.alerts.targets import TARGET_CHARS_MAX
 from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, GRACE_S_MAX, KINDS, Webhook, WebhookChanges
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
-
-TAGS = ["administration"]
-
 
 Target = Annotated[str, chars(1, TARGET_CHARS_MAX)]
 Events = Annotated[list[Annotated[str, one_of(EVENTS)]], items(1, len(EVENTS))]
@@ -56,7 +48,7 @@ class WebhookRotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     grace_s: Annotated[int, within(0, GRACE_S_MAX)] = GRACE_S_DEFAULT
 
 
-@get("/webhooks", summary="List webhooks", tags=TAGS, opt={"query": (*PAGING, "tenant_id")})
+@get("/webhooks", summary="List webhooks", opt={"query": (*PAGING, "tenant_id")})
 async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
     """Return webhooks in the order they were created, without their secrets."""
     access = await _reader(request)
@@ -67,7 +59,7 @@ async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
     return page_shape(page, lambda webhook: _shape(access, webhook))
 
 
-@post("/webhooks", summary="Create a webhook", tags=TAGS, opt={"body": NewWebhookBody, "errors": (404,)})
+@post("/webhooks", summary="Create a webhook", opt={"body": NewWebhookBody, "errors": (404,)})
 async def create_webhook(request: AdminRequest) -> NewWebhookShape:
     """Create a webhook. The secret that signs its messages, `secret`, is shown only in this answer."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
@@ -78,14 +70,14 @@ async def create_webhook(request: AdminRequest) -> NewWebhookShape:
     return NewWebhookShape.of(webhook, secret=secret)
 
 
-@get("/webhooks/{webhook_id:str}", summary="Retrieve a webhook", tags=TAGS)
+@get("/webhooks/{webhook_id:str}", summary="Retrieve a webhook")
 async def retrieve_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
     """Return one webhook without its secret."""
     access = await _reader(request)
     return _shape(access, await services_of(request).alerts.webhooks.get(webhook_id, access=access))
 
 
-@patch("/webhooks/{webhook_id:str}", summary="Change a webhook", tags=TAGS, opt={"body": WebhookPatch})
+@patch("/webhooks/{webhook_id:str}", summary="Change a webhook", opt={"body": WebhookPatch})
 async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
     """Change the given fields. A disabled webhook receives nothing; its pending messages wait."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
@@ -94,7 +86,7 @@ async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
     return webhook_shape(await services_of(request).alerts.webhooks.update(webhook_id, changes, access=access))
 
 
-@delete("/webhooks/{webhook_id:str}", status_code=200, summary="Remove a webhook", tags=TAGS)
+@delete("/webhooks/{webhook_id:str}", status_code=200, summary="Remove a webhook")
 async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
     """Remove a webhook and drop its pending messages."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
@@ -105,7 +97,6 @@ async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
     "/webhooks/{webhook_id:str}/rotate",
     status_code=200,
     summary="Rotate a webhook's secret",
-    tags=TAGS,
     opt={"body": WebhookRotationBody},
 )
 async def rotate_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> NewWebhookShape:
@@ -116,19 +107,14 @@ async def rotate_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> Ne
     return NewWebhookShape.of(webhook, secret=secret)
 
 
-@post("/webhooks/{webhook_id:str}/test", summary="Send a test message to a webhook", tags=TAGS, opt={"errors": (400, 429)})
+@post("/webhooks/{webhook_id:str}/test", summary="Send a test message to a webhook", opt={"errors": (400, 429)})
 async def send_test(request: AdminRequest, webhook_id: FromPath[str]) -> DeliveryShape:
     """Queue a message of the event `webhook.test`. Retrieve the returned delivery to see how it went."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     return DeliveryShape.of(await services_of(request).alerts.outbox.test(webhook_id, access=access))
 
 
-@get(
-    "/webhooks/{webhook_id:str}/deliveries",
-    summary="List a webhook's deliveries",
-    tags=TAGS,
-    opt={"query": (*PAGING, "state")},
-)
+@get("/webhooks/{webhook_id:str}/deliveries", summary="List a webhook's deliveries", opt={"query": (*PAGING, "state")})
 async def list_deliveries(request: AdminRequest, webhook_id: FromPath[str]) -> PageShape[DeliveryShape]:
     """Return the messages to a webhook, newest first."""
     access = await _reader(request)
@@ -137,7 +123,7 @@ async def list_deliveries(request: AdminRequest, webhook_id: FromPath[str]) -> P
     return page_shape(page, DeliveryShape.of)
 
 
-@get("/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}", summary="Retrieve a delivery", tags=TAGS)
+@get("/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}", summary="Retrieve a delivery")
 async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
     """Return one message and the state of its delivery."""
     access = await _reader(request)
@@ -148,7 +134,6 @@ async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], de
     "/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}/retry",
     status_code=200,
     summary="Retry a delivery",
-    tags=TAGS,
     opt={"errors": (400, 429)},
 )
 async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
@@ -166,17 +151,3 @@ async def _reader(request: AdminRequest) -> Access:
 
 def _shape(access: Access, webhook: Webhook) -> WebhookShape:
     return webhook_shape(webhook, whole=access.may(Action.WEBHOOKS, webhook.tenant_id))
-
-
-HANDLERS = [
-    list_webhooks,
-    create_webhook,
-    retrieve_webhook,
-    change_webhook,
-    remove_webhook,
-    rotate_webhook,
-    send_test,
-    list_deliveries,
-    retrieve_delivery,
-    retry_delivery,
-]

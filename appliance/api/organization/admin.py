@@ -13,18 +13,9 @@ from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name
 from appliance.api.organization.audit_log_shapes import ENTRY_PREFIX, TYPE_OF, AuditLogShape, audit_log_shape
-from appliance.api.organization.queries import (
-    SECONDS_MAX,
-    TAGS,
-    DeletedShape,
-    ListShape,
-    count,
-    list_shape,
-    paths,
-    unix,
-    whole,
-)
-from appliance.api.queries import ORDERS, AdminRequest, both, choice, many
+from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, after, count, list_shape, unix
+from appliance.api.queries import ORDERS, AdminRequest, both, choice, many, whole
+from appliance.base.digits import whole_number
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
 from appliance.tenancy.audit import AuditFilter
@@ -82,7 +73,7 @@ class NewAdminKeyShape(AdminKeyShape, kw_only=True):
     value: str
 
 
-@get(paths("/audit_logs"), summary="List the audit log in OpenAI's form", tags=TAGS, opt=AUDIT_OPTIONS)
+@get("/audit_logs", summary="List the audit log in OpenAI's form", opt=AUDIT_OPTIONS)
 async def list_audit_logs(request: AdminRequest) -> ListShape[AuditLogShape]:
     """Return entries of the audit log, newest first. The details of an entry are in a field named after its `type`.
 
@@ -92,32 +83,31 @@ async def list_audit_logs(request: AdminRequest) -> ListShape[AuditLogShape]:
     access = await authenticate_administrator(request, Action.AUDIT)
     if "tenant_only" in request.query_params:
         raise UnsupportedParameter("tenant_only is not supported: choose with project_ids", param="tenant_only")
-    after, before = (_entry_id(request, name) for name in ("after", "before"))
+    after_id, before_id = (_entry_id(request, name) for name in ("after", "before"))
     page = await services_of(request).audit.page(
         count(request),
-        None if after is None else encode_cursor("audit", [after]),
+        None if after_id is None else encode_cursor("audit", [after_id]),
         _filter(request),
-        before=before,
+        before=before_id,
         access=access,
     )
     return list_shape(page.data, audit_log_shape, lambda entry: entry.id, has_more=page.has_more)
 
 
-@get(paths("/admin_api_keys"), summary="List admin keys", tags=TAGS, opt={"query": ("limit", "after", "order")})
+@get("/admin_api_keys", summary="List admin keys", opt={"query": ("limit", "after", "order")})
 async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
     """Return the administrator tokens that are not revoked, in the order they were created."""
     await authenticate_administrator(request, Action.MEMBERS)
-    after = request.query_params.get("after")
     page = await services_of(request).admin_tokens.list(
         count(request),
-        None if after is None else encode_cursor("admin_tokens", [after]),
+        after(request, "admin_tokens"),
         include_revoked=False,
         newest_first=choice(request, "order", ORDERS, "asc") == "desc",
     )
     return list_shape(page.data, _admin_key_shape, lambda key: key.id, has_more=page.has_more)
 
 
-@post(paths("/admin_api_keys"), status_code=200, summary="Create an admin key", tags=TAGS, opt={"body": NewAdminKeyBody})
+@post("/admin_api_keys", status_code=200, summary="Create an admin key", opt={"body": NewAdminKeyBody})
 async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
     """Create an administrator token with the role `owner`. Its secret, `value`, is shown only in this answer."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -130,14 +120,14 @@ async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
     return NewAdminKeyShape(**msgspec.structs.asdict(_admin_key_shape(token)), value=secret)
 
 
-@get(paths("/admin_api_keys/{key_id:str}"), summary="Retrieve an admin key", tags=TAGS)
+@get("/admin_api_keys/{key_id:str}", summary="Retrieve an admin key")
 async def retrieve_admin_key(request: AdminRequest, key_id: FromPath[str]) -> AdminKeyShape:
     """Return one administrator token that is not revoked."""
     await authenticate_administrator(request, Action.MEMBERS)
     return _admin_key_shape(await _token(request, key_id))
 
 
-@delete(paths("/admin_api_keys/{key_id:str}"), status_code=200, summary="Revoke an admin key", tags=TAGS)
+@delete("/admin_api_keys/{key_id:str}", status_code=200, summary="Revoke an admin key")
 async def delete_admin_key(request: AdminRequest, key_id: FromPath[str]) -> DeletedShape:
     """Revoke an administrator token at once and for good."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -169,7 +159,7 @@ def _period(request: AdminRequest) -> dict[str, datetime]:
     """Return `start` and `end` from `effective_at`, which compares whole seconds; of two bounds the narrower one counts."""
     period: dict[str, datetime] = {}
     for bound, (step, name) in BOUNDS.items():
-        value = whole(request, f"effective_at[{bound}]", SECONDS_MAX - 1)
+        value = whole(request, f"effective_at[{bound}]", 0, SECONDS_MAX - 1)
         if value is None:
             continue
         at = datetime.fromtimestamp(value + step, UTC)
@@ -183,13 +173,10 @@ def _entry_id(request: AdminRequest, name: str) -> int | None:
     text = request.query_params.get(name)
     if text is None:
         return None
-    number = text.removeprefix(ENTRY_PREFIX)
-    if (
-        not (text.startswith(ENTRY_PREFIX) and number.isascii() and number.isdigit())
-        or not 0 <= int(number[:20]) <= ENTRY_ID_MAX
-    ):
+    number = whole_number(text.removeprefix(ENTRY_PREFIX), ENTRY_ID_MAX)
+    if number is None or not text.startswith(ENTRY_PREFIX):
         raise InvalidValue(f"invalid {name} for this list", param=name)
-    return int(number[:20])
+    return number
 
 
 async def _token(request: AdminRequest, key_id: str) -> AdminToken:
@@ -203,12 +190,3 @@ def _admin_key_shape(token: AdminToken) -> AdminKeyShape:
     created_at = unix(token.created_at)
     owner = AdminKeyOwnerShape(id=token.id, name=token.name, created_at=created_at, role=token.role)
     return AdminKeyShape(id=token.id, name=token.name, redacted_value="gha_…", created_at=created_at, owner=owner)
-
-
-HANDLERS = [
-    list_audit_logs,
-    list_admin_keys,
-    create_admin_key,
-    retrieve_admin_key,
-    delete_admin_key,
-]

@@ -15,10 +15,10 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Limit
-from appliance.api.organization.queries import TAGS, ListShape, count, list_shape, paths
+from appliance.api.organization.queries import ListShape, count, list_shape
 from appliance.api.queries import AdminRequest
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
-from appliance.tenancy.fields import LIMIT_MAX
+from appliance.tenancy.fields import LIMIT_MAX, check_whole
 from appliance.tenancy.principals import Limits, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -42,12 +42,10 @@ class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def changes(self) -> dict[str, int | None]:
         """Return the limits that were given, by our names. Raises UnsupportedParameter."""
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        for name in given:
+        for name, value in given.items():
             if name not in LIMIT_OF:
                 raise UnsupportedParameter(f"{name} is not a limit of this appliance", param=name)
-        for name, value in given.items():
-            if not 0 <= value <= LIMIT_MAX:
-                raise InvalidValue(f"{name} must be a whole number from 0 to {LIMIT_MAX}", param=name)
+            check_whole(value, name, 0, LIMIT_MAX)
         return {LIMIT_OF[name]: None if value == LIMIT_MAX else value for name, value in given.items()}
 
 
@@ -62,9 +60,8 @@ class RateLimitShape(msgspec.Struct, kw_only=True):
 
 
 @get(
-    paths("/projects/{project_id:str}/rate_limits"),
+    "/projects/{project_id:str}/rate_limits",
     summary="List a project's rate limits",
-    tags=TAGS,
     opt={"query": ("limit", "after", "before")},
 )
 async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> ListShape[RateLimitShape]:
@@ -83,10 +80,9 @@ async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> 
 
 
 @post(
-    paths("/projects/{project_id:str}/rate_limits/{rate_limit_id:str}"),
+    "/projects/{project_id:str}/rate_limits/{rate_limit_id:str}",
     status_code=200,
     summary="Change a project's rate limit",
-    tags=TAGS,
     opt={"body": RateLimitBody},
 )
 async def change_rate_limit(request: AdminRequest, project_id: FromPath[str], rate_limit_id: FromPath[str]) -> RateLimitShape:
@@ -143,6 +139,3 @@ def _between(request: AdminRequest, models: list[str]) -> list[str]:
         place = models.index(model)
         models = models[place + 1 :] if name == "after" else models[:place]
     return models
-
-
-HANDLERS = [list_rate_limits, change_rate_limit]

@@ -13,21 +13,11 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name, items, one_of, within
-from appliance.api.organization.queries import (
-    TAGS,
-    DeletedShape,
-    ListShape,
-    count,
-    list_shape,
-    optional_unix,
-    paths,
-    unix,
-)
+from appliance.api.organization.queries import DeletedShape, ListShape, after, count, list_shape, optional_unix, unix
 from appliance.api.queries import AdminRequest, choice, flag
 from appliance.base.errors import NotFound, UnsupportedParameter
 from appliance.tenancy.access import Access
 from appliance.tenancy.fields import LIST_ITEMS_MAX, SCOPES, UNSET, check_whole
-from appliance.tenancy.pages import encode_cursor
 from appliance.tenancy.principals import ApiKey, KeyChanges, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -92,23 +82,17 @@ class ProjectKeyShape(msgspec.Struct, kw_only=True):
     object: str = "organization.project.api_key"
 
 
-@get(paths("/projects"), summary="List projects (tenants)", tags=TAGS, opt={"query": ("limit", "after", "include_archived")})
+@get("/projects", summary="List projects (tenants)", opt={"query": ("limit", "after", "include_archived")})
 async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
     """Return tenants in the order they were created."""
     access = await authenticate_administrator(request, Action.READ)
     page = await services_of(request).tenants.list(
-        count(request), _after(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
+        count(request), after(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
     )
     return list_shape(page.data, project_shape, lambda project: project.id, has_more=page.has_more)
 
 
-@post(
-    paths("/projects"),
-    status_code=200,
-    summary="Create a project (tenant)",
-    tags=TAGS,
-    opt={"body": ProjectBody, "errors": (409,)},
-)
+@post("/projects", status_code=200, summary="Create a project (tenant)", opt={"body": ProjectBody, "errors": (409,)})
 async def create_project(request: AdminRequest) -> ProjectShape:
     """Create a tenant with the default tier and no limits."""
     access = await authenticate_administrator(request, Action.WRITE)
@@ -116,7 +100,7 @@ async def create_project(request: AdminRequest) -> ProjectShape:
     return project_shape(await services_of(request).tenants.create(name=body.name, access=access))
 
 
-@get(paths("/projects/{project_id:str}"), summary="Retrieve a project (tenant)", tags=TAGS)
+@get("/projects/{project_id:str}", summary="Retrieve a project (tenant)")
 async def retrieve_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
     """Return one tenant, archived or not."""
     access = await authenticate_administrator(request, Action.READ, project_id)
@@ -124,10 +108,9 @@ async def retrieve_project(request: AdminRequest, project_id: FromPath[str]) -> 
 
 
 @post(
-    paths("/projects/{project_id:str}"),
+    "/projects/{project_id:str}",
     status_code=200,
     summary="Rename a project (tenant)",
-    tags=TAGS,
     opt={"body": ProjectBody, "errors": (409,)},
 )
 async def change_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
@@ -137,7 +120,7 @@ async def change_project(request: AdminRequest, project_id: FromPath[str]) -> Pr
     return project_shape(await services_of(request).tenants.update(project_id, changes, access=access))
 
 
-@post(paths("/projects/{project_id:str}/archive"), status_code=200, summary="Archive a project (tenant)", tags=TAGS)
+@post("/projects/{project_id:str}/archive", status_code=200, summary="Archive a project (tenant)")
 async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
     """Archive a tenant for good: its keys are refused from now on; usage and invoices are kept."""
     access = await authenticate_administrator(request, Action.WRITE, project_id)
@@ -145,9 +128,8 @@ async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> P
 
 
 @get(
-    paths("/projects/{project_id:str}/api_keys"),
+    "/projects/{project_id:str}/api_keys",
     summary="List a project's keys",
-    tags=TAGS,
     opt={"query": ("limit", "after", "owner_project_access")},
 )
 async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) -> ListShape[ProjectKeyShape]:
@@ -159,11 +141,11 @@ async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) ->
     limit = count(request)
     if wanted not in ("any", _owner_access(tenant)):
         return ListShape(data=[], first_id=None, last_id=None, has_more=False)
-    page = await services.keys.list(tenant.id, limit, _after(request, "keys"), access=access, include_revoked=False)
+    page = await services.keys.list(tenant.id, limit, after(request, "keys"), access=access, include_revoked=False)
     return list_shape(page.data, lambda key: key_shape(key, tenant), lambda key: key.id, has_more=page.has_more)
 
 
-@get(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), summary="Retrieve a project's key", tags=TAGS)
+@get("/projects/{project_id:str}/api_keys/{key_id:str}", summary="Retrieve a project's key")
 async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
     """Return one key that is not revoked."""
     access = await authenticate_administrator(request, Action.READ, project_id)
@@ -172,10 +154,9 @@ async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str],
 
 
 @post(
-    paths("/projects/{project_id:str}/api_keys/{key_id:str}"),
+    "/projects/{project_id:str}/api_keys/{key_id:str}",
     status_code=200,
     summary="Change a project's key",
-    tags=TAGS,
     opt={"body": KeyPatchBody},
 )
 async def change_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
@@ -192,7 +173,7 @@ async def change_project_key(request: AdminRequest, project_id: FromPath[str], k
     return key_shape(changed, await services.tenants.get(project_id, access=access))
 
 
-@delete(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), status_code=200, summary="Revoke a project's key", tags=TAGS)
+@delete("/projects/{project_id:str}/api_keys/{key_id:str}", status_code=200, summary="Revoke a project's key")
 async def delete_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> DeletedShape:
     """Revoke a key at once and for good. Its running requests end."""
     access = await authenticate_administrator(request, Action.KEYS, project_id)
@@ -239,12 +220,6 @@ def _owner_access(tenant: Tenant) -> str:
     return "inactive" if tenant.archived else "active"
 
 
-def _after(request: AdminRequest, name: str) -> str | None:
-    """Return the cursor of the list `name` that continues after the row whose id was given as `after`."""
-    after = request.query_params.get("after")
-    return None if after is None else encode_cursor(name, [after])
-
-
 def _life(seconds: int) -> timedelta:
     return timedelta(seconds=check_whole(seconds, "expires_in_seconds", 1, EXPIRES_IN_S_MAX))
 
@@ -255,16 +230,3 @@ def _project_body(body: bytes) -> ProjectBody:
         if getattr(decoded, name) is not None:
             raise UnsupportedParameter(f"{name} is not supported: all data is on this machine", param=name)
     return decoded
-
-
-HANDLERS = [
-    list_projects,
-    create_project,
-    retrieve_project,
-    change_project,
-    archive_project,
-    list_project_keys,
-    retrieve_project_key,
-    change_project_key,
-    delete_project_key,
-]

@@ -8,13 +8,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from appliance.api.queries import AdminRequest
-from appliance.base.errors import InvalidValue
+from appliance.api.queries import AdminRequest, whole
+from appliance.tenancy.pages import encode_cursor
 
 SECONDS_MAX = 253_402_300_799  # the last second of the year 9999
 LIMIT_DEFAULT = 20
 LIMIT_MAX = 100
-TAGS = ["administration"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -38,11 +37,6 @@ class DeletedShape(msgspec.Struct, kw_only=True):
     deleted: bool = True
 
 
-def paths(path: str) -> list[str]:
-    """Return both addresses of a path of this API: with `/v1` and without."""
-    return [f"/v1/organization{path}", f"/organization{path}"]
-
-
 def list_shape(rows: Sequence[T], shape: Callable[[T], S], id_of: Callable[[S], str], *, has_more: bool) -> ListShape[S]:
     """Return `rows` as a list with the ids of its first and last row."""
     data = [shape(row) for row in rows]
@@ -52,26 +46,20 @@ def list_shape(rows: Sequence[T], shape: Callable[[T], S], id_of: Callable[[S], 
 
 def count(request: AdminRequest, default: int = LIMIT_DEFAULT, most: int = LIMIT_MAX) -> int:
     """Return `limit`. Raises InvalidValue unless it is from 1 to `most`."""
-    value = whole(request, "limit", most)
-    if value == 0:
-        raise InvalidValue(f"limit must be a whole number from 1 to {most}", param="limit")
-    return default if value is None else value
+    limit = whole(request, "limit", 1, most)
+    return default if limit is None else limit
+
+
+def after(request: AdminRequest, name: str) -> str | None:
+    """Return the cursor of the list `name` that continues after the row whose id was given as `after`."""
+    row_id = request.query_params.get("after")
+    return None if row_id is None else encode_cursor(name, [row_id])
 
 
 def seconds(request: AdminRequest, name: str) -> datetime | None:
     """Return a time that was given in Unix seconds."""
-    value = whole(request, name, SECONDS_MAX)
+    value = whole(request, name, 0, SECONDS_MAX)
     return None if value is None else datetime.fromtimestamp(value, UTC)
-
-
-def whole(request: AdminRequest, name: str, most: int) -> int | None:
-    """Return a whole number that was given, from 0 to `most`."""
-    text = request.query_params.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()) or len(text) > len(str(most)) or int(text) > most:
-        raise InvalidValue(f"{name} must be a whole number of at most {most}", param=name)
-    return int(text)
 
 
 def unix(moment: datetime) -> int:

@@ -20,7 +20,7 @@ from litestar import get
 
 from appliance.api.auth import authenticate_reader
 from appliance.api.connection_services import services_of
-from appliance.api.organization.queries import TAGS, count, paths, seconds, unix
+from appliance.api.organization.queries import count, seconds, unix
 from appliance.api.queries import AdminRequest, both, choice, many
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.base.money import PICOS_PER_UNIT
@@ -171,7 +171,7 @@ class UsageQuery:
             start = end
 
 
-@get(paths("/usage/completions"), summary="List token usage of chat completions", tags=TAGS, opt=USAGE_OPTIONS)
+@get("/usage/completions", summary="List token usage of chat completions", opt=USAGE_OPTIONS)
 async def list_completions_usage(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
     """Return tokens and requests by bucket and group. An API key with the scope `usage` sees its own tenant."""
     access = await authenticate_reader(request)
@@ -179,7 +179,7 @@ async def list_completions_usage(request: AdminRequest) -> UsagePageShape[Comple
     return await _page(request, access, question, _completions_results)
 
 
-@get(paths("/usage/embeddings"), summary="List token usage of embeddings", tags=TAGS, opt=USAGE_OPTIONS)
+@get("/usage/embeddings", summary="List token usage of embeddings", opt=USAGE_OPTIONS)
 async def list_embeddings_usage(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
     """Return buckets without results: this version does not serve embeddings."""
     access = await authenticate_reader(request)
@@ -187,7 +187,7 @@ async def list_embeddings_usage(request: AdminRequest) -> UsagePageShape[Embeddi
     return await _page(request, access, question, lambda _rows: [])
 
 
-@get(paths("/costs"), summary="List costs", tags=TAGS, opt=COSTS_OPTIONS)
+@get("/costs", summary="List costs", opt=COSTS_OPTIONS)
 async def list_organization_costs(request: AdminRequest) -> UsagePageShape[CostsResult]:
     """Return the cost by day and group, with a separate result for each currency.
 
@@ -302,6 +302,3 @@ def _continued(request: AdminRequest, start: datetime, end: datetime) -> datetim
         if unix(start) < at < end.timestamp():
             return datetime.fromtimestamp(at, UTC)
     raise InvalidValue("invalid page for this period", param="page")
-
-
-HANDLERS = [list_completions_usage, list_embeddings_usage, list_organization_costs]

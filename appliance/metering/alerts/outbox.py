@@ -28,7 +28,7 @@ from appliance.base.tables import outbox, webhooks
 from appliance.metering.alerts.send_limits import TEST_EVENT, Retries, check_tests
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Action
 
 TENANT_EVENTS = ("budget.threshold", "tokens_per_day.threshold", "invoice.closed", "key.expiring")
@@ -274,14 +274,10 @@ class Outbox:
         access: Access,
     ) -> Page[Delivery]:
         """Return the messages of a webhook, the newest first. Raises as `get`."""
-        query = select(outbox).where(outbox.c.webhook_id == webhook_id, *_in_state(state)).order_by(outbox.c.id.desc())
-        if cursor is not None:
-            (last_id,) = decode_cursor("deliveries", cursor, [str])
-            query = query.where(outbox.c.id < last_id)
         async with self._db.reading() as connection:
             await _owner(connection, webhook_id, access, reading(access))
-            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
-        return page_of([_from_row(row) for row in rows], limit, "deliveries", lambda delivery: [delivery.id])
+        query = select(outbox).where(outbox.c.webhook_id == webhook_id, *_in_state(state))
+        return await read_page(self._db, "deliveries", query, outbox.c.id, limit, cursor, _from_row, newest_first=True)
 
     async def retry(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
         """Make a message due again, with as many attempts as a new one, under its old id.
