@@ -74,7 +74,9 @@ def test_engines_of_two_models_have_room_on_one_card(card: Card, llama: Path, tm
     for model, beside in ((llama, other), (other, llama)):
         reserved_by_others = card.reserved_bytes
         with mock.patch("torch.cuda.memory_reserved", lambda *_, others=reserved_by_others: card.reserved_bytes - others):
-            engines.append(build_engine(EngineOptions(model=model, colocated_models=(beside,), **SMALL)))
+            engines.append(
+                build_engine(EngineOptions(model=model, colocated_models=({"model": str(beside), **SMALL},), **SMALL))
+            )
     blocks = [engine.info.num_kv_blocks for engine in engines]
     assert min(blocks) > 0.9 * max(blocks), "the same number of tokens"
     assert card.used_bytes + 2 * CONTEXT_BYTES <= card.total_bytes
