@@ -163,7 +163,7 @@ def _allocate_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: Loa
     options, device = resolved.options, resolved.device
     if device.type == "cuda":
         torch.cuda.empty_cache()  # release what loading held temporarily before the rest is counted
-    kv_bytes = resolved.forecast.fixed_kv_bytes
+    kv_bytes = resolved.forecast.fit.fixed_kv_bytes
     if kv_bytes is None:
         fit = resolved.forecast.fit
         kv_bytes = free_kv_bytes(fit.needs, options.gpu_memory_utilization, device, others_bytes=fit.others_bytes)

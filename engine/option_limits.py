@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ def _are_paths(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(path, Path) for path in value)
 
 
+def _are_mappings(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, Mapping) for each in value)
+
+
 COUNT = Limit(_is_count, "must be at least 1, and an integer")
 FLAG = Limit(lambda value: isinstance(value, bool), "must be True or False")
 PATHS = Limit(_are_paths, "must be a list of paths")
+MAPPINGS = Limit(_are_mappings, "must be a list of objects")

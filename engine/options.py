@@ -43,8 +43,8 @@ class EngineOptions:
     """Options of one engine process. Raises `EngineConfigError`, naming the option.
 
     `block_size` is a power of two: GPU kernels read the cache in tiles that hold whole blocks or lie within one.
-    `colocated_models`: the directories of other models, which are served from the same GPU with the same options; memory is
-    left to them. `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to.
+    `colocated_models`: the options of other engines on the same GPU, as `of` takes them; memory is left to them, unless
+    they are refused. `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to.
     `batch_invariant`: a request gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no
     step is captured or recorded as a whole, and none is launched before the tokens of the one before it are known.
     `inter_token_target_ms`: how long a step may make running requests wait for their next token. `shared_prefixes`: text
@@ -65,7 +65,7 @@ class EngineOptions:
     kv_cache_bytes: Annotated[int | None, limits.COUNT] = None
     num_kv_blocks: Annotated[int | None, limits.COUNT] = None
     gpu_memory_utilization: Annotated[float, limits.above_zero(1.0)] = 0.9
-    colocated_models: Annotated[tuple[Path, ...], limits.PATHS] = ()
+    colocated_models: Annotated[tuple[Mapping[str, Any], ...], limits.MAPPINGS] = ()
     enable_prefix_caching: Annotated[bool, limits.FLAG] = True
     threads: Annotated[int | None, limits.COUNT, limits.threads()] = None
     swap_space: Annotated[float, limits.gib_up_to(SWAP_SPACE_GIB_MAX)] = 0.0
@@ -100,7 +100,7 @@ class EngineOptions:
             "model": _path("model", values.get("model")),
             "speculative_config": None if speculative is None else SpeculativeOptions.parse(speculative),
             "shared_prefixes": _paths("shared_prefixes", values),
-            "colocated_models": _paths("colocated_models", values),
+            "colocated_models": _as_tuple(values.get("colocated_models", ())),
         }
         return cls(**{**values, **read})
 
@@ -138,6 +138,10 @@ def _paths(option: str, values: Mapping[str, Any]) -> tuple[Path, ...]:
     if not isinstance(paths, list | tuple):
         raise EngineConfigError(option, f"must be a list of paths, not {paths!r}")
     return tuple(_path(option, path) for path in paths)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _path(option: str, value: object) -> Path:

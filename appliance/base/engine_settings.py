@@ -1,15 +1,21 @@
-"""The settings that are options of every engine process, with their defaults and limits for operators. Knows no engine."""
+"""The settings that are options of an engine process, for all models or for one, with their defaults and limits for operators.
+Knows no engine."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 from appliance.base import setting_values as values_of
 
 _OPTION_NAMES = {"engine_threads": "threads", "swap_space_gib": "swap_space", "speculative": "speculative_config"}
 """What `engine.options.EngineOptions` calls them, where it is not the same."""
+
+_OF_ALL_MODELS = ("gpu_memory_utilization",)
+"""All models divide this share of a card."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,3 +52,62 @@ class EngineSettings:
         if self.speculative is not None:
             values["speculative"] = json.loads(self.speculative)
         return {_OPTION_NAMES.get(name, name): value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """A model to serve: its folder, or the name of an added one, and the settings of its engine that differ from those of the
+    others."""
+
+    model: str
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """Its folder, absolute."""
+        return Path(self.model).expanduser().absolute()
+
+    @classmethod
+    def parse(cls, value: object) -> ModelSettings:
+        """Return an entry of the setting `models`: a path or name, or a table of `model` and its own settings. Raises
+        ValueError with the rest of the sentence "models …"."""
+        if isinstance(value, str):
+            value = {"model": value}
+        model = value.get("model") if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping) or not isinstance(model, str) or not model.strip():
+            raise ValueError(_MODELS_MESSAGE)
+        model = model.strip()
+        own = {key: _parse_own(model, str(key), given) for key, given in value.items() if key != "model"}
+        return cls(model, own)
+
+
+_MODELS_MESSAGE = "must be a list of paths or names, or of tables with model and settings of its engine"
+
+
+def parse_models(value: object) -> tuple[ModelSettings, ...]:
+    """Return the models of a list; text is a list in JSON, or paths and names with commas. Raises ValueError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        except (ValueError, RecursionError):
+            raise ValueError(_MODELS_MESSAGE) from None
+    if not isinstance(value, list | tuple):
+        raise ValueError(_MODELS_MESSAGE)  # noqa: TRY004 - text can be as wrong
+    return tuple(ModelSettings.parse(entry) for entry in value)
+
+
+def _parse_own(model: str, key: str, value: object) -> Any:
+    if key in _OF_ALL_MODELS:
+        raise ValueError(f"names {model} with {key}, which is set for all models of a GPU together")
+    if key not in PARSERS:
+        raise ValueError(f"names {model} with an unknown setting of engines: {key}")
+    try:
+        return PARSERS[key](value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"names {model} with {key}, which {error}") from None
+
+
+PARSERS: dict[str, Callable[[object], Any]] = {
+    key: hint.__metadata__[0] for key, hint in get_type_hints(EngineSettings, include_extras=True).items()
+}
+"""The function that parses each setting of an engine."""

@@ -149,10 +149,6 @@ def _texts(value: object, message: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in items)
 
 
-def models(value: object) -> tuple[str, ...]:
-    return _texts(value, "must be a list of paths or names")
-
-
 def files(value: object) -> tuple[str, ...]:
     """Return paths, absolute, of files that are there; text is a list with commas."""
     names = _texts(value, "must be a list of files")

@@ -6,12 +6,12 @@ import os
 import platform
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from appliance.base import setting_values as values_of
-from appliance.base.engine_settings import EngineSettings
+from appliance.base.engine_settings import EngineSettings, ModelSettings, parse_models
 
 ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
@@ -46,7 +46,7 @@ class Settings(EngineSettings):
     database_url: Annotated[str, values_of.database_url] = field(repr=False)
     host: Annotated[str, values_of.text] = "127.0.0.1"
     port: Annotated[int, values_of.whole(0, values_of.PORT_MAX)] = 8000
-    models: Annotated[tuple[str, ...], values_of.models] = ()
+    models: Annotated[tuple[ModelSettings, ...], parse_models] = ()
     admin_email: Annotated[str | None, values_of.email] = None
     admin_password: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
     admin_token: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
@@ -79,6 +79,10 @@ class Settings(EngineSettings):
     smtp_from: Annotated[str | None, values_of.email] = None
     webhook_networks: Annotated[tuple[values_of.Network, ...], values_of.networks] = ()
     trusted_proxies: Annotated[tuple[values_of.Network, ...], values_of.proxies] = ()
+
+    def of_model(self, model: ModelSettings) -> Settings:
+        """Return the settings with those of one model's engine."""
+        return replace(self, **model.own)
 
     @property
     def switched_off(self) -> tuple[str, ...]:

@@ -223,20 +223,22 @@ def _prices(settings: Settings) -> list[Check]:
 
 
 def _models(settings: Settings) -> list[Check]:
+    from appliance.base.engine_settings import ModelSettings
     from appliance.cli.model_check import check_model
     from appliance.serving.model_builder import DEMO_MODEL
 
     if not settings.models and read_control(settings.data_dir) is not None:
         return []  # only the running appliance knows its models, and its readiness covers them
     checks = []
-    for path in [locate(model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]:
+    for model in settings.models or [ModelSettings(str(DEMO_MODEL))]:
+        path = locate(model.model, settings.data_dir)
         try:
             facts = check_model(path)
         except CommandFailed as failure:
             checks.append(Check(f"model {path.name}", "wrong", failure.message, "give --model the folder of a model"))
             continue
         choices = facts.get("quantization_options", "")
-        if choices and settings.quantization not in choices.split(", "):
+        if choices and settings.of_model(model).quantization not in choices.split(", "):
             problem = f"is {facts['quantization']}, and quantization does not say what its weights become"
             checks.append(Check(f"model {path.name}", "wrong", problem, f"set quantization to one of {choices}"))
         else:

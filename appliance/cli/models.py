@@ -106,7 +106,7 @@ def _on_disk(settings: Settings) -> list[Path]:
     """Return the folders that the settings name, else the demo model; then the other added models."""
     from appliance.serving.model_builder import DEMO_MODEL
 
-    named = [model_store.locate(model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]
+    named = [model_store.locate(each.model, settings.data_dir) for each in settings.models] or [DEMO_MODEL]
     return named + [path for path in model_store.added_models(settings.data_dir) if path not in named]
 
 

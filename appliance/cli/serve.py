@@ -43,7 +43,8 @@ def serve(
 
 
 def _with_models_found(settings: Settings) -> Settings:
-    return dataclasses.replace(settings, models=tuple(str(locate(model, settings.data_dir)) for model in settings.models))
+    models = [dataclasses.replace(each, model=str(locate(each.model, settings.data_dir))) for each in settings.models]
+    return dataclasses.replace(settings, models=tuple(models))
 
 
 def _run(settings: Settings) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from appliance.base.clock import Clock
 from appliance.base.settings import Settings
@@ -23,8 +24,7 @@ MS_PER_S = 1000
 
 def model_folders(settings: Settings) -> list[ModelFolder]:
     """Return the folders that the settings name, checked. Raises NotAModel."""
-    paths = [Path(model) for model in settings.models] or [DEMO_MODEL]
-    return [ModelFolder.check(path) for path in paths]
+    return [ModelFolder.check(model.path) for model in settings.models] or [ModelFolder.check(DEMO_MODEL)]
 
 
 def build_models(
@@ -40,11 +40,17 @@ def build_models(
 
 def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
     """Return the command line of an engine process that speaks on the inherited socket `fd`. All engines use the same GPU, if
-    there is one: each leaves memory to the others."""
-    options = {"model": str(folder.path), "name": folder.name, **settings.engine_options()}
-    paths = [Path(model).expanduser().absolute() for model in settings.models]
-    options["colocated_models"] = [str(path) for path in paths if path != folder.path]
+    there is one: each learns of the others, and leaves them memory."""
+    engines = {model.path: settings.of_model(model).engine_options() for model in settings.models}
+    own = engines.pop(folder.path, None) or settings.engine_options()
+    others = [{"model": str(path), **_without_prefixes(options)} for path, options in engines.items()]
+    options = {"model": str(folder.path), "name": folder.name, **own, "colocated_models": others}
     return [sys.executable, "-m", "engine.main", "--fd", str(fd), "--options", json.dumps(options)]
+
+
+def _without_prefixes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The paths of shared prefixes may be so long that one argument cannot hold them twice. They take no memory of a GPU."""
+    return {name: value for name, value in options.items() if name != "shared_prefixes"}
 
 
 def _serve(

@@ -11,7 +11,7 @@ from engine.config.model import ModelConfig
 from engine.formats import formats_of, has_fp8
 from engine.memory.fit import FEW_SEATS, MemoryFit
 from engine.memory.shape import Load, MemoryShape
-from engine.options import EngineOptions
+from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.step_mode import StepMode
 from engine.step_sizes import RECORDED_ROWS_MAX
 
@@ -68,7 +68,16 @@ def estimate_fit(
         has_fp8=has_fp8(memory.capability),
         memory_bytes=memory.memory_bytes,
     )
-    return _fit_seats(fit) if load.on_gpu and options.max_num_seqs is None else fit
+    if load.on_gpu and options.max_num_seqs is None:
+        fit = _fit_seats(fit)
+    return replace(fit, fixed_kv_bytes=_fixed_kv_bytes(options, memory.device_type, fit.needs.block_bytes))
+
+
+def _fixed_kv_bytes(options: EngineOptions, device_type: str, block_bytes: int) -> int | None:
+    """The size of the cache where an option or the device decides it, None where the cache gets what is left."""
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks * block_bytes
+    return options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if device_type == "cpu" else None)
 
 
 def _fit_seats(fit: MemoryFit) -> MemoryFit:

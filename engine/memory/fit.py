@@ -16,6 +16,7 @@ from typing import NamedTuple
 from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
 from engine.memory.needs import CONTEXT_BYTES, GIB, MemoryNeeds
 from engine.memory.shape import Load, MemoryShape
+from engine.options import BLOCK_SIZE_MAX
 
 REMEDIES_MAX = 6
 GAIN_MIN = 1.1
@@ -45,7 +46,8 @@ class Remedy(NamedTuple):
 class MemoryFit:
     """A model that is to have `wanted_len` tokens of context in `usable_bytes` of a device that computes with fp8, or not.
     `memory_bytes`: all of a GPU's, of which an option says the share that is usable. `others_bytes`: what is left to the
-    engines of `others`, models that are served from the same GPU with the same options; `context_bytes` may include it."""
+    engines of `others`, models that are served from the same GPU; `context_bytes` may include it. `fixed_kv_bytes`: the size
+    of the cache, where it is not to take what is left."""
 
     model: MemoryShape
     formats: Formats
@@ -58,6 +60,7 @@ class MemoryFit:
     memory_bytes: int | None = None
     others: tuple[MemoryFit, ...] = ()
     others_bytes: int = 0
+    fixed_kv_bytes: int | None = None
 
     @property
     def needs(self) -> MemoryNeeds:
@@ -273,7 +276,7 @@ def _apply_changes(changes: Sequence[Change], fit: MemoryFit) -> tuple[list[str]
 
 
 def _change_others(change: Change, fit: MemoryFit) -> MemoryFit:
-    """`fit` with the same change of the other models, which have the same options, and the GPU divided anew."""
+    """`fit` with the same change of the other models, where they have room for it, and the GPU divided anew."""
     if not fit.others:
         return fit
     others = tuple(other if (changed := change(other)) is None else changed.fit for other in fit.others)
@@ -282,12 +285,17 @@ def _change_others(change: Change, fit: MemoryFit) -> MemoryFit:
 
 def divide_memory(usable_bytes: int, fits: Sequence[MemoryFit]) -> list[int]:
     """The bytes of a GPU that each of these engines has, each with a driver's context of its own: what it needs besides keys
-    and values, and of the rest so much that all caches hold the same number of tokens."""
+    and values, and its cache. What caches of fixed sizes leave is divided so that all others hold the same number of tokens."""
     needs = [fit.needs for fit in fits]
-    fixed_bytes = [each.fixed_bytes - each.context_bytes + CONTEXT_BYTES for each in needs]
+    fixed_bytes = [
+        each.fixed_bytes - each.context_bytes + CONTEXT_BYTES + (fit.fixed_kv_bytes or 0)
+        for fit, each in zip(fits, needs, strict=True)
+    ]
     left_bytes = max(0, usable_bytes - sum(fixed_bytes))
-    total_block_bytes = sum(each.block_bytes for each in needs)
-    return [fixed + left_bytes * each.block_bytes // total_block_bytes for fixed, each in zip(fixed_bytes, needs, strict=True)]
+    kv_bytes = [
+        each.kv_bytes(BLOCK_SIZE_MAX) if fit.fixed_kv_bytes is None else 0 for fit, each in zip(fits, needs, strict=True)
+    ]
+    return [fixed + left_bytes * kv // max(1, sum(kv_bytes)) for fixed, kv in zip(fixed_bytes, kv_bytes, strict=True)]
 
 
 def _in_16_bits(formats: Formats) -> Formats:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import FEW_TOKENS, MemoryFit, format_distinct, gib
 from engine.memory.kv_plan import check_context
 from engine.memory.shape import Load, MemoryShape
-from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
+from engine.options import EngineOptions
 from engine.protocol import MemoryPart
 from engine.speculation.options import check_draft_vocabulary
 from engine.step_mode import StepMode
@@ -39,32 +39,30 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """`fit`: how the model fits with its options. `fixed_kv_bytes`: the size of the cache where an option or the device decides
-    it, None where the cache gets what is left."""
+    """`fit`: how the model of this name fits with its options."""
 
     fit: MemoryFit
-    fixed_kv_bytes: int | None
     name: str
 
     @property
     def available_kv_bytes(self) -> int:
         """Bytes for keys and values: as an option or the device decides, else what is predicted to be left."""
-        return self.predicted_kv_bytes if self.fixed_kv_bytes is None else self.fixed_kv_bytes
+        given = self.fit.fixed_kv_bytes
+        return self.predicted_kv_bytes if given is None else given
 
     @property
     def predicted_kv_bytes(self) -> int:
         """Bytes of the whole blocks that have room in the cache."""
-        needs = self.fit.needs
-        if self.fixed_kv_bytes is not None:
-            return self.fixed_kv_bytes // needs.block_bytes * needs.block_bytes
-        return needs.num_blocks(self.fit.usable_bytes) * needs.block_bytes
+        needs, given = self.fit.needs, self.fit.fixed_kv_bytes
+        num_blocks = needs.num_blocks(self.fit.usable_bytes) if given is None else given // needs.block_bytes
+        return num_blocks * needs.block_bytes
 
     def check(self, options: EngineOptions) -> None:
         """Raise `EngineConfigError`, naming the option, when the model does not fit as requested: before memory is touched,
         because a machine that runs out of memory kills processes instead of refusing. Operators set `num_kv_blocks` as
         `num_gpu_blocks_override`."""
-        fit, needs = self.fit, self.fit.needs
-        if self.fixed_kv_bytes is None:
+        fit, needs, given = self.fit, self.fit.needs, self.fit.fixed_kv_bytes
+        if given is None:
             if not fit.context_len:
                 raise EngineConfigError("model", f"{self.name} does not fit: {fit.explain()}")
             if options.max_model_len is not None and not fit.fits:
@@ -73,20 +71,21 @@ class MemoryForecast:
         most = needs.num_blocks(fit.usable_bytes)
         room_bytes = most * needs.block_bytes
         if most and self.predicted_kv_bytes > room_bytes:
-            room = f"beside {self.name} there is room for {room_bytes} bytes ({gib(room_bytes)})"
+            others = " and the other models of this GPU" if fit.others else ""
+            room = f"beside {self.name}{others} there is room for {room_bytes} bytes ({gib(room_bytes)})"
             if options.num_kv_blocks is not None:
-                problem = f"({options.num_kv_blocks} blocks, {gib(self.fixed_kv_bytes)}) is too much: {room}, {most} blocks"
+                problem = f"({options.num_kv_blocks} blocks, {gib(given)}) is too much: {room}, {most} blocks"
                 raise EngineConfigError("num_gpu_blocks_override", problem)
             if options.kv_cache_bytes is not None:
-                problem = f"({self.fixed_kv_bytes} bytes, {gib(self.fixed_kv_bytes)}) is too much: {room}"
+                problem = f"({given} bytes, {gib(given)}) is too much: {room}"
                 raise EngineConfigError("kv_cache_bytes", problem)
-        if needs.fixed_bytes + self.fixed_kv_bytes > fit.usable_bytes:
-            misfit = f"{self.name} does not fit with {gib(self.fixed_kv_bytes)} of keys and values"
+        if needs.fixed_bytes + given > fit.usable_bytes:
+            misfit = f"{self.name} does not fit with {gib(given)} of keys and values"
             raise EngineConfigError("model", f"{misfit}: {fit.explain()}")
 
     def shortened_note(self) -> str | None:
         """Why the context is shorter than the model's own, None when it is not."""
-        if self.fixed_kv_bytes is not None or self.fit.fits:
+        if self.fit.fixed_kv_bytes is not None or self.fit.fits:
             return None
         return f"the context is {self.fit.context_len} tokens: {self.name} {self.fit.explain()}"
 
@@ -137,42 +136,39 @@ def forecast_memory(
     draft: ModelConfig | None = None,
 ) -> MemoryForecast:
     """Predict from the configuration, those of `colocated_models`, and what the device reports now. Creates the driver's
-    context, to count it. A model that its own engine refuses whatever the others have is left nothing."""
+    context, to count it."""
     ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
-
-    def estimate(config: ModelConfig, dtype: str, memory: DeviceMemory) -> MemoryFit:
-        return estimate_fit(config, options, dtype, memory, mode, draft=draft)
-
-    memory, others = _memory(options, device), list[Estimate]()
-    if device.type == "cuda" and options.kv_cache_bytes is None and options.num_kv_blocks is None:
-        others = [partial(estimate, *other) for other in _other_models(options, memory.capability, draft)]
-        others = [other for other in others if _is_enough(alone(other, memory), options)]
-    fit = estimate_beside(partial(estimate, config, format_name(dtype)), others, memory)
-    kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
-    if kv_bytes is not None:
-        fit = replace(fit, wanted_len=min(fit.wanted_len, kv_bytes // fit.needs.block_bytes * options.block_size))
-    return MemoryForecast(fit, kv_bytes, name)
+    memory = _memory(options, device)
+    others = list(_estimates_of_others(options.colocated_models, memory)) if device.type == "cuda" else []
+    fit = estimate_beside(partial(estimate_fit, config, options, format_name(dtype), mode=mode, draft=draft), others, memory)
+    if fit.fixed_kv_bytes is not None:
+        num_blocks = fit.fixed_kv_bytes // fit.needs.block_bytes
+        fit = replace(fit, wanted_len=min(fit.wanted_len, num_blocks * options.block_size))
+    return MemoryForecast(fit, name)
 
 
-def _other_models(
-    options: EngineOptions, capability: tuple[int, int] | None, draft: ModelConfig | None
-) -> Iterator[tuple[ModelConfig, str]]:
-    """Configurations of the models that are served from the same GPU, and what they are computed in. Those that cannot be read
-    or contradict the options are left out."""
-    for folder in options.colocated_models:
+def _estimates_of_others(others: Sequence[Mapping[str, Any]], memory: DeviceMemory) -> Iterator[Estimate]:
+    """The estimates of engines that are served from the same GPU. One that refuses its model whatever the others have is left
+    nothing: then it does not start, and must not take the others out of service."""
+    for values in others:
         with suppress(ModelError, EngineConfigError):
-            config = load_model_config(folder)
-            check_context(config, options)
-            dtype = computed_dtype(options.dtype, config.torch_dtype, "cuda")
-            check_formats(config, options, dtype, capability)
-            if draft is not None:
-                check_draft_vocabulary(draft, config)
-            yield config, dtype
+            options = EngineOptions.of(values)
+            if options.device != "cpu":
+                estimate = _estimate(options, memory.capability)
+                MemoryForecast(alone(estimate, memory), options.model.name).check(options)
+                yield estimate
 
 
-def _is_enough(fit: MemoryFit, options: EngineOptions) -> bool:
-    """Whether the context that fits is not refused: a shorter one than the model's own is, if it was asked for."""
-    return fit.context_len > 0 if options.max_model_len is None else fit.fits
+def _estimate(options: EngineOptions, capability: tuple[int, int] | None) -> Estimate:
+    """How the engine of these options fits. Raises `ModelError` or `EngineConfigError` where it would."""
+    config = load_model_config(options.model)
+    check_context(config, options)
+    dtype = computed_dtype(options.dtype, config.torch_dtype, "cuda")
+    check_formats(config, options, dtype, capability)
+    draft = None if options.draft_model is None else load_model_config(options.draft_model)
+    if draft is not None:
+        check_draft_vocabulary(draft, config)
+    return partial(estimate_fit, config, options, dtype, mode=StepMode.of(options, "cuda"), draft=draft)
 
 
 def check_text_decoder(
@@ -222,12 +218,6 @@ def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
         capability=torch.cuda.get_device_capability(device),
         memory_bytes=total,
     )
-
-
-def _fixed_kv_bytes(options: EngineOptions, device: torch.device, block_bytes: int) -> int | None:
-    if options.num_kv_blocks is not None:
-        return options.num_kv_blocks * block_bytes
-    return options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if device.type == "cpu" else None)
 
 
 def format_parts(parts: Sequence[MemoryPart]) -> str:

@@ -5,6 +5,7 @@ The appliance reads its settings itself, strictly; this look ahead only serves t
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -81,9 +82,19 @@ def _port(given: Any) -> int:
 def _models(option: list[str] | None, environment: str | None, stored: Any) -> tuple[str, ...]:
     if option:
         return tuple(option)
-    if environment:
+    if environment and environment.lstrip().startswith("["):
+        stored = _read_list(environment)
+    elif environment:
         return tuple(part.strip() for part in environment.split(",") if part.strip())
-    return tuple(stored) if isinstance(stored, list) else ()
+    named = [model.get("model") if isinstance(model, dict) else model for model in stored] if isinstance(stored, list) else []
+    return tuple(model for model in named if isinstance(model, str))
+
+
+def _read_list(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # reported by the appliance
 
 
 def _device(device: str) -> str:

@@ -33,7 +33,26 @@ def test_precedence_is_that_of_the_appliance(source: str, tmp_path: Path) -> Non
         options={**options, "models": ["/m/option"] if source == "option" else None}, environ=environ
     )
     assert (ours.host, ours.port, ours.data_dir, ours.device) == (theirs.host, theirs.port, theirs.data_dir, theirs.device)
-    assert ours.models == theirs.models
+    assert ours.models == tuple(model.model for model in theirs.models)
+
+
+@pytest.mark.parametrize(
+    ("file", "environ"),
+    [
+        ('[[models]]\nmodel = "/m/one"\n[[models]]\nmodel = "/m/two"\nquantization = "int8"', {}),
+        ("", {"GATEHOUSE_MODELS": '["/m/one", {"model": "/m/two", "quantization": "int8"}]'}),
+    ],
+)
+def test_models_with_settings_of_their_own_are_looked_at_too(file: str, environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "gatehouse.toml").write_text(file)
+    assert choices.choose({"data_dir": str(tmp_path)}, environ).models == ("/m/one", "/m/two")
+
+
+@pytest.mark.parametrize("models", ["5", "[5, {}]", "[{model = 5}]"])
+def test_models_that_the_appliance_will_refuse_do_not_stop_the_look_ahead(models: str, tmp_path: Path) -> None:
+    (tmp_path / "gatehouse.toml").write_text(f"models = {models}")
+    assert choices.choose({"data_dir": str(tmp_path)}, {}).models == ()
+    assert choices.choose({"data_dir": str(tmp_path)}, {"GATEHOUSE_MODELS": "["}).models == ()
 
 
 def test_only_what_was_given_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,18 +65,23 @@ def test_an_engine_that_was_dropped_leaves_its_memory_to_the_next_one(card: Card
     assert num_blocks[0] == num_blocks[1]
 
 
-def test_engines_of_two_models_have_room_on_one_card(card: Card, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "own", [{}, {"block_size": 32}, {"enforce_eager": True, "max_num_seqs": 2}, {"kv_cache_bytes": 100 << 20}], ids=str
+)
+def test_engines_of_two_models_have_room_on_one_card(own: dict[str, Any], card: Card, llama: Path, tmp_path: Path) -> None:
     """As in two processes: to torch's allocator of the second engine what the first one has is not its own."""
     other = tmp_path / "other"
     make_model("qwen3", other, num_hidden_layers=2, head_dim=16)
     card.total_bytes = 2 << 30  # room for the context that each process is assumed to have
     engines = []
-    for model, beside in ((llama, other), (other, llama)):
+    told = [{"model": str(llama), **SMALL}, {"model": str(other), **SMALL, **own}]
+    for options, beside in (told, reversed(told)):
         reserved_by_others = card.reserved_bytes
         with mock.patch("torch.cuda.memory_reserved", lambda *_, others=reserved_by_others: card.reserved_bytes - others):
-            engines.append(build_engine(EngineOptions(model=model, colocated_models=(beside,), **SMALL)))
-    blocks = [engine.info.num_kv_blocks for engine in engines]
-    assert min(blocks) > 0.9 * max(blocks), "the same number of tokens"
+            engines.append(build_engine(EngineOptions.of({**options, "colocated_models": [beside]})))
+    tokens = [engine.info.num_kv_blocks * engine.info.block_size for engine in engines]
+    if "kv_cache_bytes" not in own:
+        assert min(tokens) > 0.9 * max(tokens), "the same number of tokens"
     assert card.used_bytes + 2 * CONTEXT_BYTES <= card.total_bytes
     caches_bytes = [part.measured_bytes for engine in engines for part in engine.info.memory if part.name == "kv_cache"]
     assert sum(filter(None, caches_bytes)) > 0.25 * card.total_bytes

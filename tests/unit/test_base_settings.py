@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from appliance.base import settings
+from appliance.base.engine_settings import ModelSettings
 from appliance.base.setting_values import MIB
 from appliance.base.settings import SettingsError, default_data_dir, load_settings, local_url
 
@@ -14,6 +15,10 @@ from appliance.base.settings import SettingsError, default_data_dir, load_settin
 def load(tmp_path: Path, file: str = "", environ: dict[str, str] | None = None, **options: object) -> settings.Settings:
     (tmp_path / "gatehouse.toml").write_text(file)
     return load_settings(options={"data_dir": tmp_path, **options}, environ=environ or {})
+
+
+def names(found: settings.Settings) -> list[str]:
+    return [model.model for model in found.models]
 
 
 def test_nothing_set_gives_the_defaults(tmp_path: Path) -> None:
@@ -39,11 +44,66 @@ def test_the_data_directory_of_the_environment_holds_the_file(tmp_path: Path) ->
 def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
     file = "models = ['a', 'b']\nsecure_cookies = true\ndrain_timeout_s = 1.5\nkv_cache_bytes = '2 GiB'"
     found = load(tmp_path, file)
-    assert (found.models, found.secure_cookies, found.drain_timeout_s) == (("a", "b"), True, 1.5)
+    assert (names(found), found.secure_cookies, found.drain_timeout_s) == (["a", "b"], True, 1.5)
     assert found.kv_cache_bytes == 2048 * MIB
     environ = {"GATEHOUSE_MODELS": "a, b", "GATEHOUSE_SECURE_COOKIES": "yes", "GATEHOUSE_MAX_BODY_BYTES": "1MiB"}
     found = load(tmp_path, "", environ, models=("c",))
-    assert (found.models, found.secure_cookies, found.max_body_bytes) == (("c",), True, MIB)
+    assert (names(found), found.secure_cookies, found.max_body_bytes) == (["c"], True, MIB)
+
+
+TABLES = """
+quantization = "int8"
+max_num_seqs = 8
+
+[[models]]
+model = "/m/plain"
+
+[[models]]
+model = " /m/awq "
+quantization = "awq"
+max_model_len = 4096
+"""
+LIST = '["/m/plain", {"model": "/m/awq", "quantization": "AWQ", "max_model_len": "4096"}]'
+
+
+@pytest.mark.parametrize(
+    ("file", "environ"), [(TABLES, {}), ("quantization='int8'\nmax_num_seqs=8", {"GATEHOUSE_MODELS": LIST})]
+)
+def test_a_model_may_have_settings_of_its_engine_that_the_others_have_not(
+    file: str, environ: dict[str, str], tmp_path: Path
+) -> None:
+    found = load(tmp_path, file, environ)
+    plain, awq = (found.of_model(model) for model in found.models)
+    assert found.models[1] == ModelSettings("/m/awq", {"quantization": "awq", "max_model_len": 4096})
+    assert (plain.quantization, plain.max_model_len, plain.max_num_seqs) == ("int8", None, 8)
+    assert (awq.quantization, awq.max_model_len, awq.max_num_seqs) == ("awq", 4096, 8)
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ("{'model'='/m', 'quantisation'='int8'}", "names /m with an unknown setting of engines: quantisation"),
+        ("{'model'='/m', 'port'=1}", "names /m with an unknown setting of engines: port"),
+        ("{'model'='/m', 'quantization'='int3'}", "names /m with quantization, which must be one of int8, fp8, none"),
+        ("{'model'='/m', 'max_num_seqs'=true}", "names /m with max_num_seqs, which must be a whole number from 1 to 1024"),
+        (
+            "{'model'='/m', 'gpu_memory_utilization'=0.5}",
+            "names /m with gpu_memory_utilization, which is set for all models of a GPU",
+        ),
+        ("{'quantization'='int8'}", "must be a list of paths or names, or of tables with model and settings of its engine"),
+        ("{'model'=' '}", "must be a list of paths or names"),
+        ("' '", "must be a list of paths or names"),
+    ],
+)
+def test_a_mistake_in_the_settings_of_one_model_names_both(models: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=rf"^models in .*gatehouse\.toml {words}"):
+        load(tmp_path, f"models = [{models}]")
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '[["a"]]', "a,,b", ","])
+def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="environment GATEHOUSE_MODELS must be a list of paths or names"):
+        load(tmp_path, "", {"GATEHOUSE_MODELS": text})
 
 
 @pytest.mark.parametrize(

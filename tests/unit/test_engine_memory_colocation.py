@@ -51,10 +51,16 @@ def folders(tmp_path: Path) -> list[Path]:
     return found
 
 
-def forecast(folder: Path, *others: Path, draft: Path | None = None, **options: Any) -> MemoryForecast:
-    asked = EngineOptions(model=folder, colocated_models=others, **options)
+def forecast(
+    folder: Path, *others: Path, draft: Path | None = None, own: dict[Path, dict[str, Any]] | None = None, **options: Any
+) -> MemoryForecast:
+    """`own`: what some of these models have instead of `options`."""
+    if draft is not None:
+        options["speculative_config"] = {"method": "draft_model", "model": str(draft)}
+    told = [{"model": str(each), **options, **(own or {}).get(each, {})} for each in (folder, *others)]
+    asked = EngineOptions.of({**told[0], "colocated_models": told[1:]})
     config, draft_config = load_model_config(folder), None if draft is None else load_model_config(draft)
-    mode, dtype = StepMode.CAPTURED, torch.bfloat16
+    mode, dtype = StepMode.of(asked, "cuda"), torch.bfloat16
     return forecast_memory(folder.name, config, asked, mode, dtype=dtype, device=GPU, draft=draft_config)
 
 
@@ -136,9 +142,69 @@ def test_a_model_with_another_vocabulary_than_the_draft_model_is_left_nothing(ca
 
 
 @pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
-def test_caches_of_a_given_size_are_not_divided(option: str, card: Card, folders: list[Path]) -> None:
-    asked: dict[str, Any] = {option: 1000 if option == "num_kv_blocks" else 10 * GIB}
-    assert forecast(folders[0], folders[1], **asked) == forecast(folders[0], **asked)
+def test_caches_of_given_sizes_are_not_divided_and_fit_together_or_are_refused(
+    option: str, card: Card, folders: list[Path]
+) -> None:
+    asked: dict[str, Any] = {option: 5000 if option == "num_kv_blocks" else 10 * GIB}
+    found = forecast(folders[0], folders[1], **asked)
+    assert found.predicted_kv_bytes == forecast(folders[0], **asked).predicted_kv_bytes
+    found.check(EngineOptions(model=folders[0], **asked))
+    card.total = 36 * GIB
+    forecast(folders[0], **asked).check(EngineOptions(model=folders[0], **asked))
+    with pytest.raises(EngineConfigError, match="too much: beside large and the other models of this GPU there is room for"):
+        forecast(folders[0], folders[1], **asked).check(EngineOptions(model=folders[0], **asked))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "fp8"},
+        {"max_model_len": 4096, "max_num_seqs": 8},
+        {"block_size": 64},
+        {"enforce_eager": True},
+        {"speculative_config": {"method": "ngram"}},
+    ],
+    ids=str,
+)
+def test_each_engine_counts_what_the_others_need_with_options_of_their_own(
+    own: dict[str, Any], card: Card, folders: list[Path]
+) -> None:
+    found = every(folders, own={folders[0]: own})
+    assert 0.98 * 0.9 * card.total < sum(own_bytes(each) for each in found) <= 0.9 * card.total
+    tokens = [each.fit.kv_tokens for each in found]
+    assert max(tokens) - min(tokens) <= 64
+
+
+def test_what_one_model_saves_is_divided_between_all(card: Card, folders: list[Path]) -> None:
+    before, after = every(folders), every(folders, own={folders[0]: {"quantization": "int8"}})
+    saved = sum(each.fit.needs.weights_bytes for each in before) - sum(each.fit.needs.weights_bytes for each in after)
+    gained = [new.predicted_kv_bytes - old.predicted_kv_bytes for old, new in zip(before, after, strict=True)]
+    assert saved > 6 * GIB
+    assert min(gained) > GIB
+    assert sum(gained) == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
+def test_a_cache_of_a_given_size_is_left_to_its_engine_and_the_rest_divided(
+    option: str, card: Card, folders: list[Path]
+) -> None:
+    own: dict[str, Any] = {option: 1000 if option == "num_kv_blocks" else 10 * GIB}
+    found = every(folders, own={folders[1]: own})
+    assert found[1].predicted_kv_bytes == (1000 * found[1].fit.needs.block_bytes if option == "num_kv_blocks" else 10 * GIB)
+    assert 0.98 * 0.9 * card.total < sum(own_bytes(each) for each in found) <= 0.9 * card.total
+    assert abs(found[0].fit.kv_tokens - found[2].fit.kv_tokens) <= 16
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"device": "cpu"}, {"kv_cache_bytes": 100 * GIB}, {"quantization": "awq"}, {"block_size": 3}, {"nonsense": 1}],
+    ids=str,
+)
+def test_a_model_on_the_cpu_or_with_options_that_its_engine_refuses_is_left_nothing(
+    own: dict[str, Any], card: Card, folders: list[Path]
+) -> None:
+    assert forecast(*folders, own={folders[1]: own}) == forecast(folders[0], folders[2])
 
 
 def test_models_that_do_not_fit_together_say_so(card: Card, folders: list[Path]) -> None:

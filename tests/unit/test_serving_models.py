@@ -132,9 +132,35 @@ def options_of(folder: Path, **values: Any) -> EngineOptions:
 
 def test_each_engine_learns_of_the_models_that_share_its_gpu(tmp_path: Path) -> None:
     first, second, third = (make_hollow_model(tmp_path / name) for name in ("first", "second", "third"))
-    assert options_of(first, models=[str(first), str(second), str(third)]).colocated_models == (second, third)
-    assert options_of(second, models=[str(first), str(second)]).colocated_models == (first,)
-    assert options_of(first, models=[str(first)]).colocated_models == ()
+    assert colocated(options_of(first, models=[str(first), str(second), str(third)])) == [second, third]
+    assert colocated(options_of(second, models=[str(first), str(second)])) == [first]
+    assert colocated(options_of(first, models=[str(first)])) == []
+
+
+def colocated(options: EngineOptions) -> list[Path]:
+    return [EngineOptions.of(values).model for values in options.colocated_models]
+
+
+def test_each_engine_has_its_own_settings_and_knows_those_of_the_others(tmp_path: Path) -> None:
+    first, second = (make_hollow_model(tmp_path / name) for name in ("first", "second"))
+    models = [str(first), {"model": str(second), "quantization": "awq", "speculative": {"method": "ngram"}}]
+    given = {"models": models, "quantization": "int8", "max_num_seqs": 4}
+    for folder, other in ((first, second), (second, first)):
+        options, alone = options_of(folder, **given), options_of(other, **given)
+        assert options.quantization == ("int8" if folder is first else "awq")
+        assert (options.speculative_config is None, options.max_num_seqs) == (folder is first, 4)
+        (told,) = options.colocated_models
+        of_other = EngineOptions.of({"name": alone.name, "inter_token_target_ms": INTER_TOKEN_TARGET_MS, **told})
+        assert of_other == dataclasses.replace(alone, colocated_models=())
+
+
+def test_files_of_shared_prefixes_are_not_told_to_the_engines_of_other_models(tmp_path: Path) -> None:
+    """Their paths may fill half of the longest argument that Linux allows."""
+    first, second = (make_hollow_model(tmp_path / name) for name in ("first", "second"))
+    (tmp_path / "prefix.txt").write_text("You are helpful.")
+    options = options_of(first, models=[str(first), str(second)], shared_prefixes=[str(tmp_path / "prefix.txt")])
+    assert options.shared_prefixes
+    assert "shared_prefixes" not in options.colocated_models[0]
 
 
 def test_every_option_of_an_engine_is_a_setting_but_those_of_one_model() -> None:
