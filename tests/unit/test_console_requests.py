@@ -234,7 +234,7 @@ async def test_what_has_ended_is_no_more_offered_to_cancel_while_it_is_settled(b
     box.engine_side.add(box.cast.bob, "req_over", state="finished", finish_reason="stop")
     alice = await box.alice()
 
-    assert "Cancel</button>" not in (await alice.get("/requests")).text
+    assert '<button class="small" disabled form="cancel"' in (await alice.get("/requests")).text
     assert "Cancel</button>" not in (await alice.get("/requests/req_over")).text
 
 
