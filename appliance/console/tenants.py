@@ -157,7 +157,7 @@ async def _prices(services: Services, tenant: Tenant) -> dict[str, Any]:
         "prices": [
             (price, state, price.rate(tenant.tier))
             for _, _, book in books_of(prices, now)
-            for price, state in book
+            for price, state in reversed(book)
             if state != "past"
         ],
     }
