@@ -16,6 +16,7 @@ from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
+from appliance.console.request_bill import CORRECTIONS_SHOWN_MAX
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import first_day
@@ -70,8 +71,18 @@ async def show_invoice(context: ContextDependency, invoice_id: FromPath[str]) ->
         head, tenant = await _find_head(context, invoice_id, Action.INVOICES)
         problem = sentence(error.message)
         return context.page("pages/invoice_mixed.html", head=head, tenant=tenant, problem=problem, **WORDS)
-    open_until = _open_until(context.services, invoice.head)
-    return context.page("pages/invoice.html", invoice=invoice, tenant=tenant, open_until=open_until, **WORDS)
+    corrections = await context.services.invoices.events(
+        invoice_id, CORRECTIONS_SHOWN_MAX, kind="adjustment", access=context.access
+    )
+    return context.page(
+        "pages/invoice.html",
+        invoice=invoice,
+        tenant=tenant,
+        open_until=_open_until(context.services, invoice.head),
+        corrections=corrections.data,
+        corrections_more=corrections.has_more,
+        **WORDS,
+    )
 
 
 @get("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)])

@@ -7,6 +7,8 @@ from datetime import timedelta
 from appliance.base.ids import new_id
 from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.seller import Seller
+from appliance.metering.ledger.corrections import Correction
+from appliance.metering.usage import LedgerFilter
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit import AuditFilter
 from tests.support.cast import Person
@@ -350,3 +352,15 @@ async def test_only_who_may_bill_closes_a_month(box: Box, clock: FakeClock) -> N
         assert CLOSING not in (await browser.get("/invoices")).text
     assert f'href="{address}/close"' in (await (await box.alice()).get(address)).text
     assert (await (await box.alice()).get("/invoices/months/soon/close")).status_code == 400
+
+
+async def test_an_invoice_lists_its_corrections_with_their_reasons_and_those_of_no_other(box: Box) -> None:
+    for person, note in ((box.cast.bob, "cut off by our restart"), (box.cast.charlie, "a word to charlie")):
+        await use(box, person)
+        of_person = LedgerFilter(tenant_id=person.tenant.id)
+        event = (await box.services.reports.ledger_page(1, None, of_person, access=WHOLE_BOX)).data[0]
+        await box.services.corrections.add(event.id, Correction(note=note, completion_tokens=-3))
+    page = (await (await box.alice()).get(await drafted(box, await box.alice(), box.cast.bob))).text
+    for text in ("Corrections in this invoice", "cut off by our restart", 'href="/requests/req_', "-0.000036 EUR"):
+        assert text in page
+    assert "a word to charlie" not in page
