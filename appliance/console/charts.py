@@ -81,10 +81,7 @@ def spark_area(values: Sequence[float], slots: int) -> str:
     return f"{left},{SPARK_HEIGHT} {line} {SPARK_WIDTH},{SPARK_HEIGHT}"
 
 
-def timeline(queue_s: float | None, ttft_s: float | None, total_s: float | None) -> list[Segment]:
-    """Return the life of a request as segments queue, prefill and decode; phases that were not reached are left out."""
-    queue = queue_s or 0.0
-    prefill = max((ttft_s or 0.0) - queue, 0.0)
-    decode = max((total_s or 0.0) - (ttft_s or 0.0), 0.0) if ttft_s is not None else 0.0
-    parts = [("queue", "Queue", queue), ("prefill", "Prefill", prefill), ("decode", "Decode", decode)]
-    return stack(parts, sum(amount for _, _, amount in parts))
+def timeline(phases: Sequence[tuple[str, str, float | None]]) -> list[Segment]:
+    """Return the (name, label, seconds) of a request's life as segments; phases that were not reached are left out."""
+    parts = [(name, label, seconds or 0.0) for name, label, seconds in phases]
+    return stack(parts, sum(seconds for _, _, seconds in parts))

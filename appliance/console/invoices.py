@@ -3,6 +3,8 @@ contents of invoices, and the administrators' API serves their files."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
+from appliance.console.request_bill import CORRECTIONS_SHOWN_MAX
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import first_day
@@ -68,8 +71,18 @@ async def show_invoice(context: ContextDependency, invoice_id: FromPath[str]) ->
         head, tenant = await _find_head(context, invoice_id, Action.INVOICES)
         problem = sentence(error.message)
         return context.page("pages/invoice_mixed.html", head=head, tenant=tenant, problem=problem, **WORDS)
-    open_until = _open_until(context.services, invoice.head)
-    return context.page("pages/invoice.html", invoice=invoice, tenant=tenant, open_until=open_until, **WORDS)
+    corrections = await context.services.invoices.events(
+        invoice_id, CORRECTIONS_SHOWN_MAX, kind="adjustment", access=context.access
+    )
+    return context.page(
+        "pages/invoice.html",
+        invoice=invoice,
+        tenant=tenant,
+        open_until=_open_until(context.services, invoice.head),
+        corrections=corrections.data,
+        corrections_more=corrections.has_more,
+        **WORDS,
+    )
 
 
 @get("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)])
@@ -144,6 +157,7 @@ async def _list(context: Context, form: Form | None) -> Html:
         month=month,
         states=STATES,
         next_page=next_page("/invoices", page, state=state, month=month),
+        closable=_closable(services, page.data) if access.may(Action.BILLING) else [],
         form=form,
         **WORDS,
     )
@@ -155,11 +169,20 @@ def _last_month(services: Services) -> str:
     return calendar.month_of(first_day(calendar.month_of(services.clock.now())) - timedelta(days=1))
 
 
+def _closable(services: Services, heads: Sequence[InvoiceHead]) -> list[str]:
+    """Return the months that are over and have more than one draft among `heads`, the oldest first."""
+    drafts = Counter(head.month for head in heads if head.state == "draft")
+    return sorted(month for month, number in drafts.items() if number > 1 and _is_over(services, month))
+
+
 def _open_until(services: Services, head: InvoiceHead) -> date | None:
     """Return the first day on which the draft can be closed, or None when its month is over."""
     calendar = services.reports.calendar
-    end = calendar.next_month_start(head.month)
-    return calendar.day_of(end) if services.clock.now() < end else None
+    return None if _is_over(services, head.month) else calendar.day_of(calendar.next_month_start(head.month))
+
+
+def _is_over(services: Services, month: str) -> bool:
+    return services.clock.now() >= services.reports.calendar.next_month_start(month)
 
 
 def _close_form(context: Context, invoice: Invoice, tenant: Tenant, error: GatehouseError | None) -> Html:

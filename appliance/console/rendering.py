@@ -35,7 +35,7 @@ STYLES = (
     *("layers", "base", "shell", "buttons", "forms", "badges", "tiles"),
     *("cards", "charts", "tables", "audit", "dialog", "toasts", "login", "account", "print"),
 )
-SCRIPTS = ("live", "hold", "dialog", "toasts", "keyboard", "copy")
+SCRIPTS = ("live", "hold", "places", "dialog", "toasts", "keyboard", "copy")
 # Messages shown after a change, on the page it leads to. The cookie carries the name, never the text.
 DONE = {
     "tenant-created": "Tenant created. Create an API key next.",
@@ -61,6 +61,7 @@ DONE = {
     "costs-saved": "Saved. Figures were recalculated.",
     "seller-saved": "Saved. Invoices closed from now on show it.",
     "invoice-closed": "Invoice closed. It has its number and cannot be changed.",
+    "month-closed": "Invoices closed. They have their numbers and cannot be changed.",
     "draft-discarded": "Draft discarded. Its usage is kept; the month can be drafted again.",
     "price-added": "Price added. It applies from its start time on.",
     "price-withdrawn": "Price withdrawn. The price in force is unchanged.",

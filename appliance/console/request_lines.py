@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from appliance.serving.live_requests import LiveRequest
 
 TAIL_CHARS = 8  # the random end of an id; its beginning is the time, which neighbours share
+NOTICEABLE_END_S = 0.001
 _TONES = {"stop": "ok", "length": "ok", "error": "bad", "refused": "bad"}
 
 
@@ -63,6 +64,18 @@ class RequestLine:
         if self.ttft_s is None:
             return None
         return max(self.ttft_s - (self.queue_s or 0.0), 0.0)
+
+    @property
+    def phases(self) -> list[tuple[str, str, float | None]]:
+        """Return (name, label, seconds) of the phases, which add up to the total; None for one that was not reached.
+
+        What follows the last token is listed if it is noticeable: until an abort has reached the engine, say.
+        """
+        phases = [("queue", "queue", self.queue_s), ("prefill", "prefill", self.prefill_s), ("decode", "decode", self.decode_s)]
+        if self.live or self.ttft_s is None or self.total_s is None:
+            return phases
+        after_s = self.total_s - self.ttft_s - (self.decode_s or 0.0)
+        return [*phases, ("other", "after the last token", after_s)] if after_s >= NOTICEABLE_END_S else phases
 
 
 def live_line(live: LiveRequest, now: datetime) -> RequestLine:

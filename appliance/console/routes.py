@@ -25,6 +25,7 @@ from appliance.console import (
     login_code,
     login_oidc,
     members,
+    month_closing,
     overview,
     people,
     prices,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 MODULES = (
     login, login_code, login_oidc, account, second_factor, overview, live_stream, requests, tenants, tenant_terms, people, keys,
-    limit_check, usage, invoices, prices, members, alerts, audit, box_settings, seller, box_costs,
+    limit_check, usage, invoices, month_closing, prices, members, alerts, audit, box_settings, seller, box_costs,
 )  # fmt: skip
 FORM_BYTES_MAX = 64 * 1024
 NAME_BYTES_MAX = 255

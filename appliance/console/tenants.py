@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from litestar import get, post
@@ -14,12 +13,14 @@ from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.people import people_of
+from appliance.console.prices import books_of
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_terms import free_terms, model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
 from appliance.metering.invoicing.wording import month_name
 from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
+from appliance.tenancy.pages import every_row
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -144,12 +145,22 @@ def _archive_form(context: Context, tenant: Tenant, form: Form | None) -> Html:
     return context.sheet("fragments/tenant_archive.html", title=title, tenant=tenant, form=form)
 
 
-async def _unpriced(services: Services, tenant: Tenant) -> Sequence[tuple[str, str]]:
-    """Return the models that the tenant may use at no cost because they have no price in its currency."""
-    currency = tenant.currency or services.settings.currency
+async def _prices(services: Services, tenant: Tenant) -> dict[str, Any]:
+    """Return what a million tokens cost the tenant, now and later, with the discount of its tier, and the models that it may
+    use at no cost because they have no price in its currency."""
+    currency, now = tenant.currency or services.settings.currency, services.clock.now()
     names = [model.name for model in services.models.list()]
     mine = [name for name in names if tenant.allowed_models is None or name in tenant.allowed_models]
-    return await services.prices.unpriced([(name, currency) for name in mine], services.clock.now())
+    prices = [price for price in await every_row(services.prices.list) if price.currency == currency and price.model in mine]
+    return {
+        "unpriced": await services.prices.unpriced([(name, currency) for name in mine], now),
+        "prices": [
+            (price, state, price.rate(tenant.tier))
+            for _, _, book in books_of(prices, now)
+            for price, state in reversed(book)
+            if state != "past"
+        ],
+    }
 
 
 async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = None) -> Html:
@@ -170,10 +181,10 @@ async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = Non
         month=month,
         tiers=TIERS,
         refuse_unpriced=services.settings.unpriced == "refuse",
-        unpriced=await _unpriced(context.services, tenant),
         free=await free_terms(services, tenant.id, access=access),
         month_name=month_name,
         form=form,
+        **await _prices(services, tenant),
         **await people_of(context, tenant.id),
     )
 

@@ -291,12 +291,38 @@ async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: 
 
     for number in range(8):
         del side.requests[f"req_{number}"]
-    await expect(page.locator("#live tbody tr")).to_have_count(1)
+    await expect(page.locator("#live tbody tr:not(.ended)")).to_have_count(1)
 
     assert await page.locator("#history").evaluate("part => part.offsetTop") == top
     side.requests.clear()
     await expect(page.get_by_text("No requests in flight.")).to_be_visible()
     await expect(page.locator("#live")).not_to_have_attribute("style", re.compile("min-height"))
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+async def test_a_request_in_flight_stays_where_it_is_until_it_ends(site: Site, width: int) -> None:
+    side = site.box.engine_side
+    for name in ("first", "second", "third"):
+        side.add(site.box.cast.bob, f"req_{name}", state="queued")
+    page = await site.alice()
+    await page.set_viewport_size({"width": width, "height": 900})
+    await page.goto("/requests")
+    third, states = page.locator("#live-req_third"), page.locator("#live tbody .state")
+    await expect(states).to_have_text(["queued"] * 3)
+    top = await third.evaluate("row => row.offsetTop")
+
+    side.requests["req_second"].state = "decode"
+    del side.requests["req_first"]
+    await expect(states).to_have_text(["ended", "decode", "queued"])
+    assert await third.evaluate("row => row.offsetTop") == top
+    await expect(page.get_by_role("button", name="Cancel", disabled=True)).to_have_count(1)
+
+    side.add(site.box.cast.bob, "req_fourth")
+    await expect(page.locator("#live tbody tr").first).to_have_id("live-req_fourth")
+    assert await third.evaluate("row => row.offsetTop") == top
+
+    del side.requests["req_third"]
+    await expect(states).to_have_text(["decode", "decode"])
 
 
 async def test_the_overview_stays_where_it_is_while_tenants_come_and_go(site: Site) -> None:

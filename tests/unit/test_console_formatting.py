@@ -192,9 +192,11 @@ def test_parts_of_a_bar_adjoin_and_never_pass_its_end() -> None:
 
 
 def test_a_timeline_has_the_phases_that_were_reached() -> None:
-    assert [(part.name, part.width) for part in timeline(1.0, 2.0, 4.0)] == [("queue", 25), ("prefill", 25), ("decode", 50)]
-    assert [part.name for part in timeline(3.0, None, 3.0)] == ["queue"]
-    assert timeline(None, None, None) == []
+    queue, prefill, decode = ("queue", "queue", 1.0), ("prefill", "prefill", 1.0), ("decode", "decode", 2.0)
+    parts = [(part.name, part.width) for part in timeline([queue, prefill, decode])]
+    assert parts == [("queue", 25), ("prefill", 25), ("decode", 50)]
+    assert [part.name for part in timeline([queue, ("prefill", "prefill", None)])] == ["queue"]
+    assert timeline([("queue", "queue", None)]) == []
 
 
 def test_a_sparkline_grows_from_the_right_and_rests_on_zero() -> None:

@@ -247,7 +247,9 @@ async def test_keys_that_have_ended_are_listed_on_request_and_found_by_name_pref
 async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(box: Box, clock: FakeClock) -> None:
     alice, old = await box.alice(), box.cast.bob
     path = f"/keys/{old.key.id}/rotate"
-    assert "Old key expires" in (await alice.fragment(path)).text
+    asked = (await alice.fragment(path)).text
+    assert "Old key expires" in asked
+    assert '<option value="86400" selected>' in asked
     assert (await alice.post(path, grace_s="7")).status_code == 422
 
     (secret,) = set(SECRET.findall((await alice.post(path, grace_s="3600")).text))

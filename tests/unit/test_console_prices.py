@@ -9,6 +9,8 @@ from datetime import timedelta
 import pytest
 
 from appliance.console.prices import books_of
+from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.principals import TenantChanges
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box
 from tests.support.factories import price
@@ -132,3 +134,37 @@ async def test_a_model_without_a_price_in_a_tenants_currency_is_named_until_it_h
     assert all([sentence in (await alice.get(page)).text for page in pages])
     await alice.post("/prices", **FIELDS)
     assert not any([sentence in (await alice.get(page)).text for page in pages])
+
+
+async def test_a_tenant_sees_the_prices_that_apply_to_it_and_no_others(box: Box, clock: FakeClock) -> None:
+    bob, prices, now = box.cast.bob.tenant, box.services.prices, clock.now()
+    tiers = {"batch": 80}
+    for model, currency, prompt, start in (
+        ("demo", "EUR", 3_330_000, now),
+        ("demo", "EUR", 2_220_000, now + timedelta(days=9)),
+        ("demo", "USD", 4_440_000, now),
+        ("other", "EUR", 5_550_000, now),
+    ):
+        await prices.add(
+            model=model,
+            currency=currency,
+            prompt=prompt,
+            cached_prompt=0,
+            completion=1,
+            tier_percents=tiers,
+            effective_from=start,
+        )
+    await box.services.tenants.update(bob.id, TenantChanges(tier="batch"), access=WHOLE_BOX)
+    member = await box.services.members.create("viewer@example.com", "the viewer's long password", "member")
+    await box.services.memberships.add(bob.id, member.id, "viewer", access=WHOLE_BOX)
+    viewer = await box.visitor().sign_in("viewer@example.com", "the viewer's long password")
+
+    page = (await viewer.get(f"/tenants/{bob.id}")).text
+
+    shown = page[page.index('id="prices-title"') : page.index('id="terms-title"')]
+    for text in ("in force", ">2.664<", "future", ">1.776<"):
+        assert text in shown
+    for text in ("4.44", "3.552", "other", "5.55", "/prices"):
+        assert text not in shown
+    assert (await viewer.get(f"/tenants/{box.cast.charlie.tenant.id}")).status_code == 404
+    assert (await viewer.get("/prices")).status_code == 403

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import msgspec
@@ -23,7 +24,14 @@ RECORD = RequestRecord(queue_s=0.2, ttft_s=0.5, decode_s=4.0, inter_token_p50_s=
 
 
 async def settle(
-    box: Box, person: Person, *, reason: str = "stop", age_s: float = 0, model: str = "demo", batch: bool = False
+    box: Box,
+    person: Person,
+    *,
+    reason: str = "stop",
+    age_s: float = 0,
+    model: str = "demo",
+    batch: bool = False,
+    decode_s: float = 4.0,
 ) -> str:
     """Return the id of a request of `person` that ended 4.5 seconds after it was admitted."""
     admitted_at = START - timedelta(seconds=age_s)
@@ -31,7 +39,10 @@ async def settle(
     entry = pending(person, request_id=new_id("req"), admitted_at=admitted_at, model=model, price=price, batch=batch)
     await box.services.ledger.open(entry)
     record = msgspec.structs.replace(
-        RECORD, first_token_at=admitted_at + timedelta(seconds=0.5), finished_at=admitted_at + timedelta(seconds=4.5)
+        RECORD,
+        decode_s=decode_s,
+        first_token_at=admitted_at + timedelta(seconds=0.5),
+        finished_at=admitted_at + timedelta(seconds=4.5),
     )
     settlement = posted(entry.request_id, prompt=10, cached=4, completion=100, reason=reason)
     await box.services.ledger.settle(msgspec.structs.replace(settlement, record=record))
@@ -87,6 +98,22 @@ async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_
 
     assert shape.explanation == "Ended before its first token (error)."
     assert shape.explanation in page
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "phases"),
+    [
+        (4.0, ["queue|200 ms", "prefill|300 ms", "decode|4.00 s"]),
+        (3.8, ["queue|200 ms", "prefill|300 ms", "decode|3.80 s", "after the last token|200 ms"]),
+    ],
+)
+async def test_the_phases_of_a_request_add_up_to_its_total(box: Box, decode_s: float, phases: list[str]) -> None:
+    request_id = await settle(box, box.cast.bob, reason="disconnected", decode_s=decode_s)
+
+    page = (await (await box.alice()).get(f"/requests/{request_id}")).text
+
+    legend = page.partition('<ul class="legend">')[2].partition("</ul>")[0]
+    assert re.findall(r"</span>(.*? <b>.*?)</b>", legend) == [phase.replace("|", " <b>") for phase in phases]
 
 
 async def test_a_first_visit_says_how_to_send_a_request(box: Box) -> None:
@@ -234,7 +261,7 @@ async def test_what_has_ended_is_no_more_offered_to_cancel_while_it_is_settled(b
     box.engine_side.add(box.cast.bob, "req_over", state="finished", finish_reason="stop")
     alice = await box.alice()
 
-    assert "Cancel</button>" not in (await alice.get("/requests")).text
+    assert '<button class="small" disabled form="cancel"' in (await alice.get("/requests")).text
     assert "Cancel</button>" not in (await alice.get("/requests/req_over")).text
 
 

@@ -58,7 +58,7 @@ INFERENCE = (
 # About whoever is signed in, and about nobody else.
 OWN = ("/account", "/logout", "/theme", "/login", "/admin/v1/sessions")
 # Names in paths that belong to the box and to no tenant.
-BOX_NAMES = {"name": "standard", "model": "demo", "price_id": "price_x", "rate_limit_id": "rl-demo"}
+BOX_NAMES = {"name": "standard", "model": "demo", "price_id": "price_x", "rate_limit_id": "rl-demo", "month": "2026-10"}
 # Bodies that name something: the rest of what they need to be understood.
 BODIES: dict[str, dict[str, object]] = {
     "/admin/v1/limits/check": {"model": "demo", "prompt_tokens": 1},

@@ -165,15 +165,22 @@ class Invoices:
             return await self._freeze(connection, content.invoice, through)
 
     async def events(
-        self, invoice_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
+        self,
+        invoice_id: str,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        *,
+        kind: str | None = None,
+        access: Access,
     ) -> Page[UsageEvent]:
-        """Return the events that an invoice covers, in the order of their postings. Raises NotFound."""
+        """Return the events that an invoice covers, of one `kind` or both, in the order of their postings. Raises NotFound."""
         after = 0 if cursor is None else decode_cursor("invoice_events", cursor, [int])[0]
+        rows_max = check_limit(limit) + 1
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.INVOICES)
             cover, before, first = await _cover_of(connection, head)
             found = await read_covered_events(
-                connection, head.tenant_id, cover, before, first=first, after_posting=after, rows_max=check_limit(limit) + 1
+                connection, head.tenant_id, cover, before, first=first, kind=kind, after_posting=after, rows_max=rows_max
             )
         return page_of(found, limit, "invoice_events", lambda event: [event.posting or 0])
 

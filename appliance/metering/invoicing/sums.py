@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, case, func, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Select, case, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.money import discounted
@@ -50,10 +50,12 @@ async def read_covered_events(
     before: Cover | None,
     *,
     first: date | None,
+    kind: str | None,
     after_posting: int,
     rows_max: int,
 ) -> list[UsageEvent]:
-    """Return the events that `read_event_sums` sums, from the day `first` on (None: all), in the order of their postings."""
+    """Return the events that `read_event_sums` sums, from the day `first` on (None: all), in the order of their postings; of
+    one `kind` only, or of both."""
     events = usage_events.c
     covered = [*_of_tenant(tenant_id, cover), events.billing_day <= last_day(cover.month)]
     if before is not None:
@@ -61,6 +63,8 @@ async def read_covered_events(
     query = select(usage_events).where(*covered, events.posting > after_posting)
     if first is not None:
         query = query.where(events.billing_day >= first)
+    if kind is not None:  # the few adjustments have an index, which both databases use only if the query names the kind
+        query = query.where(events.kind == literal(kind, literal_execute=True))
     rows = (await connection.execute(query.order_by(events.posting).limit(rows_max))).mappings().all()
     return [event_from_row(row) for row in rows]
 

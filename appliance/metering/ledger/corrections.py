@@ -40,8 +40,8 @@ CAUSE = "correction"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What to add to an event: signed tokens, or a signed amount alone. `note` is the reason, kept in the ledger and not shown
-    on invoices.
+    """What to add to an event: signed tokens, or a signed amount alone. `note` is the reason: the console shows it, but not the
+    files of invoices.
 
     `confirm` is needed to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES what the event counted or cost.
     """

@@ -1,0 +1,106 @@
+"""Closing all drafts of a month in one go, after their number and sums are confirmed. Each is closed as if it were alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from litestar import get, post
+from litestar.params import FromPath
+
+from appliance.base.errors import BadRequest, Conflict, CurrenciesMixed, NotFound
+from appliance.console.context import Context, ContextDependency
+from appliance.console.forms import FORM_ERROR, Form, sentence
+from appliance.console.rendering import Html
+from appliance.console.security import needs
+from appliance.console.tenant_names import tenant_names
+from appliance.metering.calendar import first_day
+from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.invoicing.wording import month_name, payment
+from appliance.tenancy.pages import every_row
+from appliance.tenancy.roles import Action
+
+REASONS_SHOWN_MAX = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenMonth:
+    """The drafts of a month as (tenant's name, invoice), by name; `unsummed` names the tenants whose draft has no sum."""
+
+    month: str
+    drafts: Sequence[tuple[str, Invoice]]
+    unsummed: Sequence[str]
+
+    @property
+    def sums(self) -> list[tuple[str, int, int]]:
+        """Return (currency, number of invoices, amount due in micro-units) by currency."""
+        numbers, due = Counter[str](), Counter[str]()
+        for _, invoice in self.drafts:
+            numbers[invoice.currency] += 1
+            due[invoice.currency] += invoice.totals.due_micros
+        return [(currency, number, due[currency]) for currency, number in sorted(numbers.items())]
+
+    @property
+    def confirmation(self) -> str:
+        """Return what the form sends back, so that no other number and no other sums are closed than those it shows."""
+        return " ".join(f"{currency}:{number}:{micros}" for currency, number, micros in self.sums)
+
+
+@get("/invoices/months/{month:str}/close", guards=[needs(Action.BILLING)])
+async def confirm_month(context: ContextDependency, month: FromPath[str]) -> Html:
+    """Say how many drafts of a month would be closed, and what is due in each currency."""
+    return _form(context, await _open_month(context, month), None)
+
+
+@post("/invoices/months/{month:str}/close", guards=[needs(Action.BILLING)], status_code=200)
+async def close_month(context: ContextDependency, month: FromPath[str]) -> Html:
+    """Close the drafts as confirmed. Those that cannot be closed stay as they are; the form then says why."""
+    form = await context.form()
+    open_month = await _open_month(context, month)
+    if form.raw("confirmed") != open_month.confirmation:
+        form.fail(FORM_ERROR, "The drafts have changed since. Check their number and sums again.")
+        return _form(context, open_month, form)
+    refused = await _close(context, open_month)
+    if not refused:
+        return context.redirect("/invoices?state=closed", done="month-closed")
+    reasons = " ".join(refused[:REASONS_SHOWN_MAX])
+    form.fail(FORM_ERROR, f"{len(open_month.drafts) - len(refused)} closed, {len(refused)} not. {reasons}")
+    return _form(context, await _open_month(context, month), form)
+
+
+async def _open_month(context: Context, month: str) -> OpenMonth:
+    """Return the drafts of a month. Raises InvalidValue for what is not a month, and NotFound if none has a sum."""
+    services, access = context.services, context.access
+    first_day(month)
+    names = await tenant_names(services, access)
+    drafts, unsummed = [], []
+    for head in await every_row(partial(services.invoices.list, month=month, state="draft", access=access)):
+        try:
+            invoice = await services.invoices.get(head.id, access=access, action=Action.BILLING)
+            drafts.append((names[head.tenant_id], invoice))
+        except CurrenciesMixed:
+            unsummed.append(names[head.tenant_id])
+    if not drafts:
+        raise NotFound(f"there is no draft of {month_name(month)} that could be closed", param="month")
+    return OpenMonth(month=month, drafts=sorted(drafts, key=lambda draft: draft[0].casefold()), unsummed=sorted(unsummed))
+
+
+async def _close(context: Context, open_month: OpenMonth) -> list[str]:
+    """Close the drafts one after another; return a sentence for each that stays a draft."""
+    refused = []
+    for name, invoice in open_month.drafts:
+        try:
+            await context.services.invoices.close(invoice.head.id, access=context.access)
+        except (BadRequest, Conflict) as error:
+            refused.append(f"{name}: {sentence(error.message)}")
+    return refused
+
+
+def _form(context: Context, open_month: OpenMonth, form: Form | None) -> Html:
+    title = f"Close all drafts of {month_name(open_month.month)}"
+    return context.sheet("fragments/month_close.html", title=title, open_month=open_month, payment=payment, form=form)
+
+
+HANDLERS = (confirm_month, close_month)
