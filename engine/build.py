@@ -26,7 +26,7 @@ from engine.models.loading import LoadedDecoder, load_decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.resolved_options import ResolvedOptions
-from engine.runner.calibration import MeasuredSpeed, measure_speed
+from engine.runner.calibration import MeasuredSpeed, PassTiming, measure_speed
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
@@ -108,7 +108,7 @@ def build_engine(
     times.record("cache")
     limits = resolved.scheduler_limits(cached.plan)
     meter = MemoryMeter(device)
-    meter.begin_run()
+    meter.record("cache")
     if compiles_at_first_use(device):
         with compiling("steps", lambda ready: progress(weights_share + (1 - weights_share) * ready)):
             _compile_kernels(cached, limits, options)
@@ -116,21 +116,22 @@ def build_engine(
         for decoder in cached.runner.decoders:
             run_largest_step(decoder, limits, max_guesses=options.max_guesses)
         times.record("steps")
-    weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
-    rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
-    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes)
+    meter.record("steps")
     slot_runner = _make_slot_runner(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if slot_runner is not None:
-        measured = meter.with_graphs(measured, slot_runner.steps.calls.captured_graphs)
         times.record("graphs")
+    weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
+    rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
+    graphs = None if slot_runner is None else slot_runner.steps.calls.captured_graphs
+    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes, graphs)
+    models = cached.runner.target, cached.runner.draft
     speed = measure_speed(
         resolved.config,
-        cached.runner.target,
-        cached.runner.draft,
+        PassTiming(*models, limits) if slot_runner is None else SlotTiming(slot_runner.steps),
+        *models,
         limits,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
         max_guesses=options.max_guesses,
-        steps=None if slot_runner is None else SlotTiming(slot_runner.steps),
     )
     times.record("speed")
     budget = _make_step_budget(options, speed.step_times, () if slot_runner is None else slot_runner.chunk_sizes)
@@ -205,10 +206,10 @@ def _make_slot_runner(
     resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter
 ) -> SlotRunner:
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
-    meter.begin_slots()
     slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
-    meter.begin_graphs()
+    meter.record("slots")
     warm_up(slot_runner.steps)
+    meter.record("graphs")
     return slot_runner
 
 
@@ -228,7 +229,7 @@ def _make_scheduler(
         prefix_cache = PrefixCache(pool, options.block_size)
         for token_ids in resolved.shared_prefixes:
             prefix_cache.share_globally(token_ids)
-    speculative = options.speculative_config
+    speculative, costs = options.speculative_config, speed.speculation
     return Scheduler(
         limits,
         pool,
@@ -237,7 +238,7 @@ def _make_scheduler(
         prefix_cache=prefix_cache,
         host_tier=HostTier(plan.num_host_blocks) if plan.num_host_blocks else None,
         step_budget=budget,
-        drafter=None if speculative is None else AdaptiveDrafter(speculative, speed.speculation),
+        drafter=None if speculative is None or costs is None else AdaptiveDrafter(speculative, costs),
         policy=FairPolicy if options.scheduling_policy == "fair" else FcfsPolicy,
     )
 

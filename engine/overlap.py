@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from engine.fault_isolation import Runner, run_isolated
@@ -116,8 +117,7 @@ class OverlappedSteps:
             try:
                 pending = self._runner.launch(batch)
             except Exception as error:  # noqa: BLE001 - noted, with its traceback
-                self.fallbacks.record("a step could not be launched", error)
-                self._runner.invalidate_slots()
+                self._record_failure("a step could not be launched", error)
         return InFlightStep(batch, self._advance(batch), pending, predicted_s, now_s)
 
     def complete(self, step: InFlightStep) -> None:
@@ -126,8 +126,8 @@ class OverlappedSteps:
             try:
                 step.pending.complete()
             except Exception as error:  # noqa: BLE001 - noted, with its traceback
-                self.fallbacks.record("a step could not be launched to its end", error)
-                self._invalidate(step)
+                step.pending = None
+                self._record_failure("a step could not be launched to its end", error)
 
     def collect(self, step: InFlightStep, successor: InFlightStep | None) -> list[RowResult]:
         """Results of a step whose predecessors are settled. If they are in doubt, so is `successor`, the step that was
@@ -135,15 +135,9 @@ class OverlappedSteps:
         outputs = self._wait(step)
         if outputs is None:
             self._invalidate(successor)
-            return self._recompute_plain(step.in_flight, range(len(step.in_flight.requests)))
-        unusable = [row for row, output in enumerate(outputs) if output is None]
-        if unusable:
-            recomputed = self._recompute_plain(step.in_flight, unusable)
-            for row in unusable:
-                outputs[row] = recomputed[row]
-            if any(isinstance(output, StepOutput) and output.error is None for output in recomputed):
-                self.fallbacks.record("a step gave no token where the plain way has one")
-                self._invalidate(successor)
+            return self._recompute(step.in_flight, range(len(step.in_flight.requests)))
+        if self._replace_unusable(outputs, partial(self._recompute, step.in_flight)):
+            self._invalidate(successor)
         return outputs
 
     def verify(self, batch: ScheduledBatch) -> list[StepOutput]:
@@ -153,13 +147,7 @@ class OverlappedSteps:
         outputs = self._run_verification(batch) if self._can_launch(batch) else None
         if outputs is None:
             return run_isolated(self._runner, items)
-        failed = [row for row, output in enumerate(outputs) if output is None]
-        if failed:
-            recomputed = run_isolated(self._runner, [items[row] for row in failed])
-            for row, output in zip(failed, recomputed, strict=True):
-                outputs[row] = output
-            if any(output.error is None for output in recomputed):
-                self.fallbacks.record("a step gave no token where the plain way has one")
+        self._replace_unusable(outputs, lambda rows: run_isolated(self._runner, [items[row] for row in rows]))
         return [StepOutput([output]) if isinstance(output, int) else output for output in outputs if output is not None]
 
     def drop_steps(self) -> None:
@@ -180,8 +168,7 @@ class OverlappedSteps:
             pending.complete()
             return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self.fallbacks.record("a step with guesses failed", error)
-            self._runner.invalidate_slots()
+            self._record_failure("a step with guesses failed", error)
             return None
 
     def _wait(self, step: InFlightStep) -> list[RowResult] | None:
@@ -190,26 +177,40 @@ class OverlappedSteps:
         try:
             return step.pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self.fallbacks.record("a step under way failed", error)
-            self._runner.invalidate_slots()
+            self._record_failure("a step under way failed", error)
             return None
+
+    def _record_failure(self, problem: str, error: Exception) -> None:
+        """Count a step that failed. What the device holds of its requests is in doubt."""
+        self.fallbacks.record(problem, error)
+        self._runner.invalidate_slots()
 
     def _invalidate(self, step: InFlightStep | None) -> None:
         if step is not None and step.pending is not None:
             step.pending = None
             self._runner.invalidate_slots()
 
-    def _recompute_plain(self, in_flight: InFlightBatch, rows: Sequence[int]) -> list[RowResult]:
-        """Results of the given rows, in the places of all of them."""
-        outputs: list[RowResult] = [None] * len(in_flight.requests)
+    def _replace_unusable(self, outputs: list[RowResult], recompute: Callable[[Sequence[int]], Sequence[RowResult]]) -> bool:
+        """Compute the rows without a usable token in the plain way. Returns whether that has one for any of them."""
+        rows = [row for row, output in enumerate(outputs) if output is None]
+        recomputed = recompute(rows) if rows else ()
+        for row, output in zip(rows, recomputed, strict=True):
+            outputs[row] = output
+        has_token = any(isinstance(output, StepOutput) and output.error is None for output in recomputed)
+        if has_token:
+            self.fallbacks.record("a step gave no token where the plain way has one")
+        return has_token
+
+    def _recompute(self, in_flight: InFlightBatch, rows: Sequence[int]) -> list[RowResult]:
+        """Results of these rows in the plain way; None for a request that has ended or lost its blocks."""
         live_rows: list[int] = []
         for row in rows:
             if in_flight.is_live(row):
                 live_rows.append(row)
             elif not in_flight.requests[row].block_table:  # one that has started again owes this step nothing
                 in_flight.requests[row].discard_unknown_tokens()
+        computed: dict[int, StepOutput] = {}
         if live_rows:
             with as_planned(in_flight, live_rows) as items:
-                for row, output in zip(live_rows, run_isolated(self._runner, items), strict=True):
-                    outputs[row] = output
-        return outputs
+                computed = dict(zip(live_rows, run_isolated(self._runner, items), strict=True))
+        return [computed.get(row) for row in rows]

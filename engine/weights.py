@@ -30,10 +30,10 @@ SINGLE_FILE = "model.safetensors"
 
 
 class Place(Protocol):
-    """A destination that converts a tensor of the checkpoint as it is loaded, and the memory that it becomes."""
+    """A destination that converts a tensor of the checkpoint as it is loaded, and the memory that it becomes, if any."""
 
-    num_parameters: int
-    num_bytes: int
+    num_parameters: int = 0
+    num_bytes: int = 0
 
     def load(self, tensor: torch.Tensor) -> None:
         """Raises `WeightsError` with what is wrong about shape or type, without the name."""

@@ -54,32 +54,32 @@ class Operations:
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., Pair]
     rope_and_cache: Callable[..., None]
-    rms_norm_fp8: Callable[..., Pair] | None
-    add_rms_norm_fp8: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
+    rms_norm_fp8: Callable[..., Pair] | None = None
+    add_rms_norm_fp8: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     silu_mul: Callable[[Tensor], Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
-    silu_mul_fp8: Callable[[Tensor], Pair] | None
-    gelu_tanh_mul_fp8: Callable[[Tensor], Pair] | None
+    silu_mul_fp8: Callable[[Tensor], Pair] | None = None
+    gelu_tanh_mul_fp8: Callable[[Tensor], Pair] | None = None
     route: Callable[..., Pair]
-    route_live: Callable[..., Pair] | None
+    route_live: Callable[..., Pair] | None = None
     mix_experts: Callable[..., Tensor]
-    bind_experts: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor] | None] | None
+    bind_experts: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor] | None] | None = None
     pack_linear: LinearPacker
-    linear_add: Callable[..., Stream] | None
-    normed_linear: Callable[..., Tensor] | None
+    linear_add: Callable[..., Stream] | None = None
+    normed_linear: Callable[..., Tensor] | None = None
     paged_decode: Callable[..., Tensor]
     paged_prefill: Callable[..., Tensor]
-    decode_workspace: Callable[[AttentionShape, int, int, torch.dtype, torch.device], Any]
+    decode_workspace: Callable[[AttentionShape, int, int, torch.dtype, torch.device], Any] = lambda *_: None
     prepare_decode: Callable[..., None]
     advance_slots: Callable[..., None]
     sample: Callable[..., Tensor]
-    sampling_workspace: Callable[[int, int, torch.device], Any]
+    sampling_workspace: Callable[[int, int, torch.device], Any] = lambda *_: None
     apply_bitmask: Callable[[Tensor, Tensor, Tensor], None]
     count_tokens: Callable[[Tensor, Tensor, Tensor], None]
     cap_logits: Callable[..., Tensor]
     token_logprobs: Callable[[Tensor, Tensor], Pair]
     reject_drafts: Callable[..., Tensor]
-    bind_greedy_head: Callable[..., Callable[[Tensor], Tensor] | None] | None
+    bind_greedy_head: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
     copy_blocks: Callable[..., None]
     gather_blocks: Callable[..., None]
     scatter_blocks: Callable[..., None]

@@ -17,25 +17,19 @@ import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu import sampling as plain_sampling
+from kernels.cpu.activation import gelu, gelu_tanh
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention
-from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
+from kernels.cpu.fp8_rows import to_fp8
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
-from kernels.cpu.row_tiles import in_invariant_tiles
+from kernels.cpu.invariant_linear import in_invariant_tiles
+from kernels.cpu.norm import layer_norm
 from kernels.device_words import DeviceWords, Pieces, Words
 from kernels.gumbel import GUESS, NO_TOKEN
 from kernels.host_tokens import HostTokens
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
 from kernels.plain_weights import PlainWeights, ReadsWeight, plain_product
-from kernels.quantised_linear import (
-    Fp8Product,
-    Fp8Rows,
-    bind_fp8,
-    bind_int4,
-    bind_int8,
-    quantised_words,
-    to_fp8,
-)
+from kernels.quantised_linear import Fp8Product, Fp8Rows, bind_fp8, bind_int4, bind_int8, quantised_words
 from kernels.quantised_weights import (
     Fp8Weight,
     Int4Weight,

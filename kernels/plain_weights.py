@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.nn import functional
 
 
 @runtime_checkable
@@ -23,13 +23,13 @@ def plain_product(product: object) -> PlainWeights | None:
     return unrounded if isinstance(unrounded, PlainWeights) else None
 
 
-class PlainWeights:
-    """A product x Wᵀ + bias whose weights other operations read too. weight: [out, in], bias: [out]"""
+class PlainWeights(ABC):
+    """A product x Wᵀ + bias of unquantised rows, whose weight other operations read too. weight: [out, in], a tensor or one of
+    the forms of `quantised_weights`; bias: [out]"""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, weight: Any, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
 
+    @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in] → [T, out]"""
-        return functional.linear(x, self.weight, self.bias)

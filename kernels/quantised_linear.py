@@ -13,21 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.cpu.fp8_rows import to_fp8
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel
 from kernels.plain_weights import PlainWeights
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
-
-__all__ = [
-    "Fp8Product",
-    "Fp8Rows",
-    "bind_fp8",
-    "bind_int4",
-    "bind_int8",
-    "quantised_words",
-    "quantize_rows_fp8",
-    "to_fp8",
-]
 
 _MODULES = {
     "cpu": {

@@ -38,7 +38,7 @@ class BillingCalendar:
         midnight = datetime.combine(day, time.min, tzinfo=self._zone)
         # A skipped midnight converts to a local time later by the length of the gap: possibly after the day's first moment.
         start = midnight.astimezone(UTC)
-        if start.astimezone(self._zone).date() == day and start.astimezone(self._zone).time() == time.min:
+        if start.astimezone(self._zone).time() == time.min:
             return start
         return self._end_of_gap(start, day)
 
@@ -51,13 +51,13 @@ class BillingCalendar:
         day = self.day_of(of) if isinstance(of, datetime) else of
         return f"{day.year:04d}-{day.month:02d}"
 
-    def month_start(self, of: str | datetime | date) -> datetime:
-        """Return when the month `YYYY-MM`, or the month of a day or moment, begins, in UTC. Raises InvalidValue."""
-        return self.day_start(first_day(of if isinstance(of, str) else self.month_of(of)))
+    def month_start(self, moment: datetime) -> datetime:
+        """Return when the month of `moment` begins, in UTC."""
+        return self.day_start(self.day_of(moment).replace(day=1))
 
-    def next_month_start(self, of: str | datetime | date) -> datetime:
-        """Return when the following month begins, in UTC. Raises InvalidValue."""
-        return self.day_start(first_day(next_month(of if isinstance(of, str) else self.month_of(of))))
+    def next_month_start(self, month: str) -> datetime:
+        """Return when the month after `YYYY-MM` begins, in UTC. Raises InvalidValue."""
+        return self.day_start(first_day(next_month(month)))
 
     def _end_of_gap(self, near: datetime, day: date) -> datetime:
         """Return the first moment of `day` by bisection: across a gap at midnight the local date never goes backwards."""
@@ -73,12 +73,8 @@ class BillingCalendar:
 
 def first_day(month: str, param: str = "month") -> date:
     """Return the first day of `YYYY-MM`. Raises InvalidValue, naming `param`."""
-    year, dash, number = month.partition("-")
-    digits = year + number
-    if not (len(year) == 4 and dash and len(number) == 2 and digits.isascii() and digits.isdigit()):
-        raise InvalidValue(f"{param} must be YYYY-MM", param=param)
     try:
-        return date(int(year), int(number), 1)
+        return date.fromisoformat(f"{month}-01")
     except ValueError:
         raise InvalidValue(f"{param} must be YYYY-MM", param=param) from None
 

@@ -14,9 +14,9 @@ from bench.gpu.errors import ResultPair, ResultTriple, check_equal, check_errors
 from bench.gpu.inputs import FP8, normal, rope_angles
 from bench.gpu.timing import capture
 from kernels.host_tokens import HostTokens
+from kernels.reference import activation as exact
 from kernels.reference import blocks as exact_blocks
 from kernels.reference import decode_inputs as exact_inputs
-from kernels.reference import elementwise as exact
 from kernels.reference import norm as exact_norm
 from kernels.reference.rope_and_cache import rope_and_cache as exact_rope
 from kernels.triton import activation, blocks, decode_inputs, norm
@@ -71,7 +71,8 @@ def _rows(context: Context, count: int, width: int) -> torch.Tensor:
 
 def _rms_norm(context: Context, count: int, width: int) -> ResultTriple:
     x, weight = _rows(context, count, width), _rows(context, 1, width)[0]
-    return norm.rms_norm(x, weight, EPS), exact.rms_norm(x.float(), weight, EPS), functional.rms_norm(x, (width,), weight, EPS)
+    theirs = functional.rms_norm(x, (width,), weight, EPS)
+    return norm.rms_norm(x, weight, EPS), exact_norm.rms_norm(x.float(), weight, EPS), theirs
 
 
 def _add_norm(context: Context, count: int, width: int) -> ResultTriple:

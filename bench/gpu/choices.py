@@ -139,7 +139,7 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
     def median_s(tiling: DecodeTiling) -> float:
         with _returning(attention_splits, "shape_tiling", tiling), _returning(attention_decode, "shape_tiling", tiling):
             width = caches[0].tables.shape[1]
-            workspace = attention_decode.decode_workspace(shape, len(lengths), width, context.dtype, device)
+            workspace = attention_splits.decode_workspace(shape, len(lengths), width, context.dtype, device)
             decode = attention_decode.paged_decode
             calls: list[Call] = [
                 partial(decode, q, pages.cache, pages.tables, pages.context_lens, shape, workspace=workspace)
@@ -156,7 +156,7 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
     lengths = [20, 5] if context.rehearsal else lengths
     copies = context.size(2 if len(lengths) > 1 else 32, 1)
     caches = [make_pages(lengths, shape, dtype=context.dtype, device=device) for _ in range(copies)]
-    workspace = attention_decode.decode_workspace(shape, len(lengths), caches[0].tables.shape[1], context.dtype, device)
+    workspace = attention_splits.decode_workspace(shape, len(lengths), caches[0].tables.shape[1], context.dtype, device)
     heads, size = shape.num_heads, shape.head_dim
     qkv = normal(len(lengths), heads + 2 * shape.num_kv_heads, size, dtype=context.dtype, device=device)
     cos, sin = rope_angles(len(lengths), size, context.dtype, device)

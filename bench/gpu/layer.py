@@ -19,7 +19,7 @@ from bench.gpu.targets import LAYER_ROWS, layer_row
 from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.triton import attention_decode, early_launch
+from kernels.triton import attention_decode, attention_splits, early_launch
 from kernels.triton.activation import silu_mul
 from kernels.triton.early_launch import VARIABLE, supports_early_launch
 from kernels.triton.fused_linear import linear_add, normed_linear
@@ -99,7 +99,7 @@ def make_layer(context: Context, model: str, rows: int) -> tuple[Callable[[], No
     norm_weight, first = torch.ones(hidden, dtype=dtype, device=device), make(rows, hidden)
     sizes = {"qkv": (width, hidden), "out": (hidden, num_attended), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     weights = [{part: make(*size, scale=size[1] ** -0.5) for part, size in sizes.items()} for _ in range(layers)]
-    workspace = attention_decode.decode_workspace(shape, rows, caches[0].tables.shape[1], dtype, device)
+    workspace = attention_splits.decode_workspace(shape, rows, caches[0].tables.shape[1], dtype, device)
 
     def run_fused() -> None:
         stream = linear_add(attention_rows, weights[0]["out"], first, norm_weight)

@@ -320,8 +320,8 @@ def prefill_by_groups(
     shape: AttentionShape,
     num_tiles: int,
     out: torch.Tensor,
-    parts: DecodeWorkspace | None = None,
-) -> torch.Tensor:
+    parts: DecodeWorkspace | None,
+) -> None:
     """As `attention_prefill_hopper.overlapped_prefill`, for tiles whose keys are not split."""
     assert parts is None, "this kernel knows no splits"
     num_requests, sizes = block_tables.shape[0], hopper.overlapped_constants(shape)
@@ -331,4 +331,3 @@ def prefill_by_groups(
         num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0),
         **sizes, **CHOSEN, REQUESTS=scheduled_requests(num_requests), num_warps=NUM_WARPS,
     )  # fmt: skip
-    return out

@@ -31,7 +31,7 @@ def parse_quantization(config: JsonObject) -> CheckpointQuantization | None:
             raise UnsupportedModel(f"config.json: compression_config is not read; supported: the same under {KEY}")
         return None
     method = settings.get("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
+    if method not in METHODS:
         raise refusal("quant_method", method, ", ".join(METHODS))
     return CheckpointQuantization(method=method, weights=_weights(method, settings))
 

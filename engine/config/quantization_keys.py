@@ -30,8 +30,8 @@ def _in_json(value: object) -> str:
 def group_size(settings: JsonObject, *, prefix: str = "") -> int | None:
     """Inputs that share a scale; None is all of them, written as -1. Raises `UnsupportedModel`."""
     size = settings.get("group_size")
-    if size == -1 and not isinstance(size, bool):
+    if size == -1:
         return None
-    if size not in GROUP_SIZES or isinstance(size, bool):
+    if size not in GROUP_SIZES:
         raise refusal(f"{prefix}group_size", size, f"{', '.join(map(str, GROUP_SIZES))} or -1")
     return int(size)

@@ -7,7 +7,7 @@ arXiv 2306.15595; YaRN: arXiv 2309.00071; LongRoPE: arXiv 2402.13753; dynamic NT
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config.values import INTEGER_MAX, JsonObject, flag, number, positive
 from engine.errors import UnsupportedModel
@@ -72,25 +72,22 @@ def parse_rope(parameters: JsonObject, defaults: RopeDefaults) -> RopeConfig:
     rotary_dim = int(defaults.head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > defaults.head_dim:
         raise UnsupportedModel(f"partial_rotary_factor {partial} rotates {rotary_dim} of {defaults.head_dim} dimensions")
+    rope = RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim)
     if kind in ("default", "dynamic"):
-        return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim)
+        return rope
     if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim, factor=number(parameters, "factor"))
-    original = _original_max_len(parameters, defaults)
+        return replace(rope, factor=number(parameters, "factor"))
+    rope = replace(rope, original_max_len=_original_max_len(parameters, defaults))
     if kind == "llama3":
-        return RopeConfig(
-            kind=kind,
-            theta=theta,
-            rotary_dim=rotary_dim,
+        return replace(
+            rope,
             factor=number(parameters, "factor"),
             low_freq_factor=number(parameters, "low_freq_factor"),
             high_freq_factor=number(parameters, "high_freq_factor"),
-            original_max_len=original,
         )
-    if kind == "yarn":
-        return _yarn(parameters, defaults, theta, rotary_dim, original)
-    if kind == "longrope":
-        return _longrope(parameters, defaults, theta, rotary_dim, original)
+    if kind in ("yarn", "longrope"):
+        rope = replace(rope, factor=number(parameters, "factor", defaults.max_position_len / rope.original_max_len))
+        return _yarn(parameters, rope) if kind == "yarn" else _longrope(parameters, rope)
     raise UnsupportedModel(f"rope type {kind!r} is not supported; supported: {', '.join(KINDS)}")
 
 
@@ -101,22 +98,18 @@ def _original_max_len(parameters: JsonObject, defaults: RopeDefaults) -> int:
     return positive(parameters, "original_max_position_embeddings", default=defaults.max_position_len)
 
 
-def _yarn(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_dim: int, original: int) -> RopeConfig:
-    factor = number(parameters, "factor", defaults.max_position_len / original)
-    if factor * original > INTEGER_MAX:
+def _yarn(parameters: JsonObject, rope: RopeConfig) -> RopeConfig:
+    factor = rope.factor
+    if factor * rope.original_max_len > INTEGER_MAX:
         raise UnsupportedModel(
-            f"config.json: yarn's factor {factor:g} times {original} positions must be at most {INTEGER_MAX}"
+            f"config.json: yarn's factor {factor:g} times {rope.original_max_len} positions must be at most {INTEGER_MAX}"
         )
     inferred = _attention_mscale(factor, 1.0)
     mscale, mscale_all = (number(parameters, key) if parameters.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
     if mscale and mscale_all:
         inferred = _attention_mscale(factor, mscale) / _attention_mscale(factor, mscale_all)
-    return RopeConfig(
-        kind="yarn",
-        theta=theta,
-        rotary_dim=rotary_dim,
-        factor=factor,
-        original_max_len=original,
+    return replace(
+        rope,
         attention_factor=number(parameters, "attention_factor", inferred),
         beta_fast=number(parameters, "beta_fast", 32.0),
         beta_slow=number(parameters, "beta_slow", 1.0),
@@ -129,18 +122,13 @@ def _attention_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_dim: int, original: int) -> RopeConfig:
-    factor = number(parameters, "factor", defaults.max_position_len / original)
-    inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return RopeConfig(
-        kind="longrope",
-        theta=theta,
-        rotary_dim=rotary_dim,
-        factor=factor,
-        original_max_len=original,
+def _longrope(parameters: JsonObject, rope: RopeConfig) -> RopeConfig:
+    inferred = 1.0 if rope.factor <= 1.0 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_len))
+    return replace(
+        rope,
         attention_factor=number(parameters, "attention_factor", inferred),
-        short_factors=_numbers(parameters, "short_factor", rotary_dim // 2),
-        long_factors=_numbers(parameters, "long_factor", rotary_dim // 2),
+        short_factors=_numbers(parameters, "short_factor", rope.rotary_dim // 2),
+        long_factors=_numbers(parameters, "long_factor", rope.rotary_dim // 2),
     )
 
 

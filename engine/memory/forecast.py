@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -256,51 +257,46 @@ def underestimated(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
     ]
 
 
+class _Reading(NamedTuple):
+    """Bytes of a GPU: in use by torch's allocator, the most since the reading before, reserved by it, and outside it."""
+
+    allocated: int
+    peak: int
+    reserved: int
+    driver: int
+
+
 class MemoryMeter:
-    """Reads what the parts of an engine took of a GPU, in the order in which they are made. On CPUs only sizes are known."""
+    """Reads what the parts of an engine take of a GPU while they are made. On CPUs only sizes are known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._allocated_before_run = 0
-        self._allocated_before_slots = 0
-        self._slots_bytes = 0
-        self._reserved_before_graphs = 0
-        self._on_gpu = device.type == "cuda"
+        self._readings: dict[str, _Reading] = {}
 
-    def begin_run(self) -> None:
-        """Call when weights and cache are made and no step has run yet."""
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._allocated_before_run = torch.cuda.memory_allocated(self._device)
+    def record(self, part: str) -> None:
+        """Read what is taken when a part is made: the cache (behind the weights), the first steps, slots, graphs."""
+        device = self._device
+        if device.type == "cuda":
+            allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+            self._readings[part] = _Reading(allocated, peak, torch.cuda.memory_reserved(device), driver_bytes(device))
+            torch.cuda.reset_peak_memory_stats(device)
 
-    def begin_slots(self) -> None:
-        """Call before slots, and what belongs to them, are made."""
-        if self._on_gpu:
-            self._allocated_before_slots = torch.cuda.memory_allocated(self._device)
-
-    def begin_graphs(self) -> None:
-        """Call when slots are made and no graph is captured yet."""
-        if self._on_gpu:
-            self._reserved_before_graphs = torch.cuda.memory_reserved(self._device)
-            self._slots_bytes = torch.cuda.memory_allocated(self._device) - self._allocated_before_slots
-
-    def with_graphs(self, measured: MeasuredMemory, captured: CapturedGraphs) -> MeasuredMemory:
-        """`measured` with the slots and the graphs captured so far: what these compute with, from torch's allocator, and what
-        the driver took for them (`captured`, which other processes on the card may disturb)."""
-        if not self._on_gpu:
-            return measured
-        pool_bytes = max(0, torch.cuda.memory_reserved(self._device) - self._reserved_before_graphs)
-        graphs_bytes = pool_bytes + captured.driver_bytes
-        return replace(measured, graphs_bytes=graphs_bytes, num_graphs=captured.num_graphs, slots_bytes=self._slots_bytes)
-
-    def measured(self, weights_bytes: int, kv_bytes: int, rotary_bytes: int) -> MeasuredMemory:
-        """What was taken, once the first steps have run. On a CPU that is the given sizes and nothing else."""
-        if not self._on_gpu:
+    def measured(self, weights_bytes: int, kv_bytes: int, rotary_bytes: int, captured: CapturedGraphs | None) -> MeasuredMemory:
+        """What was taken; on a CPU that is the given sizes and nothing else. `captured`: the graphs, and what the driver took
+        for them (which other processes on the card may disturb); None without slots."""
+        if not self._readings:
             return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes, rotary_bytes=rotary_bytes)
-        return MeasuredMemory(
-            weights_bytes=self._allocated_before_run - kv_bytes - rotary_bytes,
+        cache, steps = self._readings["cache"], self._readings["steps"]
+        measured = MeasuredMemory(
+            weights_bytes=cache.allocated - kv_bytes - rotary_bytes,
             kv_bytes=kv_bytes,
             rotary_bytes=rotary_bytes,
-            activations_bytes=torch.cuda.max_memory_allocated(self._device) - self._allocated_before_run,
-            context_bytes=driver_bytes(self._device),
+            activations_bytes=steps.peak - cache.allocated,
+            context_bytes=steps.driver,
         )
+        if captured is None:
+            return measured
+        slots, graphs = self._readings["slots"], self._readings["graphs"]
+        graphs_bytes = max(0, graphs.reserved - slots.reserved) + captured.driver_bytes
+        slots_bytes = slots.allocated - steps.allocated
+        return replace(measured, graphs_bytes=graphs_bytes, num_graphs=captured.num_graphs, slots_bytes=slots_bytes)

@@ -98,7 +98,7 @@ class DecodedRows:
             self._encoded.release()
 
 
-class _Part:
+class _Part(Place):
     def __init__(self, matrix: DecodedRows, place: Place, num_parameters: int, num_bytes: int) -> None:
         self._matrix, self._place = matrix, place
         self.num_parameters, self.num_bytes = num_parameters, num_bytes

@@ -6,7 +6,7 @@ import torch
 
 from engine.errors import WeightsError
 from engine.quantization.places import checked_scales
-from engine.weights import WeightPlan
+from engine.weights import Place, WeightPlan
 
 NAMES = (
     ("k_scale", "v_scale"),
@@ -37,10 +37,7 @@ class KvScales:
         self.calibrated[index] = True
 
 
-class _KvScalePlace:
-    num_parameters = 0
-    num_bytes = 0
-
+class _KvScalePlace(Place):
     def __init__(self, scales: KvScales, indices: tuple[int, ...]) -> None:
         self._scales, self._indices = scales, indices
 

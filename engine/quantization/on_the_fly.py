@@ -13,7 +13,7 @@ from engine.errors import EngineConfigError
 from engine.quantization.checkpoint import StackedMatrices
 from engine.quantization.decoding import Decode, DecodedCheckpoint, DecodedRows
 from engine.quantization.products import fp8_product
-from engine.weights import LinearStorage, StoredLinear, WeightPlan, copy_checked
+from engine.weights import LinearStorage, Place, StoredLinear, WeightPlan, copy_checked
 from kernels import ops
 
 HEAD = "lm_head"
@@ -145,7 +145,7 @@ class PackedOnLoad:
             self._weight = None
 
 
-class _Rows:
+class _Rows(Place):
     def __init__(self, target: PackedOnLoad, start: int, shape: tuple[int, int], num_bytes: int) -> None:
         self._target, self._start, self._shape = target, start, shape
         self.num_parameters = shape[0] * shape[1]
@@ -157,7 +157,7 @@ class _Rows:
         self._target.load(self._start, tensor)
 
 
-class _Bias:
+class _Bias(Place):
     def __init__(self, target: PackedOnLoad, rows: torch.Tensor) -> None:
         self._target, self._rows = target, rows
         self.num_parameters, self.num_bytes = rows.numel(), rows.nbytes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from engine.errors import WeightsError
-from engine.weights import copy_checked
+from engine.weights import Place, copy_checked
 from kernels import ops
 
 NAN_BITS = 0x7F
@@ -17,10 +17,8 @@ CHECK_CHUNK_BYTES = 1 << 20
 """Checked at a time on a CPU, so that intermediate results stay in the second-level cache: five times faster."""
 
 
-class ScalePlace:
+class ScalePlace(Place):
     """Fills `target`, [rows, 1] or [1] float32, from one number, or from one for each row. `is_divisor`: none may be zero."""
-
-    num_parameters = 0
 
     def __init__(self, target: torch.Tensor, *, is_divisor: bool = False) -> None:
         self._target, self._is_divisor = target, is_divisor
@@ -55,7 +53,7 @@ def finite_scales(tensor: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-class Fp8CodesPlace:
+class Fp8CodesPlace(Place):
     """Fills `target`, [rows, columns] float8_e4m3fn. The two codes that are no numbers are refused: products on CPUs read them
     as 480."""
 
@@ -76,7 +74,7 @@ def check_fp8_codes(codes: torch.Tensor) -> None:
         raise WeightsError("holds codes that are no numbers (NaN)")
 
 
-class Int8CodesPlace:
+class Int8CodesPlace(Place):
     """Fills `target`, [rows, columns] int8: from codes as they are, or, if they are `packed`, from words that hold four of them
     along the columns, offset by 128."""
 
@@ -94,7 +92,7 @@ class Int8CodesPlace:
         self._target.copy_(words.contiguous().view(torch.uint8)[:, :columns].bitwise_xor(0x80).view(torch.int8))
 
 
-class CodesPlace:
+class CodesPlace(Place):
     """Keeps words of codes of `bits` bits as they are. `are_parameters`: else they are zero points, whose bytes count with
     those of their scales."""
 
@@ -118,12 +116,10 @@ def _checked_words(tensor: torch.Tensor, shape: tuple[int, int], bits: int) -> t
     return tensor
 
 
-class GroupScalesPlace:
+class GroupScalesPlace(Place):
     """Keeps the scales of groups, of `shape`, in the format of the checkpoint, which 16 bits must hold exactly if they are
     `packed` with their zero points. They may be negative: AutoRound's symmetric weights give the code 0 to the number of
     largest magnitude, whatever its sign."""
-
-    num_parameters = 0
 
     def __init__(self, shape: tuple[int, int], device: torch.device, *, packed: bool) -> None:
         self._shape, self._device, self._packed = shape, device, packed
@@ -142,12 +138,9 @@ class GroupScalesPlace:
         self.tensor = tensor.to(self._device)
 
 
-class HeldPlace:
+class HeldPlace(Place):
     """Keeps a tensor of `shape` and the kind of `dtype` until it is decoded. `check` raises `WeightsError` for numbers that it
     must not hold."""
-
-    num_parameters = 0
-    num_bytes = 0
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, check: Callable[[torch.Tensor], object]
@@ -164,11 +157,8 @@ class HeldPlace:
         self.tensor = self.tensor.new_empty(0)
 
 
-class ShapePlace:
+class ShapePlace(Place):
     """Checks the [2] integers that say how large a packed matrix is."""
-
-    num_parameters = 0
-    num_bytes = 0
 
     def __init__(self, rows: int, columns: int) -> None:
         self._shape = [rows, columns]
@@ -178,21 +168,15 @@ class ShapePlace:
             raise WeightsError(f"is {tensor.flatten()[:4].tolist()}, expected {self._shape} by config.json")
 
 
-class UnusedPlace:
+class UnusedPlace(Place):
     """For what belongs to a matrix and is not used: scales of inputs that are not rounded."""
-
-    num_parameters = 0
-    num_bytes = 0
 
     def load(self, tensor: torch.Tensor) -> None:
         """Any tensor will do."""
 
 
-class OrderPlace:
+class OrderPlace(Place):
     """Keeps the group of `group_size` that each column belongs to, when the checkpoint says so: [columns] integers."""
-
-    num_parameters = 0
-    num_bytes = 0
 
     def __init__(self, num_columns: int, group_size: int, device: torch.device) -> None:
         self._num_columns, self._group_size, self._device = num_columns, group_size, device

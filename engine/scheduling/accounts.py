@@ -16,14 +16,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from engine.protocol import Priority, TenantProgress
 from engine.scheduling.costs import TokenCosts
+from engine.scheduling.request import Request
 from engine.scheduling.waiting import WaitingQueue
-
-if TYPE_CHECKING:
-    from engine.scheduling.request import Request
 
 PS_PER_S = 10**12
 IDLE_ACCOUNTS_MAX = 4096

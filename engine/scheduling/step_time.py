@@ -154,15 +154,14 @@ class StepTimeModel:
 
     def batch_s(self, batch: ScheduledBatch) -> float:
         """Seconds of one step over `batch`, with the moves of blocks and the guesses of a draft model before it."""
-        context_tokens, num_rows, depth, pairs = 0, 0, 0, 0.0
+        context_tokens, pairs = 0, 0.0
         for item in batch.decodes:
             context_tokens += item.start
-            num_rows += 1 + item.num_draft_tokens
-            depth = max(depth, item.num_draft_tokens)
         for item in batch.prefills:
             context_tokens += item.start
-            num_rows += item.samples
             pairs += item.num_tokens * (item.start + item.num_tokens / 2)
+        num_rows = len(batch.decodes) + batch.num_draft_tokens + sum(item.samples for item in batch.prefills)
+        depth = max(item.num_draft_tokens for item in batch.decodes) if batch.num_draft_tokens else 0
         step_s = self.step_s(
             num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
         )

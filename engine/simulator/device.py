@@ -112,8 +112,10 @@ class SimulatedDevice:
         return outputs, ended
 
     def _predict_s(self, batch: ScheduledBatch) -> float:
+        if not self._has_windows:
+            return self._model.batch_s(batch)
         num_rows = len(batch.decodes) + sum(item.samples for item in batch.prefills)
-        context_tokens, pairs = self._windowed_attention_work(batch) if self._has_windows else self._attention_work(batch)
+        context_tokens, pairs = self._attention_work(batch)
         step_s = self._model.step_s(
             num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
         )
@@ -121,18 +123,8 @@ class SimulatedDevice:
         return step_s + self._model.block_copy_s * (len(moves.swap_in) + len(moves.swap_out))
 
     def _attention_work(self, batch: ScheduledBatch) -> tuple[float, float]:
-        """The number of cached tokens that are read, and that of (query, key) pairs."""
-        context_tokens = 0
-        for item in batch.decodes:
-            context_tokens += item.start
-        pairs = 0.0
-        for item in batch.prefills:
-            context_tokens += item.start
-            pairs += item.num_tokens * (item.start + item.num_tokens / 2)
-        return context_tokens, pairs
-
-    def _windowed_attention_work(self, batch: ScheduledBatch) -> tuple[float, float]:
-        """As `_attention_work`, averaged over layers, some of which have a window."""
+        """The number of cached tokens that are read, and that of (query, key) pairs: averages over layers, some of which have a
+        window."""
         context_tokens, pairs = 0.0, 0.0
         for window, fraction in self._windows.items():
             window_len = TOKENS_MAX if window is None else window

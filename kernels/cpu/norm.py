@@ -1,10 +1,21 @@
-"""RMS normalisation with the residual sum before it."""
+"""RMS normalisation, alone or with the residual sum before it, and layer normalisation, in as few operations as possible."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
-from kernels.cpu.elementwise import rms_norm
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS normalisation.
+
+    x: [..., hidden], weight: [hidden] → [..., hidden]; the mean of squares is taken in float32 or wider.
+
+    A weight in float32 beside narrower x is multiplied in float32.
+    """
+    if weight.dtype is not x.dtype:
+        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(
@@ -26,3 +37,8 @@ def add_rms_norm(
     # Without a multiplier, the sum of one row costs a quarter less.
     total = residual + branch if alpha == 1.0 else torch.add(residual, branch, alpha=alpha)
     return (total if weight is None else rms_norm(total, weight, eps)), total
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """Layer normalisation. x: [..., hidden], weight and bias: [hidden] → [..., hidden]"""
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)

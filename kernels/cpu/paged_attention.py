@@ -12,12 +12,6 @@ from kernels.attention_rows import AttentionShape
 from kernels.cpu.blocks import indexable
 
 
-def no_workspace(
-    shape: AttentionShape, max_requests: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
-) -> None:
-    """None: no memory is kept between calls."""
-
-
 def paged_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

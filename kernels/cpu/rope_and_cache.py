@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.elementwise import rms_norm, rope
 from kernels.cpu.fp8_rows import to_fp8
+from kernels.cpu.norm import rms_norm
 
 
 def rope_and_cache(
@@ -25,7 +25,7 @@ def rope_and_cache(
 ) -> None:
     """QK-norm, rotation and cache write.
 
-    qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim] as for `rope`; in place, and into kv_cache: [N, P, 2, K, D].
+    qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim] as for `_rotate`; in place, and into kv_cache: [N, P, 2, K, D].
 
     Weights of QK-norm are [D] for each head separately, or [H·D] and [K·D] for all heads of a token together. slot_mapping:
     [T] int64, block · P + offset, below 0 for a token that is not written. kv_scales: [2] float32, of keys and of values: an
@@ -36,7 +36,7 @@ def rope_and_cache(
         _normalise(qkv[:, :num_heads], q_weight, eps)
         _normalise(qkv[:, num_heads : num_heads + num_kv_heads], k_weight, eps)
     queries_and_keys = qkv[:, : num_heads + num_kv_heads]
-    rope(queries_and_keys if rotary_dim == qkv.shape[2] else queries_and_keys[:, :, :rotary_dim], cos, sin)
+    _rotate(queries_and_keys if rotary_dim == qkv.shape[2] else queries_and_keys[:, :, :rotary_dim], cos, sin)
     if kv_cache is not None:
         _write(qkv[:, num_heads:], kv_cache, slot_mapping, kv_scales)
 
@@ -47,6 +47,15 @@ def _normalise(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         heads.copy_(rms_norm(heads, weight, eps))
     else:
         heads.copy_(rms_norm(heads.flatten(1), weight, eps).view(heads.shape))
+
+
+def _rotate(qk: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
+    """Rotates pairs (i, i + D/2) in place. qk: [T, heads, D], cos and signed_sin: [T, 1, D]
+
+    The first half of `signed_sin` is negative, so that one roll and one fused multiply-add do the rotation.
+    """
+    swapped = qk.roll(qk.shape[-1] // 2, -1)
+    qk.mul_(cos).addcmul_(swapped, signed_sin)
 
 
 def _write(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None) -> None:

@@ -248,10 +248,6 @@ def sample(
     return tokens if out is None else out.copy_(tokens)
 
 
-def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> None:
-    """None: no memory is kept between calls."""
-
-
 def _adjust(
     values: torch.Tensor, slots: list[int], positions: list[int], columns: SamplingColumns, masks: torch.Tensor | None
 ) -> None:

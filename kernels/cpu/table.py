@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from kernels.cpu.activation import gelu_tanh_mul, silu_mul
 from kernels.cpu.bitmask import apply_bitmask
 from kernels.cpu.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.cpu.decode_inputs import advance_slots, prepare_decode
 from kernels.cpu.drafts import reject_drafts
-from kernels.cpu.elementwise import gelu_tanh_mul, rms_norm, silu_mul
 from kernels.cpu.embedding import embed, rotation_rows
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.linear import pack_linear
 from kernels.cpu.logits import cap_logits
 from kernels.cpu.logprobs import token_logprobs
-from kernels.cpu.norm import add_rms_norm
-from kernels.cpu.paged_attention import no_workspace, paged_decode, paged_prefill
+from kernels.cpu.norm import add_rms_norm, rms_norm
+from kernels.cpu.paged_attention import paged_decode, paged_prefill
 from kernels.cpu.rope_and_cache import rope_and_cache
-from kernels.cpu.sampling import sample, sampling_workspace
+from kernels.cpu.sampling import sample
 from kernels.cpu.token_counts import count_tokens
 from kernels.operations import Operations
 
@@ -26,32 +26,21 @@ OPERATIONS = Operations(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     rope_and_cache=rope_and_cache,
-    rms_norm_fp8=None,
-    add_rms_norm_fp8=None,
     silu_mul=silu_mul,
     gelu_tanh_mul=gelu_tanh_mul,
-    silu_mul_fp8=None,
-    gelu_tanh_mul_fp8=None,
     route=route,
-    route_live=None,
     mix_experts=mix_experts,
-    bind_experts=None,
     pack_linear=pack_linear,
-    linear_add=None,
-    normed_linear=None,
     paged_decode=paged_decode,
     paged_prefill=paged_prefill,
-    decode_workspace=no_workspace,
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
     sample=sample,
-    sampling_workspace=sampling_workspace,
     apply_bitmask=apply_bitmask,
     count_tokens=count_tokens,
     cap_logits=cap_logits,
     token_logprobs=token_logprobs,
     reject_drafts=reject_drafts,
-    bind_greedy_head=None,
     copy_blocks=copy_blocks,
     gather_blocks=gather_blocks,
     scatter_blocks=scatter_blocks,

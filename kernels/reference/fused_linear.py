@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from kernels.quantised_weights import Weight
-from kernels.reference.elementwise import gelu_tanh_mul, silu_mul
+from kernels.reference.activation import gelu_tanh_mul, silu_mul
 from kernels.reference.quantised import dequantise
 from kernels.residual_stream import Gate, Stream
 

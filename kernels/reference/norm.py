@@ -1,11 +1,28 @@
-"""RMS normalisation after a residual sum, optionally quantised, following the formulas in float32."""
+"""Layer and RMS normalisation, the latter after a residual sum or quantised, following the formulas in float32."""
 
 from __future__ import annotations
 
 import torch
 
-from kernels.reference.elementwise import rms_norm
 from kernels.reference.fp8_rows import quantize_rows_fp8
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS normalisation. x: [..., hidden], weight: [hidden] → x / rms(x) · weight (arXiv 1910.07467, eq. 4)"""
+    wide = x.float()
+    rms = (wide.pow(2).sum(dim=-1, keepdim=True) / wide.shape[-1] + eps).sqrt()
+    return (wide / rms * weight.float()).to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """Layer normalisation.
+
+    x: [..., hidden], weight and bias: [hidden] → (x - mean) / deviation · weight + bias (arXiv 1607.06450, eq. 4)
+    """
+    wide = x.float()
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    deviation = (centred.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt()
+    return (centred / deviation * weight.float() + bias.float()).to(x.dtype)
 
 
 def add_rms_norm(

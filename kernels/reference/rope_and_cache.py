@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.reference.elementwise import rms_norm
 from kernels.reference.fp8_rows import to_fp8
+from kernels.reference.norm import rms_norm
 
 
 def rope_and_cache(

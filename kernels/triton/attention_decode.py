@@ -33,8 +33,6 @@ from kernels.triton.decode_tiles import attend, attend_columns, empty_softmax_st
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.newest_token import NO_ROTATION, Rotation, attend_newest, load_angles, load_newest, rotate_and_store_newest
 
-__all__ = ["DecodeWorkspace", "check_attention", "decode_workspace", "paged_decode", "score_factor"]
-
 
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride", "max_splits", "resident_groups"], do_not_specialize_on_alignment=TABLES
@@ -216,10 +214,10 @@ def paged_decode(
     attends to itself and the tokens before it (guesses under verification); every row belongs to a request, and requests
     without rows come last. With context 0, any number of queries gives zeros.
 
-    Bytes: all visible keys and values, once per request; 4 · D · H per split and query, written and read again. Operations: 4 ·
-    D · H per visible token of a query. Tokens beyond a request's length or before its window are neither read nor counted.
-    Scores, sums of weights and outputs in float32; weights are rounded to the cache's dtype (float16 for an fp8 cache) for the
-    second product.
+    Bytes: all visible keys and values, once per request; 4 · (D + 1) · H per split and query, written and read again.
+    Operations: 4 · D · H per visible token of a query. Tokens beyond a request's length or before its window are neither read
+    nor counted. Scores, sums of weights and outputs in float32; weights are rounded to the cache's dtype (float16 for an fp8
+    cache) for the second product.
 
     A split's size depends only on the length of its request, and splits are merged in order, so a row's result has the same
     bits in any batch. No lengths are read on the host; with `out` and `workspace` nothing is allocated.

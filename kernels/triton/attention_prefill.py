@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -295,31 +294,16 @@ def paged_prefill(
         splits = chunk_splits.chunk_splits(
             shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs, any_lengths=any_lengths
         )
-    partials = chunk_splits.chunk_workspace(q.shape[0], splits, shape, q.device) if splits > 1 else None
+    partials = DecodeWorkspace.empty(q.shape[0], splits, shape, q.device) if splits > 1 else None
     inputs = (q, kv_cache, block_tables, query_starts, context_lens)
-    overlapped_prefill = _overlapped_launcher(shape, kv_bytes, tiling, q.device)
-    if overlapped_prefill is not None:
-        overlapped_prefill(*inputs, shape, num_tiles, out, partials)
-    else:
-        _launch_tiles(inputs, kv_scales, shape, tiling, num_tiles, out, partials)
+    _launch_tiles(inputs, kv_scales, shape, tiling, num_tiles, out, partials)
     if partials is not None:
         chunk_splits.merge_chunks(partials, query_starts, context_lens, shape, tile, out)
     return out
 
 
-def _overlapped_launcher(
-    shape: AttentionShape, kv_bytes: int, tiling: PrefillTiling, device: torch.device
-) -> Callable[..., torch.Tensor] | None:
-    """→ `overlapped_prefill`, if it replaces `prefill_kernel` for these tiles"""
-    if not has_gluon(device):
-        return None
-    from kernels.triton import attention_prefill_hopper as hopper
-
-    return hopper.overlapped_prefill if hopper.is_overlapped(shape, kv_bytes, tiling.rows, HOPPER) else None
-
-
 def _launch_tiles(
-    inputs: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     kv_scales: torch.Tensor | None,
     shape: AttentionShape,
     tiling: PrefillTiling,
@@ -327,7 +311,14 @@ def _launch_tiles(
     out: torch.Tensor,
     partials: DecodeWorkspace | None,
 ) -> None:
+    """Launches `prefill_kernel`, or on Hopper the kernel that replaces it for most prompts."""
     q, kv_cache, block_tables, _, context_lens = inputs
+    if has_gluon(q.device):
+        from kernels.triton import attention_prefill_hopper as hopper
+
+        if hopper.is_overlapped(shape, kv_cache.element_size(), tiling.rows, HOPPER):
+            hopper.overlapped_prefill(*inputs, shape, num_tiles, out, partials)
+            return
     partial_out, partial_lse = partials or (None, None)
     num_requests, splits = context_lens.shape[0], 1 if partials is None else partials.partial_out.shape[1]
     prefill_kernel[(num_tiles * shape.num_kv_heads, splits)](

@@ -259,8 +259,8 @@ def overlapped_prefill(
     shape: AttentionShape,
     num_tiles: int,
     out: torch.Tensor,
-    partials: DecodeWorkspace | None = None,
-) -> torch.Tensor:
+    partials: DecodeWorkspace | None,
+) -> None:
     """`attention_prefill.paged_prefill` into `out`, where `is_overlapped`: with its formula, operations, masks and types.
 
     num_tiles: tiles of ROWS rows, of all requests; partials: memory for the partial results of splits, None if no tile is
@@ -274,7 +274,6 @@ def overlapped_prefill(
         **overlapped_constants(shape, is_split=partials is not None), REQUESTS=scheduled_requests(num_requests),
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    return out
 
 
 def overlapped_constants(shape: AttentionShape, *, is_split: bool = False) -> dict[str, object]:

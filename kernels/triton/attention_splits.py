@@ -6,7 +6,6 @@ program computes which split depends on all lengths, so that the work is balance
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -44,6 +43,15 @@ class DecodeWorkspace(NamedTuple):
 
     partial_out: torch.Tensor  # [T, S, H, D] float32: outputs of each split, normalised within it
     partial_lse: torch.Tensor  # [T, S, H] float32: base-2 log-sum-exp of the scores, -inf without visible keys
+
+    @classmethod
+    def empty(cls, num_rows: int, splits: int, shape: AttentionShape, device: torch.device) -> DecodeWorkspace:
+        """Uninitialised memory for `splits` splits of `num_rows` query rows."""
+        size = num_rows, splits, shape.num_heads
+        return cls(
+            torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
+            torch.empty(size, dtype=torch.float32, device=device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +134,17 @@ def decode_workspace(
 ) -> DecodeWorkspace:
     """Memory for `max_rows` queries of requests of up to `max_blocks` blocks. Llama-3.1-8B, 256 queries over 32k tokens: 129
     MiB."""
-    size = _workspace_size(shape, max_rows, max_blocks, kv_dtype, device)
-    return DecodeWorkspace(
-        torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
-        torch.empty(size, dtype=torch.float32, device=device),
-    )
+    return DecodeWorkspace.empty(max_rows, _workspace_splits(shape, max_blocks, kv_dtype, device), shape, device)
 
 
 def workspace_bytes(shape: AttentionShape, max_rows: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device) -> int:
     """Bytes that `decode_workspace` allocates for these arguments."""
-    size = _workspace_size(shape, max_rows, max_blocks, kv_dtype, device)
-    return math.prod(size) * (shape.head_dim + 1) * torch.float32.itemsize
+    splits = _workspace_splits(shape, max_blocks, kv_dtype, device)
+    return max_rows * splits * shape.num_heads * (shape.head_dim + 1) * torch.float32.itemsize
 
 
-def _workspace_size(
-    shape: AttentionShape, max_rows: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
-) -> tuple[int, int, int]:
-    return max_rows, shape_splits(shape, max_blocks, shape_tiling(shape, kv_dtype, 1, device)), shape.num_heads
+def _workspace_splits(shape: AttentionShape, max_blocks: int, kv_dtype: torch.dtype, device: torch.device) -> int:
+    return shape_splits(shape, max_blocks, shape_tiling(shape, kv_dtype, 1, device))
 
 
 def shape_splits(shape: AttentionShape, max_blocks: int, tiling: DecodeTiling) -> int:

@@ -85,15 +85,6 @@ def _fastest_splits(num_tiles: int, programs: int, splits_max: int) -> int:
     return best if estimated_time(best) < SPLIT_TIME_RATIO_MAX * estimated_time(1) else 1
 
 
-def chunk_workspace(num_rows: int, splits: int, shape: AttentionShape, device: torch.device) -> DecodeWorkspace:
-    """Memory for the partial results of `splits` splits of `num_rows` queries."""
-    size = num_rows, splits, shape.num_heads
-    return DecodeWorkspace(
-        torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
-        torch.empty(size, dtype=torch.float32, device=device),
-    )
-
-
 @triton.jit
 def plan_tile_splits(begin, newest, max_splits, KEYS, SPLIT: tl.constexpr):
     """→ tiles of keys per split and number of splits of a query tile that attends to keys begin … newest, from their number and

@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.quantised_weights import FP8
 from kernels.triton.row_tiles import row_tile
-
-FP8 = torch.float8_e4m3fn
 
 
 @triton.jit

@@ -139,9 +139,9 @@ def linear_add(
 
     x: [M, K], rows need not be contiguous, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16, except
     int8 or e4m3 weights, whose scales are applied after the sum; norm_weight: [d] of that type or float32; M ≤ 16. Source:
-    arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the weight once, writes 4·M·d bytes; 2·M·d·K
-    operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is rounded before it is squared,
-    weighted is rounded a second time.
+    arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the weight once and 2·M·(K + d) bytes of
+    rows, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is
+    rounded before it is squared, weighted is rounded a second time.
     """
     num_rows, width = x.shape[0], residual.shape[1]
     tiles = choose_tiles(x, weight, width, gated=False, has_squares_out=True)

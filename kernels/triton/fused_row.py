@@ -198,7 +198,8 @@ def launch(
 ) -> None:
     """As fused_linear.py for M = 1, with its formula and source. x: [1, K].
 
-    2 · N · K operations in float32 without tensor cores, products exact. Outputs beyond N and columns beyond K are masked.
+    Reads the weight once; 2 · N · K operations in float32 without tensor cores, products exact. Outputs beyond N and columns
+    beyond K are masked.
     """
     if isinstance(tiles, HopperGemvTiles):
         from kernels.triton.fused_byte_row import launch_byte_row

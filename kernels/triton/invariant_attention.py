@@ -104,8 +104,8 @@ def paged_decode(
 ) -> torch.Tensor:
     """As `kernels.triton.attention_decode.paged_decode` with one query per request, with the same bits as `paged_prefill` here.
 
-    Bytes: all visible keys and values, once; 8 · D · H per split of SPLIT tokens, written and read again. Operations: 4 · D ·
-    64 rows per token and KV head. The order of a row's sums does not depend on the batch, and the launch does not depend on
+    Bytes: all visible keys and values, once; 4 · (D + 2) · H per split of SPLIT tokens, written and read again. Operations: 4 ·
+    D · 64 rows per token and KV head. The order of a row's sums does not depend on the batch, and the launch does not depend on
     lengths. Without a `workspace` one is allocated.
     """
     num_requests, max_blocks = block_tables.shape

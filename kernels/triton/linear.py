@@ -8,12 +8,20 @@ import torch
 from torch.nn import functional
 
 from kernels.operations import FUSED_ROWS_MAX
+from kernels.plain_weights import PlainWeights
 from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.linear_tiles import Tiles, launch
 from kernels.triton.split_k import choose_splits, split_cost
 
 # Columns of out and of x per step of a program (16 or 32 KiB of weights), and pipeline stages.
 CANDIDATES = ((64, 128, 6), (128, 128, 3))
+
+
+class PlainLinear(PlainWeights):
+    """The product [T, in] → [T, out] with a matrix of 16 or 32 bits as loaded from the checkpoint, by `linear`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, bias=self.bias)
 
 
 def linear(

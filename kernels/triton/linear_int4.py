@@ -174,7 +174,11 @@ def _dequantise_and_multiply(x: torch.Tensor, weight: Int4Weight, bias: torch.Te
 
 
 def dequantise_rows(weight: Int4Weight, first: int, out: torch.Tensor) -> None:
-    """Unpacks rows first … first + R - 1 of the weight, columns in packed order → out: [R, 128 · chunks], rounded once"""
+    """out[r, k] = scale · (code - zero) of row first + r, columns in packed order: [R, 128 · chunks] of 16 bits
+
+    Reads R·K / 2 + 4·R·K / group bytes, writes 2·R·K; two operations per weight, in float32, rounded once. Rows beyond R are
+    masked.
+    """
     num_chunks, num_outputs, _ = weight.words.shape
     dequantise_int4_kernel[(num_chunks, triton.cdiv(out.shape[0], 64))](
         weight.words, weight.scales_zeros, out, num_outputs, first, out.shape[0], out.stride(0),

@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from kernels.plain_weights import PlainWeights
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
+from kernels.quantised_weights import Int4Weight, Int8Weight
 from kernels.triton.linear_fp8 import linear_fp8
 from kernels.triton.linear_int4 import linear_int4
 from kernels.triton.linear_int8 import linear_int8
 
 
 class WeightOnlyLinear(PlainWeights):
-    """[T, K] → [T, N], of its input's type. Inputs are not quantised, so it may be fused with the norms around it."""
+    """See `kernels.quantised_linear.bind_int8` and `bind_int4`. Inputs are not quantised, so it may be fused with the norms
+    around it."""
 
     def __init__(
         self, multiply: Callable[..., torch.Tensor], weight: Int8Weight | Int4Weight, bias: torch.Tensor | None
     ) -> None:
-        self.weight = weight  # type: ignore[assignment]  # the fused products take such weights as well
-        self.bias = bias
+        super().__init__(weight, bias)
         self._multiply = multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, self.weight, bias=self.bias)
 
 
-def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> WeightOnlyLinear:
-    """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    return WeightOnlyLinear(linear_int8, weight, bias)
-
-
-def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> WeightOnlyLinear:
-    """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    return WeightOnlyLinear(linear_int4, weight, bias)
-
-
 class Fp8Linear(PlainWeights):
     """See `kernels.quantised_linear.bind_fp8`. Without input scales inputs are not quantised, so it may be fused too."""
-
-    weight: Fp8Weight  # type: ignore[assignment]
-
-    def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
 
     def __call__(
         self, x: torch.Tensor, *, x_scales: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -52,4 +37,4 @@ class Fp8Linear(PlainWeights):
         return linear_fp8(x, self.weight, x_scales=x_scales, out_dtype=out_dtype, bias=self.bias)
 
 
-bind_fp8 = Fp8Linear
+bind_fp8, bind_int8, bind_int4 = Fp8Linear, partial(WeightOnlyLinear, linear_int8), partial(WeightOnlyLinear, linear_int4)

@@ -246,8 +246,8 @@ def sample(
 
     logits: [R, V] float32, bf16 or fp16, each row contiguous, not changed; slots: [R] int32 or int64, -1 is padding; positions:
     [R] int64 or int32, index of the token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w allows token
-    32 w + b. `weighs` may be False if no row has top-p without top-k, which saves a launch. Does not synchronise with the
-    device; allocates `out` and `workspace` if they are not given.
+    32 w + b. `weighs` may be False if no row has top-p without top-k, which saves a launch. Rows of padding and tokens
+    beyond V are masked. Does not synchronise with the device; allocates `out` and `workspace` if they are not given.
     """
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row are contiguous"

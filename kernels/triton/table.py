@@ -22,9 +22,9 @@ from kernels.triton.embedding import embed, rotation_rows
 from kernels.triton.experts import bind_experts
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.greedy_head import bind_greedy_head
+from kernels.triton.linear import PlainLinear
 from kernels.triton.logprobs import token_logprobs
 from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
-from kernels.triton.plain_linear import PlainLinear
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.router import route_live

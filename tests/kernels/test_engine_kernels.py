@@ -10,10 +10,12 @@ import torch
 
 from kernels import ops
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu.elementwise import rope
+from kernels.cpu.rope_and_cache import rope_and_cache
+from kernels.reference import activation as reference_activation
 from kernels.reference import attention as reference_attention
-from kernels.reference import elementwise as reference_elementwise
 from kernels.reference import experts as reference_experts
+from kernels.reference import norm as reference_norm
+from kernels.reference import rope_and_cache as reference_rope
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -148,7 +150,7 @@ def test_a_group_of_decodes_is_split_where_padding_costs_more_than_a_call() -> N
 def test_rms_norm_equals_its_definition(tokens: int, size: int) -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(tokens, size) * 30, torch.randn(size)
-    expected = reference_elementwise.rms_norm(x, weight, 1e-6)
+    expected = reference_norm.rms_norm(x, weight, 1e-6)
     assert_near(TABLE.rms_norm(x, weight, 1e-6), expected)
 
 
@@ -160,8 +162,8 @@ def test_rope_rotates_in_place_and_leaves_the_values_alone(tokens: int, head_dim
     cos, signed_sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
     qkv = torch.randn(tokens, 6, head_dim)
     expected = qkv.clone()
-    reference_elementwise.rope(expected[:, :4], cos, signed_sin)
-    rope(qkv[:, :4], cos, signed_sin)
+    for kernel, rows in ((reference_rope.rope_and_cache, expected), (rope_and_cache, qkv)):
+        kernel(rows, cos, signed_sin, None, torch.zeros(tokens), num_kv_heads=2, rotary_dim=head_dim)
     assert_near(qkv, expected)
 
 
@@ -170,7 +172,7 @@ def test_silu_mul_equals_its_definition_and_leaves_its_input_alone(tokens: int) 
     torch.manual_seed(4)
     gate_up = torch.randn(tokens, 66) * 5
     before = gate_up.clone()
-    assert_near(TABLE.silu_mul(gate_up), reference_elementwise.silu_mul(before))
+    assert_near(TABLE.silu_mul(gate_up), reference_activation.silu_mul(before))
     assert torch.equal(gate_up, before)
 
 
@@ -179,7 +181,7 @@ def test_silu_mul_equals_its_definition_and_leaves_its_input_alone(tokens: int) 
 def test_layer_norm_equals_its_definition(tokens: int, size: int) -> None:
     torch.manual_seed(5)
     x, weight, bias = torch.randn(tokens, size) * 30 + 4, torch.randn(size), torch.randn(size)
-    assert_near(ops.layer_norm(x, weight, bias, 1e-12), reference_elementwise.layer_norm(x, weight, bias, 1e-12))
+    assert_near(ops.layer_norm(x, weight, bias, 1e-12), reference_norm.layer_norm(x, weight, bias, 1e-12))
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "gelu_tanh_mul"])
@@ -188,7 +190,7 @@ def test_the_gelus_equal_their_definitions_and_leave_their_input_alone(name: str
     x = torch.randn(17, 66) * 3
     before = x.clone()
     function = getattr(TABLE if name == "gelu_tanh_mul" else ops, name)
-    assert_near(function(x), getattr(reference_elementwise, name)(before))
+    assert_near(function(x), getattr(reference_activation, name)(before))
     assert torch.equal(x, before)
 
 

@@ -58,7 +58,7 @@ def partials(monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedPartials]:
     guarded_partials = GuardedPartials()
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 32)
     monkeypatch.setattr(chunk_splits, "_fastest_splits", lambda *_: SPLITS_MAX)
-    monkeypatch.setattr(chunk_splits, "chunk_workspace", guarded_partials.make)
+    monkeypatch.setattr(DecodeWorkspace, "empty", guarded_partials.make)
     yield guarded_partials
     for guarded in guarded_partials.outputs:
         guarded.check()

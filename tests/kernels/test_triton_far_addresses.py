@@ -23,6 +23,7 @@ from tests.support.kernel_tolerances import assert_same
 
 interpret_without_gpu()
 from kernels.triton import attention_decode, attention_prefill, greedy_head, invariant_attention, sampling  # noqa: E402
+from kernels.triton.attention_splits import DecodeWorkspace  # noqa: E402
 from kernels.triton.bitmask import apply_bitmask  # noqa: E402
 from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks  # noqa: E402
 from kernels.triton.embedding import embed  # noqa: E402
@@ -99,7 +100,7 @@ def test_partial_results_are_stored_at_far_offsets(device: torch.device) -> None
         attention_decode.paged_decode, q, cache, tables, integers(*lengths, device=device), SHAPE,
         query_starts=starts, max_query_len=4,
     )  # fmt: skip
-    assert_same(decode(workspace=attention_decode.DecodeWorkspace(*room)), decode())
+    assert_same(decode(workspace=DecodeWorkspace(*room)), decode())
 
 
 def test_far_rows_are_rotated_and_written_to_far_blocks(device: torch.device) -> None:

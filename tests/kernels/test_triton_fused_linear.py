@@ -12,7 +12,7 @@ import torch
 
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import fused_linear as reference
-from kernels.reference.elementwise import rms_norm
+from kernels.reference.norm import rms_norm
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_linear
 from kernels.triton.fused_linear import FusedTiles

@@ -7,10 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels.cpu import elementwise as cpu_elementwise
 from kernels.cpu import fp8_rows as cpu_fp8_rows
 from kernels.cpu import norm as cpu_norm
-from kernels.reference import elementwise as reference_elementwise
 from kernels.reference import fp8_rows as reference_fp8_rows
 from kernels.reference import norm as reference
 from kernels.triton import fp8_rows as triton_fp8_rows
@@ -41,19 +39,19 @@ def test_rms_norm_equals_its_definition(tokens: int, hidden: int, dtype: torch.d
     weight = normal(hidden, dtype=dtype, device=device, seed=1)
     out = Guarded((tokens, hidden), dtype, device)
     triton_norm.rms_norm(x, weight, EPS, out=out.tensor)
-    assert_near(out.check(), reference_elementwise.rms_norm(x, weight, EPS), "normed")
+    assert_near(out.check(), reference.rms_norm(x, weight, EPS), "normed")
 
 
 def test_heads_of_tokens_are_rows_of_their_own(device: torch.device) -> None:
     x = normal(5, 6, 64, dtype=torch.float16, device=device)
     weight = normal(64, dtype=torch.float16, device=device, seed=1)
-    assert_near(triton_norm.rms_norm(x, weight, EPS), reference_elementwise.rms_norm(x, weight, EPS), "normed")
+    assert_near(triton_norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), "normed")
 
 
 def test_a_weight_in_float32_is_not_rounded(device: torch.device) -> None:
     x, weight = normal(3, 96, dtype=torch.float16, device=device), normal(96, dtype=torch.float32, device=device, seed=1)
-    assert_near(triton_norm.rms_norm(x, weight, EPS), reference_elementwise.rms_norm(x, weight, EPS), "normed")
-    assert_near(cpu_elementwise.rms_norm(x, weight, EPS), reference_elementwise.rms_norm(x, weight, EPS), "normed")
+    assert_near(triton_norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), "normed")
+    assert_near(cpu_norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), "normed")
 
 
 def test_bfloat16_is_read_and_written(device: torch.device) -> None:

@@ -211,10 +211,18 @@ def test_a_debt_that_a_smaller_limit_does_not_ask_for_is_repaid_by_what_is_lost_
     bucket.resize(10, 0.0)
     assert bucket.level(0.0) == -10
     assert bucket.units(0.0) == -190 * UNITS_PER_TOKEN, "a restart remembers all of it"
+    assert bucket.units(1e-6) == -190 * UNITS_PER_TOKEN + 10, "nothing is lost yet"
     for minute in range(minutes + 1):
         assert bucket.level(minute * 60.0) == min(10 * minute - 10, 10)
     bucket.resize(100, minutes * 60.0)
     assert bucket.level(minutes * 60.0) == level
+
+
+def test_what_was_gained_before_a_change_of_the_limit_was_gained_at_the_old_one() -> None:
+    bucket = TokenBucket(60, 0.0)
+    assert bucket.take(60, 0.0)
+    bucket.resize(6000, 10.0)
+    assert bucket.level(10.0) == 10 + (6000 - 60)
 
 
 @pytest.mark.parametrize("seed", range(LIVES))
@@ -246,3 +254,11 @@ def test_a_limit_of_zero_admits_nothing_but_nothing() -> None:
     bucket = TokenBucket(0, 0.0)
     assert bucket.wait_s(1, 0.0) is None
     assert bucket.wait_s(0, 0.0) == 0.0
+    assert bucket.wait_s(0, 0.0, ahead=1) is None
+
+
+def test_the_smallest_part_of_a_token_is_waited_for() -> None:
+    bucket = TokenBucket(1, 0.0)
+    assert bucket.take(1, 0.0)
+    assert bucket.wait_s(1, 59.999999) == 0.001
+    assert bucket.wait_s(1, 60.0) == 0.0

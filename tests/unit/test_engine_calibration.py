@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +10,10 @@ import torch
 
 from engine.config.model import parse_model_config
 from engine.runner import calibration
-from engine.runner.calibration import PASSES_MAX, PASSES_MAX_S
+from engine.runner.calibration import PASSES_MAX, PASSES_MAX_S, MeasuredSpeed, PassTiming
 from engine.runner.token_spans import TokenSpan
 from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.step_time import StepTimeModel
 from engine.simulator.models import CONFIGS
 
 LIMITS = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, block_size=16)
@@ -37,7 +37,8 @@ class Passes:
 
     def measured_s(self, monkeypatch: pytest.MonkeyPatch) -> float:
         monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
-        return calibration._pass_s(cast("Any", self), 1, 1, 16)
+        decoder = cast("Any", self)
+        return calibration._pass_s(decoder, decoder.forward_spans, [])
 
 
 def test_a_first_pass_that_compiles_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,11 +65,16 @@ def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: p
 
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
     config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
-    measure = partial(calibration.measure_speed, config, cast("Any", passes), None, LIMITS, weight_bytes=2.0, max_guesses=0)
-    found = measure(steps=cast("Any", Steps())).step_times
+
+    def measured(steps: Any) -> StepTimeModel:
+        models = cast("Any", passes), None
+        return calibration.measure_speed(config, steps, *models, LIMITS, weight_bytes=2.0, max_guesses=0).step_times
+
+    found = measured(Steps())
     assert found.weights_s(1) == pytest.approx(0.0043)
     assert 64 * (found.token_s + found.sampled_row_s) == pytest.approx(0.008)
-    assert measure().step_times.weights_s(1) == pytest.approx(0.008), "the plain way's decodes are passes"
+    plain = measured(PassTiming(cast("Any", passes), None, LIMITS))
+    assert plain.weights_s(1) == pytest.approx(0.008), "the plain way's decodes are passes"
 
 
 def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_guess(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +85,16 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_gues
     monkeypatch.setattr(calibration, "time", clock)
     config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
     models = cast("Any", target), cast("Any", small)
-    measure = partial(calibration.measure_speed, config, *models, LIMITS, weight_bytes=2.0, max_guesses=64)
-    found = measure()
+
+    def measured(steps: Any) -> MeasuredSpeed:
+        return calibration.measure_speed(config, steps, *models, LIMITS, weight_bytes=2.0, max_guesses=64)
+
+    found = measured(PassTiming(*models, LIMITS))
     times = found.step_times
     assert times.weights_s(1) == pytest.approx(0.009)
     assert 64 * (times.token_s + times.sampled_row_s) == pytest.approx(0.009)
     assert times.draft_step_s == pytest.approx(0.001)
+    assert found.speculation is not None
     assert found.speculation.times[0] == 1.0
 
     class Steps:
@@ -96,7 +106,7 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_gues
         def draft_decode(self) -> None:
             small.now_s += 0.0004
 
-    over_slots = measure(steps=cast("Any", Steps())).step_times
+    over_slots = measured(Steps()).step_times
     assert over_slots.weights_s(1) == pytest.approx(0.009)
     assert over_slots.draft_step_s == pytest.approx(0.0004), "as the steps over slots take it"
 
@@ -119,21 +129,25 @@ class HostBound(Passes):
 
 @pytest.mark.parametrize(("max_tokens", "most"), [(8192, 2048), (1000, 1000)])
 @pytest.mark.parametrize("max_guesses", [0, 64])
+@pytest.mark.parametrize("max_len", [300, 100])
 def test_a_row_on_a_gpu_costs_what_it_does_in_a_step_that_is_not_bound_by_its_launches(
-    max_tokens: int, most: int, max_guesses: int, monkeypatch: pytest.MonkeyPatch
+    max_tokens: int, most: int, max_len: int, max_guesses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = HostBound()
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
+    decoder = cast("Any", passes)
+    limits = SchedulerLimits(max_num_seqs=256, max_num_batched_tokens=max_tokens, max_model_len=max_len, block_size=16)
     found = calibration.measure_speed(
-        parse_model_config(CONFIGS["llama-3.1-8b"], {}), cast("Any", passes), None,
-        SchedulerLimits(max_num_seqs=256, max_num_batched_tokens=max_tokens, max_model_len=300, block_size=16),
+        parse_model_config(CONFIGS["llama-3.1-8b"], {}), PassTiming(decoder, None, limits), decoder, None, limits,
         weight_bytes=2.0, max_guesses=max_guesses,
     )  # fmt: skip
     times = found.step_times
     assert most * times.token_s + 256 * times.sampled_row_s == pytest.approx(1e-5 * most)
-    assert max(len(row.token_ids) for rows in passes.passes for row in rows) == 256, "a context holds them"
-    assert max(sum(len(row.outputs) for row in rows) for rows in passes.passes) == 256, "memory is planned for their logits"
-    assert found.speculation.rows[-1] == most
+    longest = max(len(row.token_ids) for rows in passes.passes for row in rows)
+    assert longest == min(256, max_len), "a context holds them"
+    logits = max(sum(len(row.outputs) for row in rows) for rows in passes.passes)
+    assert logits == 256 + max_guesses, "memory is planned for their logits"
+    assert max_guesses == 0 if found.speculation is None else found.speculation.rows[-1] == 256 + max_guesses
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", (1, 2, 4, 16, 64)), ("cuda", (1, 2, 4, 16, 80))])
@@ -147,6 +161,6 @@ def test_guesses_cost_what_the_steps_take_that_verify_them(
         now_s += 0.5 + (num_rows > 1) + num_rows / 2
 
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    costs = calibration._measured_guesses(cast("Any", SimpleNamespace(decode=run)), 80, device, has_draft=False)
+    costs = calibration._guess_costs(cast("Any", SimpleNamespace(decode=run)), 80, device, has_draft=False)
     assert costs.rows == rows
     assert costs.times == tuple(1.0 if number == 1 else 1.5 + number / 2 for number in rows)

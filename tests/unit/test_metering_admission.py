@@ -307,6 +307,14 @@ async def test_voiding_puts_everything_back(admission: Admission) -> None:
     (await admit(admission, bob)).settle(20)
 
 
+async def test_buckets_remember_nothing_of_what_has_ended(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100, requests_per_minute=10))
+    (await admit(admission, bob)).settle(5)
+    (await admit(admission, bob)).void()
+    buckets = admission._allowances[Owner("tenant", bob.tenant.id)].buckets
+    assert {kind: bucket._last for kind, bucket in buckets.items()} == {"tokens": None, "requests": None}
+
+
 async def test_a_reservation_ends_once(admission: Admission) -> None:
     reservation = await admit(admission, principal())
     reservation.settle(5)
@@ -474,6 +482,14 @@ async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeCloc
     for reservation in admitted:
         reservation.settle(1 + 10)
     await ask()
+
+
+async def test_a_request_holds_no_more_of_a_day_than_is_left_beside_those_that_run(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_day=100))
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=0, price=None, output_room=50)
+    first, _second = await admission.admit(asked), await admission.admit(asked)  # they hold 60 and the other 40
+    first.settle(10)
+    await admit(admission, bob, 50, 0)
 
 
 async def test_one_tenant_cannot_use_up_anothers_limits(admission: Admission) -> None:

@@ -38,10 +38,19 @@ def test_a_day_whose_midnight_the_clocks_skip_begins_after_the_gap() -> None:
     assert sao_paulo.day_of(start - timedelta(microseconds=1)) == date(2018, 11, 3)
 
 
+def test_a_day_whose_midnight_occurs_twice_begins_with_the_first() -> None:
+    assert BillingCalendar("America/Havana").day_start(date(2026, 11, 1)) == utc("2026-11-01T04:00:00")
+
+
+def test_a_time_without_a_zone_lies_in_no_day() -> None:
+    with pytest.raises(ValueError, match="without a zone"):
+        BERLIN.day_of(datetime(2026, 11, 21, 12))
+
+
 def test_months_follow_the_zone_over_the_turn_of_the_year() -> None:
     assert BERLIN.month_of(utc("2026-12-31T23:30:00")) == "2027-01"
-    assert BERLIN.month_start("2027-01") == utc("2026-12-31T23:00:00")
-    assert BERLIN.next_month_start(utc("2026-12-31T12:00:00")) == utc("2026-12-31T23:00:00")
+    assert BERLIN.month_start(utc("2027-01-31T22:59:59")) == utc("2026-12-31T23:00:00")
+    assert BERLIN.next_month_start("2026-12") == utc("2026-12-31T23:00:00")
     assert (next_month("2026-12"), first_day("2027-02"), last_day("2028-02")) == (
         "2027-01",
         date(2027, 2, 1),
@@ -49,10 +58,19 @@ def test_months_follow_the_zone_over_the_turn_of_the_year() -> None:
     )
 
 
-@pytest.mark.parametrize("month", ["2026-13", "2026-00", "2026-1", "202-10", "2026/10", "２０２６-10", "0000-01", ""])
+@pytest.mark.parametrize(
+    "month", ["2026-13", "2026-00", "2026-1", "202-10", "2026/10", "２０２６-10", "+202-10", "2026-W1", "202610", "0000-01", ""]
+)
 def test_what_is_no_month_is_refused_by_name(month: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         first_day(month)
+    assert refused.value.param == "month"
+
+
+def test_the_calendar_ends_with_the_year_9999() -> None:
+    assert next_month("9999-11") == "9999-12"
+    with pytest.raises(InvalidValue, match="last supported month") as refused:
+        next_month("9999-12")
     assert refused.value.param == "month"
 
 

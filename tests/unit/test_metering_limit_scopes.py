@@ -325,6 +325,15 @@ async def test_in_shadow_mode_what_was_overlooked_uses_no_budget_up(admission: A
     assert not admitted.overlooked
 
 
+async def test_what_was_overlooked_in_one_currency_gives_no_room_in_another(admission: Admission) -> None:
+    bob = with_tenant(principal(), limits=Limits(monthly_budget=100), limit_mode="shadow")
+    in_dollars = dataclasses.replace(price(), currency="USD")
+    (await admit(admission, bob, 60, cost=in_dollars)).settle(60)
+    (await admit(admission, bob, 101, cost=price())).settle(101)
+    with_dollars = with_tenant(bob, currency="USD")
+    assert (await admit(admission, with_dollars, 41, cost=in_dollars)).overlooked
+
+
 async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_says(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     guessed = dataclasses.replace(price(), rejected_draft=2_000_000)

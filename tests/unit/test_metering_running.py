@@ -99,8 +99,17 @@ async def test_who_waits_for_what_is_held_is_told_when_enough_of_it_is_probably_
     generate(clock, second, 56, 0.1)
     # 200 are left. The first gives 734 back after its last 100 tokens, the second as much after its last 200, 0.1 s each.
     # (The first had 156 in 21.1 s, because it stood still while the second ran.)
-    assert await told_s(admission, bob, prompt=600) == 14
-    assert await told_s(admission, bob, prompt=1300) == 20
+    assert await told_s(admission, bob, prompt=200 + 734 - 100) == 14
+    assert await told_s(admission, bob, prompt=200 + 735 - 100) == 20
+
+
+async def test_what_would_fit_exactly_without_those_who_run_is_only_held_by_them(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_day=100))
+    (await admission.admit(asked(bob, 0, prompt=40))).settle(40)
+    await admission.admit(asked(bob, 0, prompt=60))
+    assert await told_s(admission, bob, 0, prompt=60) == WAIT_S_MIN
+    (decision,) = (await admission.forecast(asked(bob, 0, prompt=61))).refusals
+    assert not decision.estimated
 
 
 async def test_those_who_wait_before_take_the_first_places(admission: Admission, clock: FakeClock) -> None:
@@ -170,6 +179,14 @@ async def test_only_those_who_hold_something_of_the_refusing_limit_are_looked_at
     for _ in range(20):
         await admission.admit(asked(others))
     running, looks = await admission.admit(asked(bob)), Looks(monkeypatch)
+    await told_s(admission, bob)
+    assert looks.at == [running]
+
+
+async def test_who_has_ended_is_looked_at_no_more(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
+    bob, looks = principal(Limits(concurrent_requests=1)), Looks(monkeypatch)
+    (await admission.admit(asked(bob))).settle(20)
+    running = await admission.admit(asked(bob))
     await told_s(admission, bob)
     assert looks.at == [running]
 

@@ -73,6 +73,7 @@ def test_during_a_rotation_each_secret_signs() -> None:
         "http://10.1.2.3:8080/x",
         "http://alerts.internal/x",
         "https://[fd00::5]/x",
+        "https://example.com/" + "x" * 1980,
     ],
 )
 def test_a_url_that_may_be_reached_is_taken_as_it_is(target: str) -> None:
@@ -94,6 +95,7 @@ def test_a_url_that_may_be_reached_is_taken_as_it_is(target: str) -> None:
         "https://" + "x." * 127 + "com/",
         "https://user:secret@example.com/",
         "https://user@example.com/",
+        "https://:secret@example.com/",
         "https://example.com/#x",
         "https://example.com:0/",
         "https://example.com:99999/",
@@ -120,7 +122,7 @@ def test_a_url_that_may_be_reached_is_taken_as_it_is(target: str) -> None:
         "https://[fe80::1]/",
         "https://224.0.0.1/",
         "http://1.1.1.1/",
-        "https://example.com/" + "x" * 2000,
+        "https://example.com/" + "x" * 1981,
         None,
         7,
         ["https://example.com/"],
@@ -142,7 +144,9 @@ def test_plain_http_is_for_networks_that_the_operator_lists() -> None:
     assert not OFFICE.allows(other, encrypted=False)
 
 
-@pytest.mark.parametrize("mailbox", ["bob@example.com", "a.b+c@mail.example.co.uk", "root@localhost"])
+@pytest.mark.parametrize(
+    "mailbox", ["bob@example.com", "a.b+c@mail.example.co.uk", "root@localhost", "b" * 64 + "@" + "x" * 63 + ".y" * 63]
+)
 def test_one_mailbox_is_taken(mailbox: str) -> None:
     assert check_mailbox(mailbox) == mailbox
 
@@ -161,7 +165,7 @@ def test_one_mailbox_is_taken(mailbox: str) -> None:
         "bob@exämple.com",
         "bob@example..com",
         "b" * 65 + "@example.com",
-        "bob@" + "x" * 260,
+        "b" * 64 + "@" + "x" * 63 + ".y" * 62 + ".yz",
         None,
         1,
     ],

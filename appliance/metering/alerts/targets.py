@@ -39,7 +39,7 @@ class Reach:
     def listed(self, address: Address) -> bool:
         """Return whether the operator lists a network with `address`, where plain http is allowed too."""
         plain = _unmapped(address)
-        return any(plain in network for network in self.networks if network.version == plain.version)
+        return any(plain in network for network in self.networks)
 
     def allows(self, address: Address, *, encrypted: bool) -> bool:
         """Return whether alerts may be sent to `address`."""
@@ -54,7 +54,7 @@ def _unmapped(address: Address) -> Address:
 def _is_public(address: Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_UNICAST:
         return False
-    if any(address in network for network in (*_EMBEDS_IPV4, *_NO_KNOWN_HOST) if network.version == address.version):
+    if any(address in network for network in (*_EMBEDS_IPV4, *_NO_KNOWN_HOST)):
         return False
     return address.is_global and not address.is_multicast
 
@@ -77,7 +77,7 @@ def _url_problem(text: str, reach: Reach) -> str | None:
     host = parts.hostname
     if not _URL.fullmatch(text) or parts.scheme not in ("https", "http") or not host or port == 0:
         return "must be a URL like https://example.com/alerts, in ASCII"
-    if parts.username is not None or parts.password is not None or "#" in text:
+    if parts.username is not None or "#" in text:
         return "must have neither user nor fragment"
     if parts.scheme == "http" and not reach.networks:
         return "must begin with https://: plain http is for networks that the operator lists (webhook_networks)"

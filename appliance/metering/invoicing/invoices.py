@@ -96,7 +96,7 @@ class Invoices:
         access.require(Action.BILLING, tenant_id)
         if first_day(month) < FIRST_DAY:
             raise InvalidValue(f"month must be {FIRST_DAY:%Y-%m} or later", param="month")
-        if self._calendar.month_start(month) > self._clock.now():
+        if self._calendar.day_start(first_day(month)) > self._clock.now():
             raise InvalidValue(f"{month} has not begun", param="month")
         if only is not None:
             await self._check_worth_it(tenant_id, month, check_choice(only, "only", ONLY))

@@ -34,8 +34,6 @@ class Line(Generic[W]):
         """Add a waiter at the place of its arrival number, or update what it needs."""
         place, need = bisect_left(self._seqs, seq), (tokens, for_window)
         if place < len(self._seqs) and self._seqs[place] == seq:
-            if self._needs[place] == need:
-                return
             self._needs[place] = need
         else:
             self._seqs.insert(place, seq)

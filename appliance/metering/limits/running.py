@@ -73,11 +73,7 @@ class Running:
         """Forget a request that has ended."""
         self._live.discard(reservation)
         for hold in reservation.holds:
-            holders = self._holders.get(hold.allowance, {})
-            holders.pop(reservation, None)
-            if not holders:
-                self._holders.pop(hold.allowance, None)
-                self._outlooks.pop(hold.allowance, None)
+            self._holders.get(hold.allowance, {}).pop(reservation, None)
 
     def estimate(self, allowance: Allowance, decision: LimitDecision) -> LimitDecision:
         """Return `decision` with the time after which the running requests in its way have probably given back enough."""

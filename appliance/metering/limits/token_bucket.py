@@ -30,7 +30,7 @@ def _micros(moment_s: float) -> int:
 
 @dataclass(slots=True)
 class _Stretch:
-    """What happened between two open takes, as a map of levels."""
+    """What happened between two open takes, as a map of levels. Where `low` exceeds `high`, every level ends at `high`."""
 
     shift: int = 0
     low: float = -math.inf
@@ -41,14 +41,14 @@ class _Stretch:
         # Comparisons instead of min and max: this runs a dozen times per request.
         self.shift += units
         least, most = self.low + units, self.high + units
-        self.low = low if least < low else high if least > high else least
+        self.low = low if least < low else least
         self.high = low if most < low else high if most > high else most
 
     def refill(self, units: int, full: int) -> None:
         """Compose with a gain that ends at `full` at most. A shorter `add`, for it comes with each question to a bucket."""
         self.shift += units
-        least, most = self.low + units, self.high + units
-        self.low = full if least > full else least
+        self.low += units
+        most = self.high + units
         self.high = full if most > full else most
 
     def then(self, later: _Stretch) -> None:
@@ -115,10 +115,8 @@ class TokenBucket:
 
     def settle(self, take: Take, used: int, now_s: float) -> None:
         """Close `take`, once, at the `used` tokens: less than taken is as if only that had been taken, more is charged now."""
-        self._refill(now_s)
         kept = min(used * UNITS_PER_TOKEN, take.units)
-        if kept < take.units:
-            self._give_back(take, kept)
+        self._give_back(take, kept)
         self._close(take)
         if used * UNITS_PER_TOKEN > kept:
             self.charge(used - kept // UNITS_PER_TOKEN, now_s)
