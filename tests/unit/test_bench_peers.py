@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine_peers import document, parser
+from bench.engine_peers import document, options_parser
 from bench.gpu.rows import Row
 from bench.peers import disturbance
 from bench.peers.disturbance import Disturbance, Reading, disturbance_between, read_machine
@@ -211,5 +211,5 @@ def echo(folder: Path, off: int) -> EngineSetup:
 
 def test_what_is_added_to_the_results_has_a_verdict_for_each_row() -> None:
     rows = [(Row(name=each.name("8M"), ratio=1.2), each.target("8M", judged=True)) for each in comparisons("8M")]
-    written = document("8M", rows, parser().parse_args([]), 60.0)
+    written = document("8M", rows, options_parser().parse_args([]), 60.0)
     assert [row["verdict"] for row in written["rows"]] == [*["pass"] * 6, "below", "stretch"]
