@@ -1,20 +1,37 @@
-"""`gatehouse plan`: how much of a GPU's memory a model would take, and what would make it fit. Needs neither of the two."""
+"""`gatehouse plan`: how much of a GPU's memory a model would take, or all those that the settings name, and what would make it
+fit. Needs no GPU."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from appliance.cli import model_store, output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.base.settings import Settings
+    from engine.memory.fit import MemoryFit
+    from engine.simulator.models import SimulatedGpu
+
+OF_THE_GPU = ("gpu", "memory_gib", "as_json", "data_dir")
+"""The options that are not those of an engine."""
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or the name of an added or a known model.")],
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, or the name of an added or a known model. Without one, all models that the settings name, with "
+            "their settings.",
+        ),
+    ] = None,
     beside: Annotated[
         list[str] | None,
         typer.Option(metavar="MODEL", help="Another model served from the same GPU with the same options; repeatable."),
@@ -41,39 +58,87 @@ def plan(
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Predict the memory that a model takes on a GPU. If it does not fit, lists what would help; exit status 1."""
+    """Predict the memory that a model takes on a GPU, or all models of the settings together. If one does not fit, lists what
+    would help; exit status 1."""
     from engine.errors import EngineError
-    from engine.simulator.fitting import fit_report, memory_fit, readable_report, with_memory
+    from engine.simulator.fitting import memory_fit, with_memory
     from engine.simulator.models import find_gpu
 
-    folder = settings_from(data_dir, None).data_dir
-    found = model_store.locate(model, folder)
+    settings = settings_from(data_dir, None)
     try:
-        fit = memory_fit(
-            _path_or_known_name(model, folder),
-            with_memory(find_gpu(gpu), memory_gib),
-            dtype=dtype,
-            quantization=quantization,
-            head_quantization=head_quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enforce_eager=enforce_eager,
-            gpu_memory_utilization=gpu_memory_utilization,
-            beside=[_path_or_known_name(other, folder) for other in beside or ()],
-        )
+        card = with_memory(find_gpu(gpu), memory_gib)
+        if model is None:
+            _refuse_engine_options(context)
+            fits = _fits_of_settings(settings, card)
+        else:
+            fit = memory_fit(
+                _path_or_known_name(model, settings.data_dir),
+                card,
+                dtype=dtype,
+                quantization=quantization,
+                head_quantization=head_quantization,
+                kv_cache_dtype=kv_cache_dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                enforce_eager=enforce_eager,
+                gpu_memory_utilization=gpu_memory_utilization,
+                beside=[_path_or_known_name(other, settings.data_dir) for other in beside or ()],
+            )
+            name = Path(os.path.normpath(model_store.locate(model, settings.data_dir))).name
+            if not fit.context_len or (max_model_len is not None and not fit.fits):
+                raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
+            fits = {name: fit}
     except EngineError as error:
         raise CommandFailed(str(error), code="invalid_option", status=2) from error
-    name = Path(os.path.normpath(found)).name
-    if not fit.context_len or (max_model_len is not None and not fit.fits):
-        raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
+    _print(fits, gpu.lower(), as_list=model is None, as_json=as_json)
+
+
+def _refuse_engine_options(context: typer.Context) -> None:
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in OF_THE_GPU and source is not None and source.name == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise WrongUsage(f"--{option} needs a MODEL: without one, models are planned with the settings of the appliance")
+
+
+def _fits_of_settings(settings: Settings, gpu: SimulatedGpu) -> dict[str, MemoryFit]:
+    """Return how each model that the settings name fits beside the others, by name."""
+    from appliance.base.engine_settings import ModelSettings
+    from appliance.serving.model_builder import DEMO_MODEL
+    from engine.errors import EngineConfigError
+    from engine.memory.kv_plan import check_fit
+    from engine.options import EngineOptions
+    from engine.simulator.fitting import fits_together
+
+    engines: dict[str, EngineOptions] = {}
+    for model in settings.models or [ModelSettings(str(DEMO_MODEL))]:
+        folder = model_store.locate(model.model, settings.data_dir)
+        options = EngineOptions.of({"model": folder, **settings.of_model(model).engine_options()})
+        if options.device != "cpu":
+            engines[folder.name] = options
+    fits = dict(zip(engines, fits_together([*engines.values()], gpu), strict=True))
+    for name, fit in fits.items():
+        try:
+            check_fit(name, fit, engines[name])
+        except EngineConfigError as error:
+            raise CommandFailed(str(error), code="does_not_fit") from error
+    return fits
+
+
+def _print(fits: dict[str, MemoryFit], gpu: str, *, as_list: bool, as_json: bool) -> None:
+    from engine.simulator.fitting import fit_report, readable_report
+
     if as_json:
-        output.data({"model": name, "gpu": gpu.lower(), **fit_report(fit)})
+        reports = [{"model": name, "gpu": gpu, **fit_report(fit)} for name, fit in fits.items()]
+        output.data({"data": reports} if as_list else reports[0])
         return
-    output.facts({"model": name, "gpu": gpu.lower(), **readable_report(fit)})
-    for remedy in fit.remedies():
-        output.say(f"  {remedy}")
+    for number, (name, fit) in enumerate(fits.items()):
+        if number:
+            output.say("")
+        output.facts({"model": name, "gpu": gpu, **readable_report(fit)})
+        for remedy in fit.remedies():
+            output.say(f"  {remedy}")
 
 
 def _path_or_known_name(model: str, data_dir: Path) -> str:

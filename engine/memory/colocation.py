@@ -6,15 +6,12 @@ leaves the others their part. So the division is the same in whatever order they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.memory.estimate import DeviceMemory
+from engine.memory.estimate import DeviceMemory, Estimate
 from engine.memory.fit import MemoryFit, divide_memory
 from engine.memory.needs import CONTEXT_BYTES
-
-Estimate = Callable[[DeviceMemory], MemoryFit]
-"""How one of the models fits into so much memory."""
 
 
 def alone(model: Estimate, memory: DeviceMemory) -> MemoryFit:

@@ -5,13 +5,17 @@ An engine computes this before it loads, and `gatehouse plan` on any machine: bo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from engine.config.model import ModelConfig
-from engine.formats import formats_of, has_fp8
+from engine.config.model import ModelConfig, load_model_config
+from engine.formats import check_formats, computed_dtype, formats_of, has_fp8
 from engine.memory.fit import FEW_SEATS, MemoryFit
+from engine.memory.kv_plan import check_context
 from engine.memory.shape import Load, MemoryShape
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
+from engine.speculation.options import check_draft_vocabulary
 from engine.step_mode import StepMode
 from engine.step_sizes import RECORDED_ROWS_MAX
 
@@ -32,6 +36,22 @@ class DeviceMemory:
     memory_bytes: int | None = None
     others: tuple[MemoryFit, ...] = ()
     others_bytes: int = 0
+
+
+Estimate = Callable[[DeviceMemory], MemoryFit]
+"""How one model with its options fits into so much memory."""
+
+
+def checked_estimate(config: ModelConfig, options: EngineOptions, capability: tuple[int, int] | None) -> Estimate:
+    """The estimate of an engine of these options on a GPU of this capability. Raises `ModelError` or `EngineConfigError` for
+    what it would refuse, whatever the memory."""
+    check_context(config, options)
+    dtype = computed_dtype(options.dtype, config.torch_dtype, "cuda")
+    check_formats(config, options, dtype, capability)
+    draft = None if options.draft_model is None else load_model_config(options.draft_model)
+    if draft is not None:
+        check_draft_vocabulary(draft, config)
+    return partial(estimate_fit, config, options, dtype, mode=StepMode.of(options, "cuda"), draft=draft)
 
 
 def estimate_fit(
@@ -70,7 +90,11 @@ def estimate_fit(
     )
     if load.on_gpu and options.max_num_seqs is None:
         fit = _fit_seats(fit)
-    return replace(fit, fixed_kv_bytes=_fixed_kv_bytes(options, memory.device_type, fit.needs.block_bytes))
+    fixed_kv_bytes = _fixed_kv_bytes(options, memory.device_type, fit.needs.block_bytes)
+    if fixed_kv_bytes is None:
+        return fit
+    fit = replace(fit, fixed_kv_bytes=fixed_kv_bytes)
+    return replace(fit, wanted_len=min(fit.wanted_len, fit.kv_tokens))
 
 
 def _fixed_kv_bytes(options: EngineOptions, device_type: str, block_bytes: int) -> int | None:

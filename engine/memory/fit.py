@@ -99,9 +99,15 @@ class MemoryFit:
         )
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache: those of its fixed size, or as many as have room beside the rest."""
+        needs = self.needs
+        return needs.num_blocks(self.usable_bytes) if self.fixed_kv_bytes is None else self.fixed_kv_bytes // needs.block_bytes
+
+    @property
     def kv_tokens(self) -> int:
-        """How many tokens have room for their keys and values beside the rest."""
-        return self.needs.num_blocks(self.usable_bytes) * self.load.block_size
+        """How many tokens have room for their keys and values in these."""
+        return self.num_blocks * self.load.block_size
 
     def remedies(self) -> list[Remedy]:
         """The changes that help, in the order of what they cost, each with the context that then fits: every single change

@@ -14,8 +14,8 @@ import torch
 from engine.config.model import ModelConfig, load_model_config
 from engine.device import format_name
 from engine.errors import EngineConfigError, ModelError
-from engine.formats import check_formats, computed_dtype, formats_of, has_fp8
-from engine.memory.colocation import Estimate, alone, estimate_beside
+from engine.formats import formats_of, has_fp8
+from engine.memory.colocation import alone, estimate_beside
 from engine.memory.device import (
     WORKSPACE_BYTES,
     CapturedGraphs,
@@ -23,13 +23,12 @@ from engine.memory.device import (
     main_memory_bytes,
     release_dropped_engines,
 )
-from engine.memory.estimate import DeviceMemory, estimate_fit
+from engine.memory.estimate import DeviceMemory, Estimate, checked_estimate, estimate_fit
 from engine.memory.fit import FEW_TOKENS, MemoryFit, format_distinct, gib
-from engine.memory.kv_plan import check_context
+from engine.memory.kv_plan import check_fit
 from engine.memory.shape import Load, MemoryShape
 from engine.options import EngineOptions
 from engine.protocol import MemoryPart
-from engine.speculation.options import check_draft_vocabulary
 from engine.step_mode import StepMode
 from kernels import ops
 
@@ -53,35 +52,12 @@ class MemoryForecast:
     @property
     def predicted_kv_bytes(self) -> int:
         """Bytes of the whole blocks that have room in the cache."""
-        needs, given = self.fit.needs, self.fit.fixed_kv_bytes
-        num_blocks = needs.num_blocks(self.fit.usable_bytes) if given is None else given // needs.block_bytes
-        return num_blocks * needs.block_bytes
+        return self.fit.num_blocks * self.fit.needs.block_bytes
 
     def check(self, options: EngineOptions) -> None:
         """Raise `EngineConfigError`, naming the option, when the model does not fit as requested: before memory is touched,
-        because a machine that runs out of memory kills processes instead of refusing. Operators set `num_kv_blocks` as
-        `num_gpu_blocks_override`."""
-        fit, needs, given = self.fit, self.fit.needs, self.fit.fixed_kv_bytes
-        if given is None:
-            if not fit.context_len:
-                raise EngineConfigError("model", f"{self.name} does not fit: {fit.explain()}")
-            if options.max_model_len is not None and not fit.fits:
-                raise EngineConfigError("max_model_len", f"({options.max_model_len}) does not fit: {self.name} {fit.explain()}")
-            return
-        most = needs.num_blocks(fit.usable_bytes)
-        room_bytes = most * needs.block_bytes
-        if most and self.predicted_kv_bytes > room_bytes:
-            others = " and the other models of this GPU" if fit.others else ""
-            room = f"beside {self.name}{others} there is room for {room_bytes} bytes ({gib(room_bytes)})"
-            if options.num_kv_blocks is not None:
-                problem = f"({options.num_kv_blocks} blocks, {gib(given)}) is too much: {room}, {most} blocks"
-                raise EngineConfigError("num_gpu_blocks_override", problem)
-            if options.kv_cache_bytes is not None:
-                problem = f"({given} bytes, {gib(given)}) is too much: {room}"
-                raise EngineConfigError("kv_cache_bytes", problem)
-        if needs.fixed_bytes + given > fit.usable_bytes:
-            misfit = f"{self.name} does not fit with {gib(given)} of keys and values"
-            raise EngineConfigError("model", f"{misfit}: {fit.explain()}")
+        because a machine that runs out of memory kills processes instead of refusing."""
+        check_fit(self.name, self.fit, options)
 
     def shortened_note(self) -> str | None:
         """Why the context is shorter than the model's own, None when it is not."""
@@ -141,9 +117,6 @@ def forecast_memory(
     memory = _memory(options, device)
     others = list(_estimates_of_others(options.colocated_models, memory)) if device.type == "cuda" else []
     fit = estimate_beside(partial(estimate_fit, config, options, format_name(dtype), mode=mode, draft=draft), others, memory)
-    if fit.fixed_kv_bytes is not None:
-        num_blocks = fit.fixed_kv_bytes // fit.needs.block_bytes
-        fit = replace(fit, wanted_len=min(fit.wanted_len, num_blocks * options.block_size))
     return MemoryForecast(fit, name)
 
 
@@ -154,21 +127,9 @@ def _estimates_of_others(others: Sequence[Mapping[str, Any]], memory: DeviceMemo
         with suppress(ModelError, EngineConfigError):
             options = EngineOptions.of(values)
             if options.device != "cpu":
-                estimate = _estimate(options, memory.capability)
-                MemoryForecast(alone(estimate, memory), options.model.name).check(options)
+                estimate = checked_estimate(load_model_config(options.model), options, memory.capability)
+                check_fit(options.model.name, alone(estimate, memory), options)
                 yield estimate
-
-
-def _estimate(options: EngineOptions, capability: tuple[int, int] | None) -> Estimate:
-    """How the engine of these options fits. Raises `ModelError` or `EngineConfigError` where it would."""
-    config = load_model_config(options.model)
-    check_context(config, options)
-    dtype = computed_dtype(options.dtype, config.torch_dtype, "cuda")
-    check_formats(config, options, dtype, capability)
-    draft = None if options.draft_model is None else load_model_config(options.draft_model)
-    if draft is not None:
-        check_draft_vocabulary(draft, config)
-    return partial(estimate_fit, config, options, dtype, mode=StepMode.of(options, "cuda"), draft=draft)
 
 
 def check_text_decoder(

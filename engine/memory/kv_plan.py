@@ -1,4 +1,4 @@
-"""How many KV blocks there are and how long a request may be, decided once from bytes. Integers only.
+"""Whether a model has room, how many KV blocks there are and how long a request may be. Integers only.
 
 A KV block holds keys and values of `block_size` tokens in all layers. At least one request of `max_model_len` tokens always
 fits. When the operator left `max_model_len` open and memory is short, the context is what fits, and `EngineInfo` says so;
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
+from engine.memory.fit import MemoryFit, gib
 from engine.memory.needs import GIB
 from engine.options import EngineOptions
 
@@ -45,6 +46,31 @@ def check_context(config: ModelConfig, options: EngineOptions) -> None:
         dynamic = any(rope.kind == "dynamic" for rope in config.ropes)
         why = "; rope type 'dynamic' is not computed beyond it" if dynamic else ""
         raise EngineConfigError("max_model_len", f"({wanted}) is longer than the model's context ({longest}){why}")
+
+
+def check_fit(name: str, fit: MemoryFit, options: EngineOptions) -> None:
+    """Raise `EngineConfigError`, naming the option, when a model does not fit as requested. Operators set `num_kv_blocks` as
+    `num_gpu_blocks_override`."""
+    needs, given = fit.needs, fit.fixed_kv_bytes
+    if given is None:
+        if not fit.context_len:
+            raise EngineConfigError("model", f"{name} does not fit: {fit.explain()}")
+        if options.max_model_len is not None and not fit.fits:
+            raise EngineConfigError("max_model_len", f"({options.max_model_len}) does not fit: {name} {fit.explain()}")
+        return
+    most = needs.num_blocks(fit.usable_bytes)
+    room_bytes = most * needs.block_bytes
+    if most and fit.num_blocks > most:
+        others = " and the other models of this GPU" if fit.others else ""
+        room = f"beside {name}{others} there is room for {room_bytes} bytes ({gib(room_bytes)})"
+        if options.num_kv_blocks is not None:
+            problem = f"({options.num_kv_blocks} blocks, {gib(given)}) is too much: {room}, {most} blocks"
+            raise EngineConfigError("num_gpu_blocks_override", problem)
+        if options.kv_cache_bytes is not None:
+            raise EngineConfigError("kv_cache_bytes", f"({given} bytes, {gib(given)}) is too much: {room}")
+    if needs.fixed_bytes + given > fit.usable_bytes:
+        misfit = f"{name} does not fit with {gib(given)} of keys and values"
+        raise EngineConfigError("model", f"{misfit}: {fit.explain()}")
 
 
 def plan_memory(config: ModelConfig, options: EngineOptions, *, block_bytes: int, available_bytes: int) -> MemoryPlan:

@@ -14,15 +14,12 @@ from typing import Any
 from engine.config.model import ModelConfig, load_model_config, parse_model_config
 from engine.config.quantization_keys import KEY
 from engine.errors import EngineConfigError
-from engine.formats import check_formats, computed_dtype
-from engine.memory.colocation import Estimate, estimate_beside
-from engine.memory.estimate import DeviceMemory, estimate_fit
+from engine.memory.colocation import estimate_beside
+from engine.memory.estimate import DeviceMemory, checked_estimate
 from engine.memory.fit import MemoryFit, gib
-from engine.memory.kv_plan import check_context
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import CONFIGS, SimulatedGpu, model_folder
-from engine.step_mode import StepMode
 
 WEIGHT_FORMATS = ("none", "int8", "fp8", "int4")
 """Weight formats of a known model; for a directory, those of the engine's option `quantization`."""
@@ -41,8 +38,21 @@ def memory_fit(
     Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
     """
     configured = [_configured(each, quantization, engine_options) for each in (model, *beside)]
-    estimate, *others = (_estimate(*each, gpu) for each in configured)
-    return estimate_beside(estimate, others, _empty_gpu(configured[0][1], gpu))
+    return _divided(configured, gpu)[0]
+
+
+def fits_together(engines: Sequence[EngineOptions], gpu: SimulatedGpu) -> list[MemoryFit]:
+    """The memory on `gpu` of each of these engines, which share it. Raises as `memory_fit` does."""
+    return _divided([(load_model_config(options.model), options) for options in engines], gpu)
+
+
+def _divided(engines: Sequence[tuple[ModelConfig, EngineOptions]], gpu: SimulatedGpu) -> list[MemoryFit]:
+    estimates = [checked_estimate(config, options, gpu.capability) for config, options in engines]
+    fits = []
+    for own, (_, options) in enumerate(engines):
+        others = [estimate for other, estimate in enumerate(estimates) if other != own]
+        fits.append(estimate_beside(estimates[own], others, _empty_gpu(options, gpu)))
+    return fits
 
 
 def _configured(model: str, quantization: str | None, options: Mapping[str, Any]) -> tuple[ModelConfig, EngineOptions]:
@@ -59,19 +69,12 @@ def _configured(model: str, quantization: str | None, options: Mapping[str, Any]
 
 def engine_fit(config: ModelConfig, options: EngineOptions, gpu: SimulatedGpu) -> MemoryFit:
     """The memory on `gpu` of an engine with these options. Raises as `memory_fit` does."""
-    return _estimate(config, options, gpu)(_empty_gpu(options, gpu))
-
-
-def _estimate(config: ModelConfig, options: EngineOptions, gpu: SimulatedGpu) -> Estimate:
-    dtype = computed_dtype(options.dtype, config.torch_dtype, options.device)
-    check_formats(config, options, dtype, gpu.capability)
-    check_context(config, options)
-    return lambda memory: estimate_fit(config, options, dtype, memory, StepMode.of(options, options.device))
+    return checked_estimate(config, options, gpu.capability)(_empty_gpu(options, gpu))
 
 
 def _empty_gpu(options: EngineOptions, gpu: SimulatedGpu) -> DeviceMemory:
     return DeviceMemory(
-        device_type=options.device,
+        device_type="cuda",
         usable_bytes=int(gpu.memory_bytes * options.gpu_memory_utilization),
         context_bytes=CONTEXT_BYTES,
         capability=gpu.capability,
@@ -96,7 +99,7 @@ def _quantization_config(quantization: str) -> dict[str, Any]:
 
 def fit_report(fit: MemoryFit) -> dict[str, Any]:
     """The memory of each part of the model, and what remains for keys and values."""
-    needs, num_blocks = fit.needs, fit.needs.num_blocks(fit.usable_bytes)
+    needs, num_blocks = fit.needs, fit.num_blocks
     return {
         "memory_bytes": fit.memory_bytes,
         "gpu_memory_utilization": fit.share,

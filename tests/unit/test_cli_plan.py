@@ -198,3 +198,67 @@ def test_a_card_without_fp8_refuses_it_and_is_not_offered_it(typed: Any, asked: 
     offered = typed("llama-3.1-8b", "--gpu", "a100", "--memory-gib", "12")
     assert "quantization=int8)" in offered.err
     assert "fp8" not in offered.err
+
+
+@pytest.fixture
+def two_models(tmp_path: Path) -> Path:
+    """The data folder of an appliance with two models, one of which has settings of its own."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "models" / "other")
+    (tmp_path / "gatehouse.toml").write_text(
+        """
+        gpu_memory_utilization = 0.8
+        [[models]]
+        model = "gatehouse-demo"
+        [[models]]
+        model = "other"
+        quantization = "int8"
+        max_model_len = 256
+        """
+    )
+    return tmp_path
+
+
+def test_without_a_model_those_of_the_settings_are_planned_together(typed: Any, two_models: Path) -> None:
+    answer = typed("--data-dir", str(two_models), "--memory-gib", "8", "--json")
+    assert answer.status == 0
+    demo, other = json.loads(answer.out)["data"]
+    assert (demo["model"], other["model"], other["gpu"]) == ("gatehouse-demo", "other", "h200")
+    assert (demo["gpu_memory_utilization"], other["max_model_len"]) == (0.8, 256)
+    assert other["weights_bytes"] < 0.8 * demo["weights_bytes"]
+    assert demo["kv_tokens"] == pytest.approx(other["kv_tokens"], abs=16)
+    assert demo["other_models_bytes"] + other["other_models_bytes"] == pytest.approx(demo["usable_bytes"], rel=1e-3)
+    words = typed("--data-dir", str(two_models)).out.split("\n\n")
+    assert [part.splitlines()[0] for part in words] == ["model\tgatehouse-demo", "model\tother"]
+
+
+def test_a_cache_of_a_given_size_is_planned_with_that_size(typed: Any, two_models: Path) -> None:
+    settings = two_models / "gatehouse.toml"
+    settings.write_text(settings.read_text() + '        kv_cache_bytes = "512 MiB"\n')
+    demo, other = json.loads(typed("--data-dir", str(two_models), "--memory-gib", "8", "--json").out)["data"]
+    assert other["kv_cache_bytes"] == pytest.approx(512 << 20, rel=1e-3)
+    assert demo["kv_cache_bytes"] > 2 * other["kv_cache_bytes"]
+    refused = typed("--data-dir", str(two_models), "--memory-gib", "2.4")
+    assert refused.status == 1
+    assert "other models of this GPU" in refused.err
+
+
+def test_a_model_of_the_settings_that_runs_on_the_cpu_is_not_planned(typed: Any, two_models: Path) -> None:
+    settings = two_models / "gatehouse.toml"
+    settings.write_text(settings.read_text() + '        device = "cpu"\n')
+    (demo,) = json.loads(typed("--data-dir", str(two_models), "--json").out)["data"]
+    assert (demo["model"], demo["other_models_bytes"]) == ("gatehouse-demo", 0)
+
+
+def test_models_of_the_settings_that_do_not_fit_together_are_told(typed: Any, two_models: Path) -> None:
+    refused = typed("--data-dir", str(two_models), "--memory-gib", "1.5", "--json")
+    assert (refused.status, refused.json()["error"]["code"]) == (1, "does_not_fit")
+    assert "model gatehouse-demo does not fit: needs" in refused.out
+
+
+@pytest.mark.parametrize("option", [["--dtype", "float16"], ["--enforce-eager"], ["--beside", "qwen3-0.6b"]], ids=" ".join)
+def test_options_of_an_engine_are_not_ignored_where_the_settings_have_them(
+    option: list[str], typed: Any, two_models: Path
+) -> None:
+    refused = typed("--data-dir", str(two_models), *option)
+    assert refused.status == 2
+    assert f"{option[0]} needs a MODEL" in refused.err
