@@ -104,10 +104,8 @@ class Generations:
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
     def _seats(self, model: ServedModel) -> int:
-        """Return how many requests run at a time: as the settings say, else as the engine of `model` chose."""
-        if self._limits.max_num_seqs is not None or model.engine.info is None:
-            return self._limits.max_num_seqs or 0
-        return model.engine.info.max_num_seqs
+        """Return how many requests of `model` run at a time, as its engine says."""
+        return 0 if model.engine.info is None else model.engine.info.max_num_seqs
 
     async def start(self, order: Order) -> Generation:
         """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing.

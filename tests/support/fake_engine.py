@@ -56,7 +56,10 @@ class FakeEngine:
     `steps_allowed` is set, it makes no more steps than that.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float = 0.0) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float = 0.0, seats: int = 64
+    ) -> None:
+        self._seats = seats
         self._reader = reader
         self._writer = writer
         self._step_s = step_s
@@ -74,7 +77,7 @@ class FakeEngine:
     async def run(self) -> None:
         """Serve until the gateway closes the connection."""
         self.send(EngineFrame(load_fraction=0.5))
-        self.send(EngineFrame(ready=engine_info()))
+        self.send(EngineFrame(ready=engine_info(self._seats)))
         stepping = asyncio.create_task(self._step_forever())
         try:
             while True:
@@ -243,7 +246,7 @@ def make_event(
     )
 
 
-def engine_info() -> EngineInfo:
+def engine_info(seats: int = 64) -> EngineInfo:
     """Return the facts of a fictitious model."""
     return EngineInfo(
         model="fake",
@@ -253,7 +256,7 @@ def engine_info() -> EngineInfo:
         eos_token_ids=[0],
         block_size=16,
         num_kv_blocks=64,
-        max_num_seqs=64,
+        max_num_seqs=seats,
         dtype="float32",
         device="cpu",
         device_name="none",

@@ -130,7 +130,6 @@ async def text_of(generation: Generation) -> str:
 LIMITS = RequestLimits(
     buffer_chunks=64,
     max_waiting_requests=8,
-    max_num_seqs=8,
     queue_deadline_s=None,
     deadline_s=3600.0,
     refuse_unpriced=False,
@@ -139,9 +138,9 @@ LIMITS = RequestLimits(
 
 @asynccontextmanager
 async def serving(
-    database: Database, clock: Clock, folder: Path, epoch_id: str, *, step_s: float = 0.0, **options: Any
+    database: Database, clock: Clock, folder: Path, epoch_id: str, *, step_s: float = 0.0, seats: int = 8, **options: Any
 ) -> AsyncIterator[Serving]:
-    """Yield a serving layer; at the end, everything must have settled."""
+    """Yield a serving layer whose engine runs `seats` requests at a time; at the end, everything must have settled."""
     ours, theirs = await connected_pair()
     metrics, ledger = Metrics(), utc_ledger(database, clock, epoch_id)
     admission = utc_admission(clock, utc_sums(database))
@@ -157,7 +156,7 @@ async def serving(
         prices=euro_prices(database, clock),
     )
     client = EngineClient(ours, on_frame=generations.note_frame)
-    engine = FakeEngine(*theirs, step_s=step_s)
+    engine = FakeEngine(*theirs, step_s=step_s, seats=seats)
     engine_client = InProcessEngine(client)
     model = ServedModel(
         name=MODEL,

@@ -481,7 +481,7 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
 
 
 async def test_a_full_queue_refuses_before_admission(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=1, max_num_seqs=1) as box:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=1, seats=1) as box:
         for answers in ([1, 1], [2], [1, 1]):  # each takes a place, and gives it back
             held = [await box.start(cast.bob, [STALL, 5], n=num) for num in answers]
             assert [generation.live.tenant_open for generation in held] == list(range(len(answers)))
@@ -495,7 +495,7 @@ async def test_a_full_queue_refuses_before_admission(database: Database, clock: 
 async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=3, max_num_seqs=1) as box:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=3, seats=1) as box:
         held = []
         for person, most in ((cast.charlie, 4), (cast.bob, 2)):  # one alone has all places; then 4 + 2 and 2 come to 8
             for _ in range(most):

@@ -111,14 +111,13 @@ async def test_a_request_waits_for_room_as_long_as_its_tier_says(
 
 
 @pytest.mark.parametrize(("seats", "places"), [(64, 1 + 64), (None, 1)], ids=["told", "not told"])
-async def test_without_a_setting_as_many_run_at_a_time_as_the_engine_says(
+async def test_as_many_run_at_a_time_as_the_engine_says(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     seats: int | None, places: int,
 ) -> None:  # fmt: skip
     if seats is None:
         monkeypatch.setattr(InProcessEngine, "info", None)
-    options: dict[str, Any] = {"max_waiting_requests": 1, "max_num_seqs": None}
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id, **options) as box:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, seats=seats or 8, max_waiting_requests=1) as box:
         held = [await box.start(cast.bob, [STALL, 5], n=num) for num in (places - 1, 1) if num]
         with pytest.raises(Overloaded, match="queue is full"):
             await box.start(cast.bob, TEXT)
