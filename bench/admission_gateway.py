@@ -18,6 +18,7 @@ from typing import Any
 from appliance.api import chat
 from appliance.api.auth import authenticate_tenant
 from appliance.base.clock import SystemClock
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
 from appliance.serving.orders import Order
@@ -66,7 +67,8 @@ class NoReservation:
     basis_points = 10_000
     overlooked: tuple[()] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, request: AdmissionRequest) -> None:
+        self.request = request
         self.admitted_at = SystemClock().now()
 
     def settle(self, tokens_used: int, **_options: Any) -> None:
@@ -85,9 +87,9 @@ class NoReservation:
 class NoAdmission:
     """Admits every request."""
 
-    async def admit(self, *_args: Any, **_options: Any) -> NoReservation:
+    async def admit(self, request: AdmissionRequest, _wait_s: float) -> NoReservation:
         """Return a reservation that reserves nothing."""
-        return NoReservation()
+        return NoReservation(request)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_args, **_options: None

@@ -147,20 +147,9 @@ class Bill:
             )
 
     def _record(self, answers: Sequence[Answer]) -> RequestRecord:
-        live = self._live
-        assert live.finished_at is not None
-        return RequestRecord(
-            queue_s=live.queue_s,
-            ttft_s=live.ttft_s,
-            inter_token_p50_s=live.inter_token_p50_s,
-            decode_s=live.decode_s,
-            kv_blocks=max(live.kv_blocks_max, self._blocks_filled(answers)),
-            preemptions=live.preemptions,
-            tenant_open=live.tenant_open,
-            first_token_at=live.first_token_at,
-            finished_at=live.finished_at,
-            error=live.error,
-        )
+        assert self._live.finished_at is not None
+        known = {name: getattr(self._live, name) for name in RequestRecord.__struct_fields__}
+        return RequestRecord(**known | {"kv_blocks": max(self._live.kv_blocks_max, self._blocks_filled(answers))})
 
     def _blocks_filled(self, answers: Sequence[Answer]) -> int:
         """Return the KV blocks that the tokens filled: the engine reports them a few times per second, too seldom for short

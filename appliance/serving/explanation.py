@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from appliance.serving.answers import SERVED
 
 if TYPE_CHECKING:
     from appliance.metering.ledger.records import RequestRow
+    from appliance.serving.live_requests import LiveRequest
 
 NOTICEABLE_S = 0.5  # below this nobody asks why
 
@@ -32,6 +33,12 @@ class Timeline:
     finish_reason: str | None = None
     batch: bool = False
 
+    @classmethod
+    def of(cls, request: LiveRequest | RequestRow, **others: Any) -> Timeline:
+        """Return the fields that `request` has by the same names, and the `others`."""
+        names = [field.name for field in fields(cls) if hasattr(request, field.name)]
+        return cls(**{name: getattr(request, name) for name in names} | others)
+
 
 def explain(timeline: Timeline) -> str:
     """Return the sentence: what took longest, with its figure, what made it worse, and whether it was ended early."""
@@ -53,20 +60,7 @@ def explain(timeline: Timeline) -> str:
 
 def explain_past(row: RequestRow) -> str:
     """Return the sentence for a request that is no longer live. One without an end belonged to a process that died."""
-    return explain(
-        Timeline(
-            queue_s=row.queue_s,
-            ttft_s=row.ttft_s,
-            decode_s=row.decode_s,
-            prompt_tokens=row.prompt_tokens,
-            cached_tokens=row.cached_tokens,
-            completion_tokens=row.completion_tokens,
-            preemptions=row.preemptions,
-            tenant_open=row.tenant_open or 0,
-            finish_reason=row.finish_reason or "error",
-            batch=row.batch,
-        )
-    )
+    return explain(Timeline.of(row, tenant_open=row.tenant_open or 0, finish_reason=row.finish_reason or "error"))
 
 
 def _explain_before_first_token(timeline: Timeline) -> str:

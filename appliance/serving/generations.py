@@ -15,7 +15,7 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.prices import PriceBook
 from appliance.serving.access_watch import AccessWatch
 from appliance.serving.bill import Bill
 from appliance.serving.endings import RETRY_AFTER_DRAINING_S
@@ -113,9 +113,9 @@ class Generations:
         The caller is cancelled when its client leaves: then the request ends, admitted or not.
         """
         self.check_open(order.model, order.principal.tenant.id)
-        price, reservation = await self._admit(order)
+        reservation = await self._admit(order)
         try:
-            generation = self._generation(order, price, reservation)
+            generation = self._generation(order, reservation)
         except BaseException:
             reservation.void()
             raise
@@ -128,8 +128,8 @@ class Generations:
             raise
         return generation
 
-    async def _admit(self, order: Order) -> tuple[Price | None, Reservation]:
-        """Return what the request holds, and the price that is in force now that it does."""
+    async def _admit(self, order: Order) -> Reservation:
+        """Return what the request holds, at the price that is in force now that it does."""
         tier = await self._tiers.get(order.principal.tenant.tier)
         currency = order.principal.tenant.currency
         while True:
@@ -145,7 +145,7 @@ class Generations:
                     self._note_overlooked(reservation)
                     if price is None:
                         self._metrics.unpriced(order.model.name)
-                    return price, reservation
+                    return reservation
             except BaseException:
                 reservation.void()
                 raise
@@ -228,13 +228,13 @@ class Generations:
         generation.end_early("aborted")
         return generation
 
-    def _generation(self, order: Order, price: Price | None, reservation: Reservation) -> Generation:
+    def _generation(self, order: Order, reservation: Reservation) -> Generation:
         tenant_open = self._open.requests_of(order.model.name, order.principal.tenant.id)
         live = order.live_request(reservation.admitted_at, self._clock.monotonic_s(), tenant_open=tenant_open)
         bill = Bill(
             live=live,
             model=order.model,
-            entry=order.pending_entry(price, reservation),
+            entry=order.pending_entry(reservation),
             reservation=reservation,
             ledger=self._ledger,
             clock=self._clock,

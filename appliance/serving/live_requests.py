@@ -81,22 +81,7 @@ class LiveRequest:
     @property
     def explanation(self) -> str:
         """Return one sentence that says where the time went so far."""
-        return explain(
-            Timeline(
-                queue_s=self.queue_s,
-                ttft_s=self.ttft_s,
-                decode_s=self.decode_s,
-                prompt_tokens=self.prompt_tokens,
-                cached_tokens=self.cached_tokens,
-                completion_tokens=self.completion_tokens,
-                preemptions=self.preemptions,
-                is_queued=self.state == "queued",
-                queue_position=self.queue_position,
-                tenant_open=self.tenant_open,
-                finish_reason=self.finish_reason,
-                batch=self.batch,
-            )
-        )
+        return explain(Timeline.of(self, is_queued=self.state == "queued"))
 
     def apply_progress(self, answers: Sequence[RequestProgress]) -> None:
         """Show what the engine says of this request's live answers a few times per second."""

@@ -56,7 +56,7 @@ class Order:
             policy=policy,
         )
 
-    def pending_entry(self, price: Price | None, reservation: Reservation) -> PendingEntry:
+    def pending_entry(self, reservation: Reservation) -> PendingEntry:
         """Return the record of the admitted request."""
         tenant = self.principal.tenant
         return PendingEntry(
@@ -68,7 +68,7 @@ class Order:
             stream=self.stream,
             prompt_tokens=len(self.prompt_token_ids),
             reserved_tokens=reservation.tokens_reserved,
-            price=price,
+            price=reservation.request.price,
             price_basis_points=reservation.basis_points,
             currency=tenant.currency,
             batch=self.batch,

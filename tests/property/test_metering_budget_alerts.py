@@ -160,7 +160,7 @@ class Life:
         """Do what the ledger does with settled events."""
         async with self.database.writing() as connection:
             await take(connection, POSTING, len(events))
-            await rollups.add(connection, CALENDAR, events)
+            await connection.run_sync(rollups.add, CALENDAR, events)
             await connection.run_sync(self.budgets.settled, events)
 
     async def change_limit(self) -> None:

@@ -98,7 +98,7 @@ class Story:
             await connection.execute(insert(usage_events), self.rows(count))
         new = (await all_events(self.database))[known:]
         async with self.database.writing() as connection:
-            await rollups.add(connection, self.calendar, new)
+            await connection.run_sync(rollups.add, self.calendar, new)
 
     def question(self) -> dict[str, Any]:
         """Return what a report can be asked for."""

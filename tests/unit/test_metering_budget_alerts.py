@@ -301,7 +301,7 @@ async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]
     """Settle corrections with these costs as whoever writes them does: sums first, then the alerts, in one transaction."""
     events = [settled_event(person, cost, spender.alerts.clock.now()) for cost in costs]
     async with spender.alerts.db.writing() as connection:
-        await rollups.add(connection, BillingCalendar(), events)
+        await connection.run_sync(rollups.add, BillingCalendar(), events)
         await connection.run_sync(spender.budgets.settled, events)
 
 

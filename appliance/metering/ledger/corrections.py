@@ -91,7 +91,7 @@ class Corrections:
             await _check_remainder(connection, row, correction, cost_picos)
             columns = _columns(row, correction, cost_picos, posting, self._clock.now())
             event = await _insert(connection, columns)
-            await rollups.add(connection, self._calendar, [event])
+            await connection.run_sync(rollups.add, self._calendar, [event])
             if self._on_settled is not None:
                 await connection.run_sync(self._on_settled, [event])
             facts = {"corrects_id": event_id, "note": event.note, "cost_picos": cost_picos, **correction.tokens}

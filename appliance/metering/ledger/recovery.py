@@ -92,7 +92,7 @@ async def _recover_some(
     parameters = [settle_event_parameters(event) for event in events]
     await connection.run_sync(SETTLE_EVENTS.execute, parameters)
     await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
-    await rollups.add(connection, calendar, events)
+    await connection.run_sync(rollups.add, calendar, events)
     return events
 
 

@@ -69,16 +69,11 @@ _ADD = _upserts(usage_rollups, KEYS)
 _ADD_TO_BOX = _upserts(usage_box_rollups, BOX_KEYS)
 
 
-async def add(connection: AsyncConnection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
+def add(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
     """Add newly settled events to their sums.
 
     The caller must hold the counter of postings, so that no two transactions wait for each other's rows.
     """
-    await connection.run_sync(add_sync, calendar, events)
-
-
-def add_sync(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
-    """Like `add`, on a synchronous connection."""
     rows = sums_of(events, calendar)
     if rows:
         _ADD[connection.dialect.name].execute(connection, rows)

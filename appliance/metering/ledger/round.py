@@ -287,7 +287,7 @@ class Round:
             raise LedgerBroken(f"{len(changes)} entries were pending and {changed} changed: is there a second writer?")
         details = [rows.settle_request_parameters(settlement, self.now) for _, settlement in changes]
         rows.SETTLE_REQUESTS.execute(connection, details)
-        rollups.add_sync(connection, self.calendar, [event for event, _ in changes])
+        rollups.add(connection, self.calendar, [event for event, _ in changes])
 
 
 def _void(request_id: str) -> Settlement:
