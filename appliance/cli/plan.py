@@ -4,6 +4,7 @@ fit. Needs no GPU."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from appliance.cli.options import AsJson, DataDir, settings_from
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
-    from engine.memory.fit import MemoryFit
+    from engine.simulator.fitting import PlannedModel
     from engine.simulator.models import SimulatedGpu
 
 OF_THE_GPU = ("gpu", "memory_gib", "as_json", "data_dir")
@@ -58,10 +59,10 @@ def plan(
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Predict the memory that a model takes on a GPU, or all models of the settings together. If one does not fit, lists what
-    would help; exit status 1."""
+    """Predict the GPU memory of a model, or of all in the settings. If one does not fit, lists what would help; exit status
+    1."""
     from engine.errors import EngineError
-    from engine.simulator.fitting import memory_fit, with_memory
+    from engine.simulator.fitting import PlannedModel, memory_fit, with_memory
     from engine.simulator.models import find_gpu
 
     settings = settings_from(data_dir, None)
@@ -69,7 +70,7 @@ def plan(
         card = with_memory(find_gpu(gpu), memory_gib)
         if model is None:
             _refuse_engine_options(context)
-            fits = _fits_of_settings(settings, card)
+            planned = _plan_settings(settings, card)
         else:
             fit = memory_fit(
                 _path_or_known_name(model, settings.data_dir),
@@ -88,10 +89,10 @@ def plan(
             name = Path(os.path.normpath(model_store.locate(model, settings.data_dir))).name
             if not fit.context_len or (max_model_len is not None and not fit.fits):
                 raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
-            fits = {name: fit}
+            planned = [PlannedModel(name, fit)]
     except EngineError as error:
         raise CommandFailed(str(error), code="invalid_option", status=2) from error
-    _print(fits, gpu.lower(), as_list=model is None, as_json=as_json)
+    _print(planned, gpu.lower(), as_list=model is None, as_json=as_json)
 
 
 def _refuse_engine_options(context: typer.Context) -> None:
@@ -102,42 +103,38 @@ def _refuse_engine_options(context: typer.Context) -> None:
             raise WrongUsage(f"--{option} needs a MODEL: without one, models are planned with the settings of the appliance")
 
 
-def _fits_of_settings(settings: Settings, gpu: SimulatedGpu) -> dict[str, MemoryFit]:
-    """Return how each model that the settings name fits beside the others, by name."""
+def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
+    """Return how each model that the settings name fits beside the others."""
     from appliance.base.engine_settings import ModelSettings
     from appliance.serving.model_builder import DEMO_MODEL
-    from engine.errors import EngineConfigError
-    from engine.memory.kv_plan import check_fit
-    from engine.options import EngineOptions
-    from engine.simulator.fitting import fits_together
+    from engine.simulator.fitting import plan_together
 
-    engines: dict[str, EngineOptions] = {}
-    for model in settings.models or [ModelSettings(str(DEMO_MODEL))]:
-        folder = model_store.locate(model.model, settings.data_dir)
-        options = EngineOptions.of({"model": folder, **settings.of_model(model).engine_options()})
-        if options.device != "cpu":
-            engines[folder.name] = options
-    fits = dict(zip(engines, fits_together([*engines.values()], gpu), strict=True))
-    for name, fit in fits.items():
-        try:
-            check_fit(name, fit, engines[name])
-        except EngineConfigError as error:
-            raise CommandFailed(str(error), code="does_not_fit") from error
-    return fits
+    models = settings.models or [ModelSettings(str(DEMO_MODEL))]
+    planned = plan_together(
+        [
+            {"model": model_store.locate(each.model, settings.data_dir), **settings.of_model(each).engine_options()}
+            for each in models
+        ],
+        gpu,
+    )
+    for model in planned:
+        if model.problem is not None:
+            raise CommandFailed(model.problem, code="does_not_fit")
+    return planned
 
 
-def _print(fits: dict[str, MemoryFit], gpu: str, *, as_list: bool, as_json: bool) -> None:
+def _print(planned: Sequence[PlannedModel], gpu: str, *, as_list: bool, as_json: bool) -> None:
     from engine.simulator.fitting import fit_report, readable_report
 
     if as_json:
-        reports = [{"model": name, "gpu": gpu, **fit_report(fit)} for name, fit in fits.items()]
+        reports = [{"model": model.name, "gpu": gpu, **fit_report(model.fit)} for model in planned]
         output.data({"data": reports} if as_list else reports[0])
         return
-    for number, (name, fit) in enumerate(fits.items()):
+    for number, model in enumerate(planned):
         if number:
             output.say("")
-        output.facts({"model": name, "gpu": gpu, **readable_report(fit)})
-        for remedy in fit.remedies():
+        output.facts({"model": model.name, "gpu": gpu, **readable_report(model.fit)})
+        for remedy in model.fit.remedies():
             output.say(f"  {remedy}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config.model import ModelConfig, load_model_config, parse_model_config
 from engine.config.quantization_keys import KEY
@@ -17,6 +17,7 @@ from engine.errors import EngineConfigError
 from engine.memory.colocation import estimate_beside
 from engine.memory.estimate import DeviceMemory, checked_estimate
 from engine.memory.fit import MemoryFit, gib
+from engine.memory.kv_plan import check_fit
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import CONFIGS, SimulatedGpu, model_folder
@@ -41,9 +42,28 @@ def memory_fit(
     return _divided(configured, gpu)[0]
 
 
-def fits_together(engines: Sequence[EngineOptions], gpu: SimulatedGpu) -> list[MemoryFit]:
-    """The memory on `gpu` of each of these engines, which share it. Raises as `memory_fit` does."""
-    return _divided([(load_model_config(options.model), options) for options in engines], gpu)
+class PlannedModel(NamedTuple):
+    """How a model fits. `problem`: why its engine would refuse it there, None if it would not."""
+
+    name: str
+    fit: MemoryFit
+    problem: str | None = None
+
+
+def plan_together(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu) -> list[PlannedModel]:
+    """How the models of these engines, each given by its options, fit on `gpu` together; those for a CPU are left out. Raises
+    as `memory_fit` does."""
+    on_gpu = [options for options in map(EngineOptions.of, engines) if options.device != "cpu"]
+    fits = _divided([(load_model_config(options.model), options) for options in on_gpu], gpu)
+    planned = []
+    for options, fit in zip(on_gpu, fits, strict=True):
+        name, problem = options.model.name, None
+        try:
+            check_fit(name, fit, options)
+        except EngineConfigError as error:
+            problem = str(error)
+        planned.append(PlannedModel(name, fit, problem))
+    return planned
 
 
 def _divided(engines: Sequence[tuple[ModelConfig, EngineOptions]], gpu: SimulatedGpu) -> list[MemoryFit]:
