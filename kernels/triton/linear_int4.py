@@ -13,7 +13,7 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
-from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, choose_splits, reduce_and_store
+from kernels.triton.split_k import UNPACK, choose_splits, reduce_and_store, split_workspace
 
 SPLIT_K_ROWS_MAX = 64
 UNPACK_PER_TILE_ROWS_MAX = 512  # above, unpacking the weight to 16 bits once costs less than unpacking it in every tile
@@ -146,10 +146,9 @@ def _launch(
     num_rows, num_columns = x.shape
     num_chunks, num_outputs, _ = weight.words.shape
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
-    partials = allocate_partials(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device)
     linear_int4_kernel[(num_tiles, tiles.splits)](
         x, weight.words, weight.scales_zeros, bias, out,
-        partials, arrival_counters(x.device) if tiles.splits > 1 else None,
+        *split_workspace(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), out.stride(0), num_chunks, -(-num_chunks // tiles.splits),
         GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
         EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,
