@@ -11,7 +11,7 @@ from kernels.triton.card_properties import multiprocessors
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.invariant_linear import has_program_per_split, invariant_workspace, reduce_splits, split_range
-from kernels.triton.linear_int4 import DTYPES, Int4Tiles
+from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
 from kernels.triton.split_k import UNPACK, choose_splits
 
 
@@ -60,8 +60,7 @@ def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | 
     bytes of weights per 64 rows; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. The sum of a group is
     scaled and added in float32, groups in order, then splits in order. Raises ValueError for an x of 32 bits.
     """
-    if x.dtype not in DTYPES:
-        raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
+    check_int4_rows(x)
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
     out = x.new_empty(x.shape[0], weight.num_rows)
