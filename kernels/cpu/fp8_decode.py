@@ -19,7 +19,8 @@ def decode_fp8(codes: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | N
     """
     bits = codes.view(torch.int8).to(torch.int16)  # the sign fills the upper half
     bits.bitwise_left_shift_(7).bitwise_and_(SIGN_AND_SEVEN_BITS)
-    wide = bits.view(torch.float16).to(dtype if dtype.itemsize > 2 or dtype is torch.bfloat16 else torch.float32)
+    is_exact = dtype.itemsize > 2 or (dtype is torch.bfloat16 and scales is None)  # else rounded once, from float32
+    wide = bits.view(torch.float16).to(dtype if is_exact else torch.float32)
     wide.mul_(BIAS_FACTOR if scales is None else (scales * BIAS_FACTOR).to(wide.dtype))
     return wide.to(dtype)
 

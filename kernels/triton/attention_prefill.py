@@ -249,8 +249,9 @@ def paged_prefill(
     q: [T, H, D] fp16, bf16 or fp32, rows need not be contiguous; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
     kv_scales [2] float32 (of keys, of values; None is 1), the chunks' own tokens already written; block_tables: [B, M] int32;
     query_starts: [B + 1] int32, rows query_starts[b] … query_starts[b + 1] - 1 are the newest tokens of request b, at most
-    `max_query_len`; context_lens: [B] int32, the newest one's position plus one. Rows before query_starts[0] belong to no
-    request and are not written to `out`; every other row belongs to one.
+    `max_query_len`; context_lens: [B] int32, the newest one's position plus one, so no fewer than the queries; 0 for a request
+    of padding only where the decode kernel serves (below). Rows before query_starts[0] belong to no request and are not written
+    to `out`; every other row belongs to one.
 
     Operations: 4 · D · H per pair of a query and a visible token, plus at most one tile's worth per tile. Bytes: keys and
     values once per tile of queries, mostly from L2. Only tiles on the diagonal and at the window's edge are masked; tiles

@@ -16,7 +16,7 @@ from kernels.triton.card_properties import capability, card, power_of_two
 from kernels.triton.expert_tiles import SortedTokens, locate_tile
 from kernels.triton.expert_weights import ExpertWeights
 from kernels.triton.int4_codes import accumulate_int4
-from kernels.triton.linear_int4 import DTYPES, Int4Tiles
+from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
 
 OUTPUTS = 128  # per program; in a gated one, of both halves together
 
@@ -75,8 +75,7 @@ def launch(
     · K operations per assignment. Rows beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group
     are scaled and added in float32.
     """
-    if x.dtype not in DTYPES:
-        raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
+    check_int4_rows(x)
     num_assignments, num_outputs = out.shape
     num_experts, num_columns = weights.num_experts, example.num_columns
     tiles = group_int4_tiles(tokens_per_expert, capability(x.device), gated=activation != "")

@@ -16,8 +16,8 @@ from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
 from kernels.triton.hopper_gemv import HopperGemvTiles, hopper_gemv_tiles
 from kernels.triton.int4_codes import accumulate_int4
-from kernels.triton.linear_int4 import DTYPES, Int4Tiles
-from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, choose_splits
+from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
+from kernels.triton.split_k import UNPACK, choose_splits, split_workspace
 
 ROWS = 16
 OUTPUTS = 128  # per program; in a gated one, of both halves together
@@ -77,7 +77,7 @@ def launch(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: Int4T
     2 · M · N · K operations on tensor cores. Rows beyond M, outputs beyond N and columns beyond K are masked. Sums of a group
     are scaled and added in float32, splits in their order.
     """
-    assert x.dtype in DTYPES, f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}"
+    check_int4_rows(x)
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
     if isinstance(tiles, HopperGemvTiles):
@@ -90,7 +90,7 @@ def launch(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: Int4T
     size = tiles.block_m * tiles.block_n * (1 if epilogue.gate is None else 2)
     fused_int4_kernel[(num_tiles, tiles.splits)](
         x, weight.words, weight.scales_zeros, *epilogue.tensors,
-        allocate_partials(num_tiles, tiles.splits, size, x.device), arrival_counters(x.device) if tiles.splits > 1 else None,
+        *split_workspace(num_tiles, tiles.splits, size, x.device),
         num_rows, outputs, num_columns, x.stride(0), num_chunks, triton.cdiv(num_chunks, tiles.splits), epilogue.num_squares,
         epilogue.eps, epilogue.alpha,
         GATE=epilogue.gate, GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,

@@ -30,7 +30,7 @@ from kernels.triton.fused_row import GemvTiles
 from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, cast_weight
-from kernels.triton.split_k import CONVERT, STREAM, allocate_partials, arrival_counters, choose_splits, split_cost
+from kernels.triton.split_k import CONVERT, STREAM, choose_splits, split_cost, split_workspace
 
 BLOCK_M = 16
 # Columns of out and of x per step, and pipeline stages. A gated step reads two such tiles.
@@ -245,7 +245,7 @@ def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles
     split_columns = triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k
     fused_linear_kernel[(num_tiles, tiles.splits)](
         x, values, scales, *epilogue.tensors,
-        allocate_partials(num_tiles, tiles.splits, size, x.device), arrival_counters(x.device) if tiles.splits > 1 else None,
+        *split_workspace(num_tiles, tiles.splits, size, x.device),
         num_rows, outputs, num_columns, x.stride(0), epilogue.num_squares, epilogue.eps, epilogue.alpha, split_columns,
         GATE=epilogue.gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
         EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(epilogue.num_squares),

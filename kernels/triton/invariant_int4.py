@@ -10,8 +10,8 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.card_properties import multiprocessors
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import accumulate_int4
-from kernels.triton.invariant_linear import has_program_per_split, reduce_splits, split_range, split_workspace
-from kernels.triton.linear_int4 import DTYPES, Int4Tiles
+from kernels.triton.invariant_linear import has_program_per_split, invariant_workspace, reduce_splits, split_range
+from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
 from kernels.triton.split_k import UNPACK, choose_splits
 
 
@@ -60,8 +60,7 @@ def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | 
     bytes of weights per 64 rows; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. The sum of a group is
     scaled and added in float32, groups in order, then splits in order. Raises ValueError for an x of 32 bits.
     """
-    if x.dtype not in DTYPES:
-        raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
+    check_int4_rows(x)
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
     out = x.new_empty(x.shape[0], weight.num_rows)
@@ -74,7 +73,7 @@ def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | 
     programs = tiles.splits if has_program_per_split(num_tiles, tiles.splits, x.device) else 1
     invariant_int4_kernel[(num_tiles, programs)](
         x, weight.words, weight.scales_zeros, bias, out,
-        *split_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
+        *invariant_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), out.stride(0), num_chunks, -(-num_chunks // tiles.splits),
         GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
         EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,

@@ -18,7 +18,7 @@ from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear_fp8 import check_fp8
 from kernels.triton.linear_tiles import Tiles, cast_weight
-from kernels.triton.split_k import CONVERT, NUM_COUNTERS, STREAM, allocate_partials, arrival_counters, choose_splits
+from kernels.triton.split_k import CONVERT, NUM_COUNTERS, STREAM, arrival_counters, choose_splits, split_workspace
 
 GROUP_ROWS = 8  # row tiles of the same weights, computed one after another
 
@@ -69,10 +69,13 @@ def reduce_splits(
     return sums, is_last
 
 
-def split_workspace(num_tiles: int, programs: int, tile_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the sums of a tile's programs, and their counters; never None, so that one kernel variant serves all."""
-    sums = allocate_partials(num_tiles, programs, tile_size, device)
-    return arrival_counters(device).view(torch.float32) if sums is None else sums, arrival_counters(device)
+def invariant_workspace(
+    num_tiles: int, programs: int, tile_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `split_workspace` for the programs of a tile, but never None, so that one kernel variant serves all."""
+    sums, _ = split_workspace(num_tiles, programs, tile_size, device)
+    counters = arrival_counters(device)
+    return counters.view(torch.float32) if sums is None else sums, counters
 
 
 @triton.jit
@@ -166,7 +169,7 @@ def invariant_linear(
     programs = tiles.splits if has_program_per_split(num_tiles, tiles.splits, x.device) else 1
     invariant_kernel[(num_tiles, programs)](
         x, values, x_scales, scales, bias, out,
-        *split_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
+        *invariant_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), values.stride(0), out.stride(0),
         triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k,
         ROW_SCALES=x_scales is not None and x_scales.numel() > 1,

@@ -7,7 +7,8 @@ import triton.language as tl
 
 from kernels.triton.attention_splits import TABLES
 from kernels.triton.early_launch import wait_for_previous
-from kernels.triton.query_tiles import load_tile_queries, tile_owner, tile_rows
+from kernels.triton.newest_token import scaled_score
+from kernels.triton.query_tiles import load_tile_queries, tile_key_range, tile_owner, tile_rows
 
 SIZES = ("num_requests", "max_splits")
 _UNSPECIALISED = [*SIZES, "num_tiles", "table_stride"]
@@ -62,12 +63,8 @@ def rows_kernel(
         value_scale = tl.load(kv_scales + 1)
     start = tl.load(context_lens + request) - num_queries
     position = start + query
-    oldest = start + first_query
-    newest = start + tl.minimum(first_query + QUERIES, num_queries) - 1  # -1 for a request without tokens
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(oldest + 1 - WINDOW, 0) // KEYS * KEYS
-    first_split, end_split = begin // SPLIT, (newest + SPLIT) // SPLIT
+    begin, oldest, newest = tile_key_range(start, first_query, num_queries, QUERIES, WINDOW, KEYS)
+    first_split, end_split = begin // SPLIT, (newest + SPLIT) // SPLIT  # none if `newest` is -1: a request without tokens
     is_shared = tl.num_programs(1) > 1
     splits_per_run = tl.where(is_shared, 1, end_split)
     run_end, run_step = tl.maximum(end_split, first_split + 1), tl.maximum(splits_per_run, tl.num_programs(1))
@@ -126,9 +123,7 @@ def _attend_split(
         block = tl.load(table + (token + KEYS) // P, mask=token + KEYS < end, other=0)
         key_ptrs = keys + offsets[:, None] + lane[None, :]
         key = tl.load(key_ptrs) if WIDTH == D else tl.load(key_ptrs, mask=(lane < D)[None, :], other=0.0)
-        score = tl.dot(queries, tl.trans(key.to(DOT)), input_precision="ieee") * scale
-        if SOFTCAP > 0.0:
-            score = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(score) + 1.0)
+        score = scaled_score(tl.dot(queries, tl.trans(key.to(DOT)), input_precision="ieee"), scale, SOFTCAP)
         visible = token[None, :] <= position[:, None]
         in_range = token <= newest
         if WINDOW > 0:

@@ -13,12 +13,11 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
-from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, choose_splits, reduce_and_store
+from kernels.triton.split_k import UNPACK, choose_splits, reduce_and_store, split_workspace
 
 SPLIT_K_ROWS_MAX = 64
 UNPACK_PER_TILE_ROWS_MAX = 512  # above, unpacking the weight to 16 bits once costs less than unpacking it in every tile
 SLAB_ELEMENTS = 1 << 23  # unpacked at a time: 16 MiB, so that the product reads them from the L2 cache
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +111,7 @@ def linear_int4(
     + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K
     are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
     """
-    if x.dtype not in DTYPES:
-        raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
+    check_int4_rows(x)
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
     out = x.new_empty(x.shape[0], weight.num_rows) if out is None else out
@@ -123,6 +121,12 @@ def linear_int4(
         return _dequantise_and_multiply(x, weight, bias, out)
     shape = weight.num_rows, weight.num_columns
     return _launch(x, weight, int4_tiles(x.shape[0], *shape, capability(x.device), multiprocessors(x.device)), bias, out)
+
+
+def check_int4_rows(x: torch.Tensor) -> None:
+    """Raises ValueError unless x has 16 bits: tensor cores multiply no wider rows, and codes are unpacked to x's type."""
+    if x.element_size() != 2:
+        raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
 
 
 def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Int4Tiles:
@@ -146,10 +150,9 @@ def _launch(
     num_rows, num_columns = x.shape
     num_chunks, num_outputs, _ = weight.words.shape
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
-    partials = allocate_partials(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device)
     linear_int4_kernel[(num_tiles, tiles.splits)](
         x, weight.words, weight.scales_zeros, bias, out,
-        partials, arrival_counters(x.device) if tiles.splits > 1 else None,
+        *split_workspace(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), out.stride(0), num_chunks, -(-num_chunks // tiles.splits),
         GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
         EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,

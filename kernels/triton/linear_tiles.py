@@ -15,13 +15,7 @@ import triton.language as tl
 
 from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.split_k import (
-    CONVERT,
-    allocate_partials,
-    arrival_counters,
-    choose_splits,
-    reduce_and_store,
-)
+from kernels.triton.split_k import CONVERT, choose_splits, reduce_and_store, split_workspace
 
 MEMORY_BOUND_ROWS_MAX = 64  # up to this many rows, reading the weights takes longer than multiplying
 GROUP_ROWS = 8  # row tiles computed together over the same columns, so that x and W stay in the L2 cache
@@ -169,10 +163,9 @@ def launch(
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
     steps = -(-num_columns // tiles.block_k)
     split_columns = -(-steps // tiles.splits) * tiles.block_k
-    partials = allocate_partials(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device)
     linear_kernel[(num_tiles, tiles.splits)](
         x, weight, x_scales, weight_scales, bias, out,
-        partials, arrival_counters(x.device) if tiles.splits > 1 else None,
+        *split_workspace(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), weight.stride(0), out.stride(0), split_columns,
         ROW_SCALES=x_scales is not None and x_scales.numel() > 1,
         COLUMN_SCALES=weight_scales is not None and weight_scales.numel() > 1,

@@ -79,9 +79,16 @@ def arrival_counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
-def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
-    """Memory for the partial sums of one launch; None without splits. torch's allocator reuses it in stream order."""
-    return torch.empty(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
+def split_workspace(
+    tiles: int, splits: int, tile_size: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Memory for the partial sums of one launch, and its arrival counters; None without splits."""
+    return (allocate_partials(tiles * splits * tile_size, device), arrival_counters(device)) if splits > 1 else (None, None)
+
+
+def allocate_partials(size: int, device: torch.device) -> torch.Tensor:
+    """[size] float32, not initialised; torch's allocator reuses it in stream order."""
+    return torch.empty(size, dtype=torch.float32, device=device)
 
 
 @triton.jit

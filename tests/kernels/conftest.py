@@ -11,6 +11,7 @@ import torch
 
 from tests.support.databases import is_required
 from tests.support.deselection import deselect
+from tests.support.kernel_cases import poisoned
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.pairwise_cases import skipped_cases
 from tests.support.quick_interpreter import replace_language_once
@@ -37,6 +38,14 @@ elif DEVICE.type == "cpu":
 def device() -> torch.device:
     """The GPU, or the CPU with kernels in Triton's interpreter."""
     return DEVICE
+
+
+@pytest.fixture
+def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poisons partial sums with NaN, so that adding one that no program stored shows."""
+    monkeypatch.setattr(
+        "kernels.triton.split_k.allocate_partials", lambda size, device: poisoned(size, dtype=torch.float32, device=device)
+    )
 
 
 @pytest.fixture

@@ -20,24 +20,15 @@ from kernels.triton.int4_codes import unpack_instructions
 from kernels.triton.linear_int4 import Int4Tiles, linear_int4
 from kernels.triton.split_k import arrival_counters
 from tests.support.interpreted_bf16 import correct_bf16
-from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
+from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 
 EPS = 1e-6
 HALF = torch.float16
+pytestmark = pytest.mark.usefixtures("poisoned_partial_sums")
 GATES: tuple[Gate | None, ...] = (None, "silu", "gelu_tanh")
 SPLITS = pytest.mark.parametrize("splits", [1, 4])
 SIZES = pytest.mark.parametrize(("rows", "width", "columns"), [(1, 8, 128), (3, 40, 96), (7, 33, 200), (16, 24, 600)])
-
-
-@pytest.fixture(autouse=True)
-def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poisons partial sums with NaN, so that adding one that no program stored shows."""
-
-    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
-        return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
-
-    monkeypatch.setattr(fused_int4, "allocate_partials", allocate_partials)
 
 
 def set_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
@@ -197,7 +188,7 @@ def test_bfloat16_rows_match_the_reference(group_size: int, device: torch.device
 
 def test_no_rows_are_no_work_and_rows_of_32_bits_are_refused(device: torch.device) -> None:
     assert fused_linear.linear_add(**inputs(0, 32, 128, device)).total.shape == (0, 32)
-    with pytest.raises(AssertionError, match=r"rows of 16 bits, not torch\.float32"):
+    with pytest.raises(ValueError, match=r"rows of 16 bits, not torch\.float32"):
         fused_linear.linear_add(**inputs(1, 32, 128, device, dtype=torch.float32))
 
 

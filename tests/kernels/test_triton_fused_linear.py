@@ -19,7 +19,7 @@ from kernels.triton.fused_linear import FusedTiles
 from tests.support.kernel_cases import FLOATS, normal
 from tests.support.kernel_tolerances import assert_near, assert_same
 
-# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
+pytestmark = pytest.mark.usefixtures("poisoned_partial_sums")
 EPS = 1e-6
 GATES: tuple[Gate | None, ...] = (None, "silu", "gelu_tanh")
 SPLITS = pytest.mark.parametrize("splits", [1, 4])

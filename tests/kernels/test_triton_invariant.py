@@ -29,7 +29,7 @@ from kernels.triton.logprobs import token_logprobs  # noqa: E402
 from kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 
 # Other requests are NaN, whose maximum the interpreter computes.
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+pytestmark = [pytest.mark.filterwarnings("ignore:All-NaN slice encountered"), pytest.mark.usefixtures("poisoned_partial_sums")]
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 16)
@@ -162,14 +162,9 @@ def test_the_tiles_that_serve_are_right_too(device: torch.device) -> None:
 
 @pytest.fixture
 def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns in four splits. Partial sums that no program stored are NaN."""
+    """Columns in four splits."""
     tiles = Tiles(32, 32, 32, num_warps=4, num_stages=2, splits=4)
-
-    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
-        return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
-
     monkeypatch.setattr(invariant_linear, "invariant_tiles", lambda *_: tiles)
-    monkeypatch.setattr(invariant_linear, "allocate_partials", allocate_partials)
     tiles_for = invariant_int4.invariant_int4_tiles
     monkeypatch.setattr(invariant_int4, "invariant_int4_tiles", lambda *sizes: tiles_for(4096, 4096, 132) if sizes else None)
 

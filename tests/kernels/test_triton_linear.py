@@ -12,7 +12,7 @@ from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
-from kernels.triton import linear_tiles, split_k
+from kernels.triton import split_k
 from kernels.triton.card_properties import CARDS, card
 from kernels.triton.card_properties import capability as capability_of
 from kernels.triton.greedy_head import head_tiles
@@ -23,22 +23,13 @@ from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
 from kernels.triton.split_k import arrival_counters, choose_splits, split_cost
 from tests.support.interpreted_bf16 import correct_bf16
-from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
+from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 
+pytestmark = pytest.mark.usefixtures("poisoned_partial_sums")
 FLOATS = (torch.float32, torch.float16)
 SIZES = [(1, 5, 17), (3, 67, 1), (15, 16, 130), (16, 33, 300), (2, 130, 256)]  # M, N, K
 LARGER = [(17, 5, 65), (64, 67, 130), (67, 131, 200)]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poisons partial sums with NaN, so that adding one that no program stored shows."""
-
-    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
-        return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
-
-    monkeypatch.setattr(linear_tiles, "allocate_partials", allocate_partials)
 
 
 def rows(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

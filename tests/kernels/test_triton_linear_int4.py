@@ -14,21 +14,12 @@ from kernels.triton import linear_int4 as kernel
 from kernels.triton.linear_int4 import Int4Tiles, int4_tiles, linear_int4
 from kernels.triton.split_k import arrival_counters
 from tests.support.interpreted_bf16 import correct_bf16
-from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
+from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 
+pytestmark = pytest.mark.usefixtures("poisoned_partial_sums")
 HALF = torch.float16
 SIZES = [(1, 8, 128), (3, 67, 96), (16, 33, 200), (17, 8, 300), (40, 130, 256)]  # M, N, K
-
-
-@pytest.fixture(autouse=True)
-def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no program stored is NaN, so adding it shows."""
-
-    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
-        return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
-
-    monkeypatch.setattr(kernel, "allocate_partials", allocate_partials)
 
 
 def rows(num_rows: int, num_columns: int, device: torch.device, dtype: torch.dtype = HALF) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The torch kernels against their float32 twins: awkward shapes, poisoned caches, sentinels around what may be written."""
+"""Operations on CPUs in torch, and those that compiled vectors replace, against their float32 twins: awkward shapes, poisoned
+caches."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ import torch
 
 from kernels import ops
 from kernels.attention_rows import AttentionRow, AttentionShape
+from kernels.cpu import table as plain_table
 from kernels.cpu.rope_and_cache import rope_and_cache
+from kernels.operations import Operations
 from kernels.reference import activation as reference_activation
 from kernels.reference import attention as reference_attention
 from kernels.reference import experts as reference_experts
 from kernels.reference import norm as reference_norm
 from kernels.reference import rope_and_cache as reference_rope
+from kernels.simd import table as simd_table
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
-TABLE = ops.operations(CPU, torch.float32)
+TABLES = pytest.mark.parametrize("table", [plain_table.OPERATIONS, simd_table.OPERATIONS], ids=["torch", "simd"])
 
 # Sums of up to a few hundred float32 products in another order: a few units in the last place of their largest term.
 RELATIVE_TOLERANCE = 2e-5
@@ -145,13 +149,14 @@ def test_a_group_of_decodes_is_split_where_padding_costs_more_than_a_call() -> N
     assert [(group.first, group.end) for group in plan.groups] == [(0, 2), (2, 5)]
 
 
+@TABLES
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])
 @pytest.mark.parametrize("size", [16, 96, 130])
-def test_rms_norm_equals_its_definition(tokens: int, size: int) -> None:
+def test_rms_norm_equals_its_definition(tokens: int, size: int, table: Operations) -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(tokens, size) * 30, torch.randn(size)
     expected = reference_norm.rms_norm(x, weight, 1e-6)
-    assert_near(TABLE.rms_norm(x, weight, 1e-6), expected)
+    assert_near(table.rms_norm(x, weight, 1e-6), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 17])
@@ -167,12 +172,16 @@ def test_rope_rotates_in_place_and_leaves_the_values_alone(tokens: int, head_dim
     assert_near(qkv, expected)
 
 
+@TABLES
 @pytest.mark.parametrize("tokens", [1, 15, 17])
-def test_silu_mul_equals_its_definition_and_leaves_its_input_alone(tokens: int) -> None:
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_gated_activations_equal_their_definitions_and_leave_their_input_alone(
+    name: str, tokens: int, table: Operations
+) -> None:
     torch.manual_seed(4)
     gate_up = torch.randn(tokens, 66) * 5
     before = gate_up.clone()
-    assert_near(TABLE.silu_mul(gate_up), reference_activation.silu_mul(before))
+    assert_near(getattr(table, name)(gate_up), getattr(reference_activation, name)(before))
     assert torch.equal(gate_up, before)
 
 
@@ -184,13 +193,12 @@ def test_layer_norm_equals_its_definition(tokens: int, size: int) -> None:
     assert_near(ops.layer_norm(x, weight, bias, 1e-12), reference_norm.layer_norm(x, weight, bias, 1e-12))
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "gelu_tanh_mul"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
 def test_the_gelus_equal_their_definitions_and_leave_their_input_alone(name: str) -> None:
     torch.manual_seed(6)
     x = torch.randn(17, 66) * 3
     before = x.clone()
-    function = getattr(TABLE if name == "gelu_tanh_mul" else ops, name)
-    assert_near(function(x), getattr(reference_activation, name)(before))
+    assert_near(getattr(ops, name)(x), getattr(reference_activation, name)(before))
     assert torch.equal(x, before)
 
 
@@ -200,11 +208,11 @@ def test_a_mixture_of_experts_equals_one_token_and_one_expert_at_a_time(tokens: 
     torch.manual_seed(7)
     x, logits, matrices = torch.randn(tokens, 24), torch.randn(tokens, 9) * 3, torch.randn(9, 24, 24) / 5
     experts = [lambda rows, matrix=matrix: torch.tanh(rows @ matrix) for matrix in matrices]
-    weights, expert_ids = TABLE.route(logits, 3, normalised=normalised)
+    weights, expert_ids = plain_table.OPERATIONS.route(logits, 3, normalised=normalised)
     expected_weights, expected_ids = reference_experts.route(logits, 3, normalised=normalised)
     assert_near(weights, expected_weights)
     assert torch.equal(expert_ids, expected_ids)
-    mixed = TABLE.mix_experts(x, weights, expert_ids, experts)
+    mixed = plain_table.OPERATIONS.mix_experts(x, weights, expert_ids, experts)
     assert_near(mixed, reference_experts.mix_experts(x, weights, expert_ids, experts))
 
 
@@ -214,4 +222,6 @@ def test_experts_that_no_token_chose_are_not_computed() -> None:
 
     x = torch.randn(3, 4)
     ids = torch.tensor([[1], [1], [1]])
-    assert torch.equal(TABLE.mix_experts(x, torch.ones(3, 1), ids, [unused, lambda rows: rows * 2, unused]), x * 2)
+    assert torch.equal(
+        plain_table.OPERATIONS.mix_experts(x, torch.ones(3, 1), ids, [unused, lambda rows: rows * 2, unused]), x * 2
+    )
