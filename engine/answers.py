@@ -7,17 +7,13 @@ from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import Request
 
 
-def make_answers(submitted: GenerationRequest, info: EngineInfo, *, has_grammar: bool, now_s: float) -> list[Request]:
-    """One request per answer, each with a seed of its own, of a submission that `check_request` let pass.
-
-    A grammar ends with the model's own end, whatever `ignore_eos` says: nothing else could follow. The queue deadline is that
-    of the first answer: a request of which one answer has begun does not wait for its turn.
-    """
+def make_answers(submitted: GenerationRequest, info: EngineInfo, *, now_s: float) -> list[Request]:
+    """One request per answer, each with a seed of its own, of a submission that `check_request` let pass. The queue deadline is
+    that of the first answer: a request of which one answer has begun does not wait for its turn."""
     sampling, limit, token_ids = submitted.sampling, info.max_model_len, list(submitted.prompt_token_ids)
     seed, deadline_s = sampling.seed, submitted.queue_deadline_s
     assert seed is not None, f"request {submitted.request_id} was not checked"
-    eos_token_ids = info.eos_token_ids if has_grammar or not sampling.ignore_eos else ()
-    stop_ids = frozenset(eos_token_ids).union(sampling.stop_token_ids)
+    stop_ids = frozenset(sampling.stop_token_ids).union(info.eos_token_ids if sampling.stops_at_eos else ())
     return [
         Request(
             request_id=submitted.request_id,

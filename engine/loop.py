@@ -108,7 +108,7 @@ class Engine:
         except InvalidOption as error:
             return refusal_events(submitted, str(error), error.param)
         self._is_idle_checked = False
-        answers = make_answers(submitted, self.info, has_grammar=spec is not None, now_s=self._clock())
+        answers = make_answers(submitted, self.info, now_s=self._clock())
         self._live[submitted.request_id] = list(answers)
         if spec is None:
             self._enqueue(answers)

@@ -193,7 +193,9 @@ class OverlappedSteps:
     def _replace_unusable(self, outputs: list[RowResult], recompute: Callable[[Sequence[int]], Sequence[RowResult]]) -> bool:
         """Compute the rows without a usable token in the plain way. Returns whether that has one for any of them."""
         rows = [row for row, output in enumerate(outputs) if output is None]
-        recomputed = recompute(rows) if rows else ()
+        if not rows:
+            return False
+        recomputed = recompute(rows)
         for row, output in zip(rows, recomputed, strict=True):
             outputs[row] = output
         has_token = any(isinstance(output, StepOutput) and output.error is None for output in recomputed)

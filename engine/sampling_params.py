@@ -174,6 +174,12 @@ class SamplingParams:
             or self.guided_grammar is not None
         )
 
+    @property
+    def stops_at_eos(self) -> bool:
+        """Whether the model's own end ends an answer. That of a grammar does, whatever `ignore_eos` says: nothing else could
+        follow."""
+        return self.is_guided or not self.ignore_eos
+
 
 def _require(ok: bool, param: str, message: str) -> None:
     if not ok:

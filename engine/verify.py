@@ -117,10 +117,7 @@ def _check_options(directory: Path, formats: FormatOptions, *, is_loaded: bool) 
 def _perplexities(directory: Path, formats: FormatOptions, unquantised: Path | None, *, stored: str) -> dict[str, Any]:
     """Facts of the model with its weights loaded, twice where there is something to compare with. `stored` is the format of
     the checkpoint."""
-    config = load_model_config(directory)
-    is_decoded = config.quantization is not None and config.quantization.decoded is not None
-    is_plain = stored == UNQUANTISED
-    comparison = compare(directory, formats, is_plain=is_plain, is_decoded=is_decoded, unquantised=unquantised)
+    comparison = compare(directory, formats, unquantised=unquantised)
     return {
         "perplexity_format": {**asdict(formats), "quantization": formats.quantization or stored},
         "perplexity_unquantized_format": None if comparison.unquantised is None else _as_stored(UNQUANTISED),

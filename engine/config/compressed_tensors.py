@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.config.quantization_keys import group_size, refusal, require_one_of
+from engine.config.quantization_keys import group_size, refusal, require_one_of, require_values
 from engine.config.stored_weights import (
     Activations,
     Fp8BlockWeights,
@@ -17,6 +17,7 @@ from engine.config.stored_weights import (
 )
 from engine.config.values import JsonObject, mapping, positive
 
+SYMMETRIC, STATIC = (True, None), (False, None)  # of the keys `symmetric` and `dynamic`; null is the default
 FP8_FORMATS = ("float-quantized", "naive-quantized")
 INT8_FORMAT, PACKED_FORMAT = "int-quantized", "pack-quantized"
 
@@ -37,10 +38,9 @@ def parse_compressed(settings: JsonObject) -> StoredWeights:
     format_name = group.get("format") or settings.get("format")
     if format_name not in (*FP8_FORMATS, INT8_FORMAT, PACKED_FORMAT):
         raise refusal("format", format_name, ", ".join((*FP8_FORMATS, INT8_FORMAT, PACKED_FORMAT)))
-    require_one_of(group, "targets", ["Linear"], prefix=prefix)
-    require_one_of(group, "output_activations", None, prefix=prefix)
+    require_values(group, prefix, targets=[["Linear"]], output_activations=[None])
     weights, inputs = mapping(group, "weights"), mapping(group, "input_activations")
-    require_one_of(weights, "dynamic", False, None, prefix=f"{prefix}weights.")
+    require_one_of(weights, "dynamic", *STATIC, prefix=f"{prefix}weights.")
     if format_name in FP8_FORMATS:
         return _fp8_weights(weights, inputs, prefix)
     if format_name == INT8_FORMAT:
@@ -55,20 +55,14 @@ def check_kv_scheme(scheme: JsonObject, *strategies: str | None) -> None:
     `UnsupportedModel`."""
     if scheme:
         prefix = "kv_cache_scheme."
-        require_one_of(scheme, "num_bits", 8, prefix=prefix)
-        require_one_of(scheme, "type", "float", prefix=prefix)
-        require_one_of(scheme, "strategy", *strategies, prefix=prefix)
-        require_one_of(scheme, "symmetric", True, None, prefix=prefix)
-        require_one_of(scheme, "dynamic", False, None, prefix=prefix)
+        require_values(scheme, prefix, num_bits=[8], type=["float"], strategy=strategies, symmetric=SYMMETRIC, dynamic=STATIC)
 
 
 def _fp8_weights(weights: JsonObject, inputs: JsonObject, prefix: str) -> Fp8Weights | Fp8BlockWeights:
     """Inputs of matrices in blocks are not rounded, so what is said about them does not matter."""
     of_weights = f"{prefix}weights."
-    require_one_of(weights, "num_bits", 8, prefix=of_weights)
-    require_one_of(weights, "type", "float", prefix=of_weights)
-    require_one_of(weights, "strategy", "tensor", "channel", "block", prefix=of_weights)
-    require_one_of(weights, "symmetric", True, None, prefix=of_weights)
+    strategies = ("tensor", "channel", "block")
+    require_values(weights, of_weights, num_bits=[8], type=["float"], strategy=strategies, symmetric=SYMMETRIC)
     if weights["strategy"] != "block":
         return Fp8Weights(activations=_fp8_activations(inputs, f"{prefix}input_activations."))
     block = read_block(weights, "block_structure", prefix=of_weights)
@@ -78,10 +72,7 @@ def _fp8_weights(weights: JsonObject, inputs: JsonObject, prefix: str) -> Fp8Wei
 def _fp8_activations(activations: JsonObject, prefix: str) -> Activations:
     if not activations:
         return Activations.UNTOUCHED
-    require_one_of(activations, "num_bits", 8, prefix=prefix)
-    require_one_of(activations, "type", "float", prefix=prefix)
-    require_one_of(activations, "symmetric", True, None, prefix=prefix)
-    require_one_of(activations, "dynamic", True, False, None, prefix=prefix)
+    require_values(activations, prefix, num_bits=[8], type=["float"], symmetric=SYMMETRIC, dynamic=[True, *STATIC])
     if activations.get("dynamic"):
         require_one_of(activations, "strategy", "token", prefix=prefix)
         return Activations.DYNAMIC
@@ -100,24 +91,16 @@ def read_block(settings: JsonObject, key: str, *, prefix: str = "") -> tuple[int
 
 def _int8_weights(weights: JsonObject, inputs: JsonObject, prefix: str) -> Int8Weights:
     """Inputs are not rounded; what rounds them elsewhere must be 8 bits all the same, so that little is different."""
-    of_weights = f"{prefix}weights."
-    require_one_of(weights, "num_bits", 8, prefix=of_weights)
-    require_one_of(weights, "type", "int", prefix=of_weights)
-    require_one_of(weights, "strategy", "tensor", "channel", prefix=of_weights)
-    require_one_of(weights, "symmetric", True, None, prefix=of_weights)
+    strategies = ("tensor", "channel")
+    require_values(weights, f"{prefix}weights.", num_bits=[8], type=["int"], strategy=strategies, symmetric=SYMMETRIC)
     if inputs:
-        of_inputs = f"{prefix}input_activations."
-        require_one_of(inputs, "num_bits", 8, prefix=of_inputs)
-        require_one_of(inputs, "type", "int", prefix=of_inputs)
-        require_one_of(inputs, "strategy", "token", "tensor", prefix=of_inputs)
+        require_values(inputs, f"{prefix}input_activations.", num_bits=[8], type=["int"], strategy=["token", "tensor"])
     return Int8Weights(is_packed=False)
 
 
 def _packed_weights(weights: JsonObject, prefix: str) -> StoredWeights:
-    require_one_of(weights, "num_bits", 4, 8, prefix=prefix)
-    require_one_of(weights, "type", "int", prefix=prefix)
-    require_one_of(weights, "strategy", "group", "channel", prefix=prefix)
-    require_one_of(weights, "symmetric", True, False, None, prefix=prefix)
+    strategies = ("group", "channel")
+    require_values(weights, prefix, num_bits=[4, 8], type=["int"], strategy=strategies, symmetric=[True, False, None])
     has_groups, has_zeros = weights["strategy"] == "group", weights.get("symmetric") is False
     size = group_size(weights, prefix=prefix) if has_groups else None
     if weights["num_bits"] == 4:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.config.values import JsonObject
 from engine.errors import UnsupportedModel
 
@@ -19,6 +21,12 @@ def require_one_of(settings: JsonObject, key: str, *accepted: object, prefix: st
     value = settings.get(key)
     if not any(value == each and type(value) is type(each) for each in accepted):
         raise refusal(f"{prefix}{key}", value, ", ".join(map(_in_json, accepted)))
+
+
+def require_values(settings: JsonObject, prefix: str, **accepted: Sequence[object]) -> None:
+    """As `require_one_of`, for several keys."""
+    for key, values in accepted.items():
+        require_one_of(settings, key, *values, prefix=prefix)
 
 
 def _in_json(value: object) -> str:

@@ -27,10 +27,14 @@ class FusedLinear:
         self._stored: StoredLinear | None = None
         self._kernel: ops.LinearKernel | None = None
 
-    def plan(self, plan: WeightPlan, prefix: str) -> None:
+    def tie(self, weight: torch.Tensor) -> None:
+        """Multiply by the weights of another module, which loads them; `plan` is not called then."""
+        self._weight = weight
+
+    def plan(self, plan: WeightPlan, prefix: str = "") -> None:
         """Load each part of the checkpoint into its rows of the stacked matrix."""
         assert self._kernel is None, "the weights are packed already"
-        modules = [(f"{prefix}.{name}", size) for name, size in self._parts]
+        modules = [(f"{prefix}.{name}" if prefix else name, size) for name, size in self._parts]
         if plan.storage is not None:
             self._stored = plan.storage.linear(
                 modules, self._columns, bias=self._has_bias, dtype=self._dtype, device=self._device

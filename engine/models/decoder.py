@@ -10,10 +10,11 @@ from engine.config.model import ModelConfig
 from engine.layers.attention import Attention
 from engine.layers.experts import SparseMLP
 from engine.layers.forward_inputs import ForwardInputs
+from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.models.fused_layers import FusedLayer, FusedLayers
-from engine.weights import LinearStorage, StoredLinear, WeightPlan
+from engine.weights import LinearStorage, WeightPlan
 from kernels import ops
 
 
@@ -149,10 +150,13 @@ class Decoder:
         self._later_norms = tuple(layer.input_norm for layer in self._layers[1:])
         offset = config.family.norm_offset
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=offset)
-        self._has_own_head = config.has_head and not config.tie_word_embeddings
-        self._head = self._embedding if config.has_head and config.tie_word_embeddings else None
-        self._stored_head: StoredLinear | None = None
-        self._head_kernel: ops.LinearKernel | None = None
+        self._head: FusedLinear | None = None
+        if config.has_head:
+            self._head = FusedLinear(
+                [("lm_head", config.vocab_size)], config.hidden_size, bias=False, dtype=dtype, device=device
+            )
+            if config.tie_word_embeddings:
+                self._head.tie(self._embedding)
         self.greedy_head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Takes a few rows [B, hidden] and returns the tokens with the largest logits, [B] int64. None if no kernel does it."""
         self._ops = ops.operations(device, dtype, batch_invariant=batch_invariant)
@@ -172,22 +176,11 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             layer.plan(plan, f"model.layers.{index}")
         self._norm.plan(plan, "model.norm")
-        if self._head is self._embedding:
+        if self._head is not None and self.config.tie_word_embeddings:
             plan.tied["lm_head.weight"] = "model.embed_tokens.weight"
-        elif self._has_own_head:
-            self._plan_head(plan)
+        elif self._head is not None:
+            self._head.plan(plan)
         return plan
-
-    def _plan_head(self, plan: WeightPlan) -> None:
-        size, hidden = self._embedding.shape
-        dtype, device = self._embedding.dtype, self._embedding.device
-        if plan.storage is not None:
-            self._stored_head = plan.storage.linear([("lm_head", size)], hidden, bias=False, dtype=dtype, device=device)
-        if self._stored_head is not None:
-            self._stored_head.plan(plan)
-            return
-        self._head = torch.empty_like(self._embedding)
-        plan.add("lm_head.weight", self._head)
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear, head_packer: ops.LinearPacker | None = None) -> None:
         """Bind the loaded weights to kernels. A tied embedding is kept besides its packed copy, for lookups of rows.
@@ -196,17 +189,14 @@ class Decoder:
         for layer in self._layers:
             layer.pack(packer)
         self._norm.pack()
-        if self._stored_head is not None:
-            self._head_kernel, self._stored_head = self._stored_head.pack(packer), None
-        elif self._head is not None:
-            self._head_kernel = (head_packer or packer)(self._head, None)
-            self._head = None
+        if self._head is not None:
+            self._head.pack(head_packer or packer)
         self.greedy_head = self._bind_greedy_head()
         self._fused = self._fuse()
 
     def _bind_greedy_head(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Bind it to the weights that `logits` multiplies with, if nothing follows that product."""
-        bind, head = self._ops.bind_greedy_head, ops.plain_product(self._head_kernel)
+        bind, head = self._ops.bind_greedy_head, None if self._head is None else self._head.plain
         if bind is None or head is None or self._softcap is not None or self._divisor != 1.0:
             return None
         return bind(head.weight)
@@ -273,8 +263,8 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
         """hidden: [B, hidden] → [B, V] float32; unless `wide`, in the format of the product where nothing follows it"""
-        assert self._head_kernel is not None, "the weights are not packed yet, or there is no head"
-        logits = self._head_kernel(hidden)
+        assert self._head is not None, "there is no head"
+        logits = self._head(hidden)
         if self._divisor != 1.0 or self._softcap is not None:
             return self._ops.cap_logits(logits.float(), divisor=self._divisor, softcap=self._softcap)
         return logits.float() if wide else logits

@@ -93,8 +93,7 @@ class Completion:
         self._sampling = sampling
         self._prompt = prompt
         self._tokenizer = tokenizer
-        stops_at_eos = sampling.is_guided or not sampling.ignore_eos  # a grammar ends by the model's EOS, ignored or not
-        self._end_ids = frozenset(sampling.stop_token_ids).union(eos_token_ids if stops_at_eos else ())
+        self._end_ids = frozenset(sampling.stop_token_ids).union(eos_token_ids if sampling.stops_at_eos else ())
         self._answers = [Answer(self._answer_text()) for _ in range(sampling.num_answers)]
         self._prompt_logprobs: list[TokenLogprob] = []
         self._started_s = time.monotonic()

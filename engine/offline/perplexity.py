@@ -50,22 +50,17 @@ class Comparison:
         return None if self.as_stored is None else self.perplexity / self.as_stored
 
 
-def compare(
-    directory: Path,
-    formats: FormatOptions,
-    *,
-    is_plain: bool,
-    is_decoded: bool = False,
-    unquantised: Path | None = None,
-) -> Comparison:
+def compare(directory: Path, formats: FormatOptions, *, unquantised: Path | None = None) -> Comparison:
     """The perplexity of a model in `formats`, and what to compare it with: that of `unquantised`; without it, that of the same
-    model in its own format if that `is_plain`. A quantised checkpoint whose head or cache is changed is also compared with
-    itself as it is stored; one that `is_decoded` while it is read, with its decoded numbers.
+    model in its own format if it is not quantised. A quantised checkpoint whose head or cache is changed is also compared with
+    itself as it is stored; one that is decoded while it is read, with its decoded numbers.
 
     Raises `EngineConfigError` when the two read the text as different tokens, and what building an engine raises.
     """
+    stored = load_model_config(directory).quantization
+    is_decoded = stored is not None and stored.decoded is not None
     tokens = text_tokens(directory)
-    reference = directory if is_plain and unquantised is None and formats != FormatOptions() else unquantised
+    reference = directory if stored is None and unquantised is None and formats != FormatOptions() else unquantised
     if reference is not None and text_tokens(reference) != tokens:
         raise EngineConfigError("unquantized", f"({reference}) has another tokenizer: the perplexities cannot be compared")
     size = min(window_tokens(each) for each in (directory, reference) if each is not None)
@@ -73,7 +68,7 @@ def compare(
     measured = perplexity(directory, tokens, formats, size)
     baseline = None if reference is None else perplexity(reference, tokens, FormatOptions(), size)
     own = FormatOptions(quantization="none") if is_decoded else FormatOptions()
-    differs_from_stored = not is_plain and (formats if is_decoded else replace(formats, quantization=None)) != own
+    differs_from_stored = stored is not None and (formats if is_decoded else replace(formats, quantization=None)) != own
     as_stored = perplexity(directory, tokens, own, size) if differs_from_stored else None
     return Comparison(measured, baseline, num_scored, as_stored)
 

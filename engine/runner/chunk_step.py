@@ -96,23 +96,16 @@ class ChunkRows(NamedTuple):
         """slots, positions: of all that sample, in the order of the step, in which decodes come before `prefills`. A prefill of
         a single token that samples counts as a decode as well."""
         sampled = [item for item in prefills if item.samples]
+        singles = [item for item in sampled if item.num_tokens == 1]
         chunks = [item for item in prefills if item.num_tokens > 1 or not item.samples]
-        num_decodes = len(slots) - len(sampled)
-        row = num_decodes  # of the next one of a single token
-        end = num_decodes + len(prefills) - len(chunks)  # behind all decodes, then behind each chunk
-        sampled_rows = np.arange(len(slots))
-        is_decode = sampled_rows < num_decodes
-        lasts: list[int] = []
-        for item in prefills:
-            if item.num_tokens == 1 and item.samples:
-                is_decode[num_decodes + len(lasts)] = True
-                lasts.append(row)
-                row += 1
-            else:
-                end += item.num_tokens
-                if item.samples:
-                    lasts.append(end - 1)
-        sampled_rows[num_decodes:] = lasts
+        num_decodes = end = len(slots) - len(sampled)
+        last_rows: dict[ScheduledRequest, int] = {}
+        for item in (*singles, *chunks):
+            end += item.num_tokens
+            last_rows[item] = end - 1
+        sampled_rows, is_decode = np.arange(len(slots)), np.ones(len(slots), dtype=bool)
+        sampled_rows[num_decodes:] = [last_rows[item] for item in sampled]
+        is_decode[num_decodes:] = [item.num_tokens == 1 for item in sampled]
         return cls(slots[is_decode], [token_span(item) for item in chunks], sampled_rows, slots, positions)
 
     @property

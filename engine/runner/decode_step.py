@@ -96,11 +96,11 @@ class DecodeStep:
     def is_recorded(self) -> bool:
         """Whether steps are recorded, judged by a greedy one: if an operation of a model, or of its draft model, cannot be
         recorded, no step is."""
-        return self._recorded.make_ready(Kind(greedy=True)) is not None
+        return self._recorded.record(Kind(greedy=True)) is not None
 
-    def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> None:
+    def record(self, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Have steps of this kind recorded, where they can be."""
-        self._recorded.make_ready(kind, has_guesses=has_guesses)
+        self._recorded.record(kind, has_guesses=has_guesses)
 
     def sample(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
         """Sample the tokens of a step that was computed up to its logits. masks: [size, ceil(V / 32)] int32, if any"""

@@ -40,8 +40,8 @@ class RecordedSteps:
         self._max_rows = min(max_rows, RECORDED_ROWS_MAX)
         self._records: dict[tuple[Kind | None, bool], Record | None] = {}
 
-    def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> Record | None:
-        """The record of steps of this kind, None if they have none."""
+    def record(self, kind: Kind | None, *, has_guesses: bool = False) -> Record | None:
+        """The record of steps of this kind, made at the first call; None if they cannot be recorded."""
         if self._recorder is None:
             return None
         key = kind, has_guesses
@@ -57,7 +57,7 @@ class RecordedSteps:
 
     def __call__(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> Computed:
         """Compute a step, by its record if there is one."""
-        record = self.make_ready(kind, has_guesses=has_guesses) if num_rows <= self._max_rows else None
+        record = self.record(kind, has_guesses=has_guesses) if num_rows <= self._max_rows else None
         if record is None:
             return self._compute(num_rows, kind, has_guesses, None)
         record.operations.run(num_rows)

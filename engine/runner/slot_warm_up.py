@@ -43,18 +43,18 @@ def warm_up(steps: SlotSteps) -> None:
             _compile_sampling(steps)
     _capture(steps.decodes, steps.decodes.shape(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses))
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
-    _make_ready(steps.decodes, sizes)
+    _prepare(steps.decodes, sizes)
     if steps.drafts is not None:
-        _make_ready(steps.drafts.decodes, sizes)
+        _prepare(steps.drafts.decodes, sizes)
     if steps.has_guesses:
-        _make_ready(steps.decodes, WARM_ROWS[:0:-1], has_guesses=True)
+        _prepare(steps.decodes, WARM_ROWS[:0:-1], has_guesses=True)
     if steps.chunks is not None:
         steps.chunks.warm_up()
 
 
-def _make_ready(steps: DecodeSteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
+def _prepare(steps: DecodeSteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
     for kind in COMMON_KINDS:
-        steps.step.make_ready(kind, has_guesses=has_guesses)
+        steps.step.record(kind, has_guesses=has_guesses)
     for num_rows in sizes:
         for kind in COMMON_KINDS:
             _capture(steps, steps.shape(num_rows, kind, has_guesses=has_guesses))

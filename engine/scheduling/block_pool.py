@@ -119,27 +119,16 @@ class BlockPool:
             self._free.append(block_id)
         return self.allocate(1)[0]
 
-    def share_all(self, block_ids: Iterable[int]) -> None:
-        """Add one owner to each of these blocks. A long prompt has thousands, most of them used."""
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Add one owner to each of these blocks, which are used or cached. A long prompt has thousands, most of them used."""
         blocks = self._blocks
         for block_id in block_ids:
             block = blocks[block_id]
-            if block.ref_count:
-                block.ref_count += 1
-            else:
-                self.share(block_id)
-
-    def share(self, block_id: int) -> None:
-        """Add one owner to a block that is used or cached."""
-        block = self._blocks[block_id]
-        if block.ref_count == 0:
-            assert block.content_hash is not None, f"block {block_id} has no content to share"
-            if block_id in self._probation:
-                del self._probation[block_id]
-            else:
-                del self._protected[block_id]
-            block.deserves_protection = True
-        block.ref_count += 1
+            if block.ref_count == 0:
+                assert block.content_hash is not None, f"block {block_id} has no content to share"
+                del (self._probation if block_id in self._probation else self._protected)[block_id]
+                block.deserves_protection = True
+            block.ref_count += 1
 
     def release(self, block_table: Sequence[int], *, is_wanted: bool | None = None) -> None:
         """Release one owner's blocks. Tail blocks go first, so that a chain is evicted from its end.

@@ -98,7 +98,7 @@ class KvBlocks:
 
     def attach_prefix(self, request: Request, found: FoundPrefix) -> None:
         """Attach the found prefix to an admitted request, and promise it blocks for the rest of its prompt."""
-        self.pool.share_all(block_id for block_id in found.blocks if block_id is not None)
+        self.pool.share(block_id for block_id in found.blocks if block_id is not None)
         hashes = request.block_hashes
         # All host blocks are pinned before the first is swapped in: the device block that it gets may evict to the host tier.
         on_host = {index: self._fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
@@ -135,7 +135,7 @@ class KvBlocks:
     def fork(self, request: Request, parent: Request) -> None:
         """Let `request` share the prompt blocks of `parent`, all of which are computed; its last token is computed again."""
         table = parent.block_table[: self.blocks_for(request.num_prompt_tokens)]
-        self.pool.share_all(table)
+        self.pool.share(table)
         self._append_blocks(request, table)
         request.num_computed_tokens = request.num_prompt_tokens - 1
         self.make_writable(request, request.num_computed_tokens)

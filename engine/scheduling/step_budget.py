@@ -82,8 +82,7 @@ class StepBudget:
         If a single request can hardly meet the target, no request is kept out before steps take twice as long as the shortest.
         """
         model = self.model
-        products_s = num_decodes * (model.token_s + model.sampled_row_s)
-        decodes_s = model.host_s + max(model.weights_s(num_decodes), products_s) + model.context_s * sum_context
+        decodes_s = model.step_s(num_tokens=num_decodes, num_rows=num_decodes, context_tokens=sum_context, attention_pairs=0.0)
         least_s = model.host_s + model.weights_s(1)
         return num_decodes > 0 and decodes_s > max(CROWDED_SHARE * self.targets.target_s / self.decode_scale, 2 * least_s)
 

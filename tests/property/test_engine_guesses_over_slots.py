@@ -139,7 +139,7 @@ def test_what_two_models_read_in_all_layers_is_made_before_the_layers_of_either(
     for owner, method in ((steps.inputs, "forward_inputs"), *((decoder, "forward") for decoder in steps.decoders)):
         calls.attach_mock(mock.Mock(wraps=getattr(owner, method)), method)
         setattr(owner, method, getattr(calls, method))
-    steps.decodes.step.make_ready(Kind(weighs=True))
+    steps.decodes.step.record(Kind(weighs=True))
     assert [call[0] for call in calls.mock_calls] == ["forward_inputs", "forward_inputs", "forward", "forward"]
 
 

@@ -103,7 +103,7 @@ def test_a_step_is_recorded_where_torch_has_no_part_in_it(family: str, wide_fold
     engine = recorded_engine(wide_folder / family)
     records = engine.runner.steps.decodes.step._recorded  # type: ignore[attr-defined]
     for kind in (Kind(greedy=True), Kind(num_top=1), Kind(counts=True, num_top=20), None):
-        assert (records.make_ready(kind) is not None) == (family != "qwen3_moe")
+        assert (records.record(kind) is not None) == (family != "qwen3_moe")
 
 
 def test_tokens_of_recorded_steps_come_with_the_step_that_computed_them(wide_folder: Path) -> None:

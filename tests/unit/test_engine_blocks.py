@@ -26,7 +26,7 @@ def cached(pool: BlockPool, *names: bytes) -> list[int]:
 def test_content_that_was_found_again_outlives_newer_content_that_was_not() -> None:
     pool = BlockPool(4, protected_percent=50)
     (found,) = cached(pool, b"found")
-    pool.share(found)
+    pool.share([found])
     pool.release([found])
     cached(pool, b"x", b"y", b"z")
     pool.release(pool.allocate(3))
@@ -38,7 +38,7 @@ def test_content_that_was_found_again_outlives_newer_content_that_was_not() -> N
 def test_protected_content_is_bounded_and_falls_back_to_the_others() -> None:
     pool = BlockPool(4, protected_percent=25)
     for block_id in cached(pool, b"a", b"b"):
-        pool.share(block_id)
+        pool.share([block_id])
         pool.release([block_id])
     pool.check_invariants([])
     assert pool.num_cached == 2
@@ -47,7 +47,7 @@ def test_protected_content_is_bounded_and_falls_back_to_the_others() -> None:
 def test_of_content_that_was_found_again_the_latest_is_kept() -> None:
     pool = BlockPool(4, protected_percent=50)
     for block_id in cached(pool, b"a", b"b", b"c"):
-        pool.share(block_id)
+        pool.share([block_id])
         pool.release([block_id])
     pool.allocate(2)
     assert [pool.lookup(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
@@ -68,7 +68,7 @@ def test_content_that_its_owner_will_come_back_for_outlives_the_rest_until_the_o
 def test_new_content_of_a_block_is_not_kept_for_what_was_found_in_it_before() -> None:
     pool = BlockPool(2, protected_percent=50)
     (found,) = cached(pool, b"found")
-    pool.share(found)
+    pool.share([found])
     pool.release([found])
     pool.release(pool.allocate(2))
     cached(pool, b"new", b"newer")
@@ -104,7 +104,7 @@ def test_where_all_content_was_found_again_the_one_not_used_for_longest_is_lent(
     pool = BlockPool(2, protected_percent=100)
     first, second = cached(pool, b"a", b"b")
     for block_id in (first, second):
-        pool.share(block_id)
+        pool.share([block_id])
         pool.release([block_id])
     assert pool.allocate_scratch() == first
     assert (pool.lookup(b"a"), pool.lookup(b"b")) == (None, second)

@@ -163,9 +163,9 @@ def test_verification_that_loads_needs_the_option(
 
 def test_a_decoded_checkpoint_is_compared_with_its_decoded_numbers(written: dict[str, layouts.WrittenCheckpoint]) -> None:
     directory = written["blocks"].directory
-    decoded = compare(directory, FormatOptions(quantization="none"), is_plain=False, is_decoded=True)
+    decoded = compare(directory, FormatOptions(quantization="none"))
     assert decoded.stored_ratio is None
-    rounded = compare(directory, FormatOptions(quantization="int8"), is_plain=False, is_decoded=True)
+    rounded = compare(directory, FormatOptions(quantization="int8"))
     assert rounded.as_stored == decoded.perplexity
 
 

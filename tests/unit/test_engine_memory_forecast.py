@@ -232,7 +232,7 @@ def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_guess
         for has_guesses in (False, True):
             decodes = engine.runner.steps.decodes
             decodes.make_ready(decodes.shape(4, kind, has_guesses=has_guesses))
-            decodes.step.make_ready(kind, has_guesses=has_guesses)
+            decodes.step.record(kind, has_guesses=has_guesses)
     buffers = engine.runner.target._recorded._buffers  # type: ignore[union-attr]
     kept = sum(tensor.numel() for layer in buffers.layers for tensor in layer)
     shape = MemoryShape.of(load_model_config(tmp_path))

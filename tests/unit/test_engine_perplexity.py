@@ -56,7 +56,7 @@ def test_perplexity_is_what_transformers_computes_on_the_same_windows(model: Pat
     ],
 )
 def test_a_plain_model_is_compared_with_itself(formats: FormatOptions, model: Path) -> None:
-    found = compare(model, formats, is_plain=True)
+    found = compare(model, formats)
     assert found.unquantised is not None
     assert found.ratio == pytest.approx(1.0, abs=RATIO_TOLERANCE)
     assert found.ratio != 1.0
@@ -64,9 +64,9 @@ def test_a_plain_model_is_compared_with_itself(formats: FormatOptions, model: Pa
 
 def test_a_quantised_checkpoint_is_compared_with_the_model_that_is_named(model: Path, tmp_path: Path) -> None:
     written = layouts.write(model, tmp_path / "awq", layouts.awq())
-    alone = compare(written.directory, FormatOptions(), is_plain=False)
+    alone = compare(written.directory, FormatOptions())
     assert (alone.unquantised, alone.ratio) == (None, None)
-    beside = compare(written.directory, FormatOptions(), is_plain=False, unquantised=written.twin)
+    beside = compare(written.directory, FormatOptions(), unquantised=written.twin)
     assert beside.perplexity == alone.perplexity
     assert beside.ratio == pytest.approx(1.0, abs=1e-5)
 
@@ -74,11 +74,11 @@ def test_a_quantised_checkpoint_is_compared_with_the_model_that_is_named(model: 
 def test_a_quantised_checkpoint_is_compared_with_itself_where_head_or_cache_are_other_ones(model: Path, tmp_path: Path) -> None:
     written = layouts.write(model, tmp_path / "awq", layouts.awq())
     for formats in (FormatOptions(head_quantization="int8"), FormatOptions(kv_cache_dtype="fp8")):
-        found = compare(written.directory, formats, is_plain=False)
+        found = compare(written.directory, formats)
         assert found.ratio is None
         assert found.stored_ratio == pytest.approx(1.0, abs=RATIO_TOLERANCE)
         assert found.stored_ratio != 1.0
-    assert compare(written.directory, FormatOptions(quantization="awq"), is_plain=False).as_stored is None
+    assert compare(written.directory, FormatOptions(quantization="awq")).as_stored is None
 
 
 def test_models_that_read_the_text_differently_are_not_compared(model: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_models_that_read_the_text_differently_are_not_compared(model: Path, tmp
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(EngineConfigError, match=r"unquantized .* has another tokenizer"):
-        compare(model, FormatOptions(), is_plain=True, unquantised=tmp_path)
+        compare(model, FormatOptions(), unquantised=tmp_path)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> Any:

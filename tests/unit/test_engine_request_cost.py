@@ -132,7 +132,7 @@ def test_what_a_request_asks_for_is_checked_once_and_not_for_each_of_its_answers
     checks: list[object] = []
     monkeypatch.setattr(sampling_params, "_check_bad_words", checks.append)
     info = cast(EngineInfo, SimpleNamespace(max_model_len=64, eos_token_ids=[9]))
-    answers = make_answers(asked, info, has_grammar=False, now_s=0.0)
+    answers = make_answers(asked, info, now_s=0.0)
     assert not checks
     assert [answer.sampling.seed for answer in answers[1:]] == [seed_of_answer(5, index) for index in range(1, 128)]
     assert {answer.sampling.n for answer in answers} == {128}
