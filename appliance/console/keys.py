@@ -74,7 +74,9 @@ async def create_key(context: ContextDependency, tenant_id: FromPath[str]) -> Ht
     values = _read(form, context.services)
     if not form.errors:
         try:
-            key, secret = await context.services.keys.create(tenant_id, **values, access=context.access)
+            key, secret = await context.services.keys.create(
+                tenant_id, values["name"], KeyChanges(**values), access=context.access
+            )
             return _secret(context, Principal(tenant=tenant, key=key), secret, f"Key for {tenant.name}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
