@@ -215,6 +215,3 @@ def _choices(services: Services) -> dict[str, Any]:
 def _last_day(services: Services, key: ApiKey) -> str:
     """Return the day in the billing time zone on which the key ends, as a form field; empty if it never ends."""
     return "" if key.expires_at is None else str(services.reports.calendar.day_of(key.expires_at))
-
-
-HANDLERS = (list_keys, new_key, create_key, show_key, save_key, confirm_rotate, rotate_key, confirm_revoke, revoke_key)
