@@ -228,18 +228,13 @@ async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     return key_shape(await services_of(request).keys.revoke(key_id, access=access))
 
 
-def model_limits_of(body: dict[str, LimitsBody] | None) -> dict[str, dict[str, int | None]] | None:
-    """Return limits by model as the tenancy layer takes them."""
-    return None if body is None else {model: named(limits) for model, limits in body.items()}
-
-
 def _given(body: NewTenantBody | TenantPatch | NewKeyBody | KeyPatch) -> dict[str, Any]:
     """Return the fields that a body names, as the tenancy layer takes them."""
     fields = named(body)
     if (limits := fields.pop("limits", None)) is not None:
         fields["limits"] = named(limits)
-    if "model_limits" in fields:
-        fields["model_limits"] = model_limits_of(fields["model_limits"])
+    if fields.get("model_limits") is not None:
+        fields["model_limits"] = {model: named(limits) for model, limits in fields["model_limits"].items()}
     if fields.get("billing") is not None:
         fields["billing"] = msgspec.structs.asdict(fields["billing"])
     if fields.get("expires_at") is not None:
