@@ -98,6 +98,3 @@ async def _page(context: Context, form: Form | None = None) -> Html:
         device_of=device_of,
         method_in_words=method_in_words,
     )
-
-
-HANDLERS = (show_account, change_password, end_session, end_other_sessions)

@@ -274,20 +274,3 @@ def _is_due(delivery: Delivery, now: datetime) -> bool:
     """Return whether the next attempt is so near that the page waits for its result."""
     due = delivery.next_attempt_at
     return delivery.state == "pending" and due is not None and due - now <= FOLLOWED_BEFORE
-
-
-HANDLERS = (
-    list_alerts,
-    new_alert,
-    add_alert,
-    show_alert,
-    save_alert,
-    pause_alert,
-    resume_alert,
-    send_test,
-    retry_delivery,
-    confirm_rotation,
-    rotate_secret,
-    confirm_removal,
-    remove_alert,
-)

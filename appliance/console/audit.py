@@ -96,6 +96,3 @@ def _day(text: str) -> date | None:
     except ValueError:
         return None
     return day if 1971 <= day.year <= 9000 else None
-
-
-HANDLERS = (show_audit,)

@@ -116,6 +116,3 @@ async def _form(context: Context, form: Form | None) -> Html:
         hardware=hardware,
         hosted=_hosted_text(hardware),
     )
-
-
-HANDLERS = (show_costs, save_costs)

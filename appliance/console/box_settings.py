@@ -89,6 +89,3 @@ async def _page(context: Context, form: Form | None = None) -> Html:
         seller=await read_seller(services.box_records),
         costs=await costs_of(services),
     )
-
-
-HANDLERS = (show_settings, save_tiers, show_model_limits, save_model_limits)

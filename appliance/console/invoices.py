@@ -211,6 +211,3 @@ def _refused(error: GatehouseError | None) -> Form | None:
     form = Form({})
     form.fail_with(error, ())
     return form
-
-
-HANDLERS = (list_invoices, draft_invoice, show_invoice, confirm_close, close_invoice, confirm_discard, discard_invoice)

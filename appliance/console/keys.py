@@ -74,7 +74,9 @@ async def create_key(context: ContextDependency, tenant_id: FromPath[str]) -> Ht
     values = _read(form, context.services)
     if not form.errors:
         try:
-            key, secret = await context.services.keys.create(tenant_id, **values, access=context.access)
+            key, secret = await context.services.keys.create(
+                tenant_id, values["name"], KeyChanges(**values), access=context.access
+            )
             return _secret(context, Principal(tenant=tenant, key=key), secret, f"Key for {tenant.name}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
@@ -213,6 +215,3 @@ def _choices(services: Services) -> dict[str, Any]:
 def _last_day(services: Services, key: ApiKey) -> str:
     """Return the day in the billing time zone on which the key ends, as a form field; empty if it never ends."""
     return "" if key.expires_at is None else str(services.reports.calendar.day_of(key.expires_at))
-
-
-HANDLERS = (list_keys, new_key, create_key, show_key, save_key, confirm_rotate, rotate_key, confirm_revoke, revoke_key)

@@ -121,6 +121,3 @@ def _row(decision: LimitDecision, services: Services, tenant: Tenant) -> dict[st
         "allowed": decision.allowed,
         "wait": "never" if decision.wait_s is None else f"{'about ' * decision.estimated}{format_wait(decision.wait_s)}",
     }
-
-
-HANDLERS = (check_request,)

@@ -102,6 +102,3 @@ def event(name: str | None, text: str) -> bytes:
     head = f"event: {name}\n" if name else ""
     body = "".join(f"data: {line.strip()}\n" for line in text.splitlines() if line.strip())
     return f"{head}{body}\n".encode()
-
-
-HANDLERS = (live_stream,)

@@ -89,6 +89,3 @@ def login_form(context: Context, *, target: str, email: str = "", error: str | N
         provider=None if provider is None else provider.client.label,
         oidc_path=f"/login/oidc?{urlencode({'next': target})}",
     )
-
-
-HANDLERS = (show_login, sign_in, sign_out, choose_theme)

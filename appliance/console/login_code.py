@@ -57,6 +57,3 @@ def _start_again(context: Context) -> Html:
 
 def _form(context: Context, *, error: str | None = None, status: int = 200) -> Html:
     return context.page("pages/login_code.html", status=status, error=error)
-
-
-HANDLERS = (show_code, check_code)

@@ -112,6 +112,3 @@ def _away(context: Context, provider: OidcProvider, error: ProviderUnavailable, 
     log.warning("the sign-in provider is not available", reason=str(error))
     message = AWAY.format(name=provider.client.label)
     return login_form(context, target=target, error=message, status=503)
-
-
-HANDLERS = (begin_oidc, end_oidc)

@@ -172,16 +172,3 @@ def _confirm(context: Context, member: Member, what: str) -> Html:
         consequence=consequence,
         verb=verb,
     )
-
-
-HANDLERS = (
-    list_members,
-    new_member,
-    invite_member,
-    edit_member,
-    change_member,
-    confirm_password,
-    reset_password,
-    confirm_factor_reset,
-    reset_factor,
-)

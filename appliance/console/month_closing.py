@@ -101,6 +101,3 @@ async def _close(context: Context, open_month: OpenMonth) -> list[str]:
 def _form(context: Context, open_month: OpenMonth, form: Form | None) -> Html:
     title = f"Close all drafts of {month_name(open_month.month)}"
     return context.sheet("fragments/month_close.html", title=title, open_month=open_month, payment=payment, form=form)
-
-
-HANDLERS = (confirm_month, close_month)

@@ -24,6 +24,3 @@ async def overview_fragment(console: Console, access: Access) -> str:
     access.require(Action.READ_BOX)
     view = await console.board.overview()
     return console.pages.fragment("fragments/overview.html", view=view, **console.example())
-
-
-HANDLERS = (show_overview,)

@@ -113,6 +113,3 @@ def _change_form(context: Context, membership: Membership, form: Form | None) ->
         form=form,
         roles=ROLES,
     )
-
-
-HANDLERS = (new_person, invite_person, edit_person, change_person, remove_person)

@@ -145,6 +145,3 @@ async def _price(services: Services, price_id: str) -> Price:
     if found is None:
         raise NotFound("no such price", param="price_id")
     return found
-
-
-HANDLERS = (list_prices, new_price, add_price, confirm_withdrawal, withdraw_price)

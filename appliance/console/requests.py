@@ -96,6 +96,3 @@ async def _find(services: Services, request_id: str, access: Access) -> tuple[Re
     tenant = await services.tenants.get(row.tenant_id, access=access)
     key = await services.keys.get(row.key_id, access=access)
     return past_line(row, {tenant.id: tenant.name}, key.prefix), event
-
-
-HANDLERS = (list_requests, show_request, cancel_request)

@@ -64,7 +64,7 @@ def create_console_router(services: Services) -> Router:
 
     pages = Router(
         path="/",
-        route_handlers=[handler for module in MODULES for handler in module.HANDLERS],
+        route_handlers=[each for module in MODULES for each in vars(module).values() if isinstance(each, BaseRouteHandler)],
         dependencies={"context": Provide(provide_context, sync_to_thread=False)},
         guards=[session_guard(services)],
         before_request=require_csrf_token,

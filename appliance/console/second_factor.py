@@ -188,13 +188,3 @@ def qr_code(text: str) -> Markup:
         image, kind="svg", xmldecl=False, svgns=True, omitsize=True, nl=False, svgclass="qr", lineclass=None, border=3
     )
     return Markup(image.getvalue().decode())  # noqa: S704 - consists of modules; contains none of the text
-
-
-HANDLERS = (
-    new_second_factor,
-    enable_second_factor,
-    confirm_disable,
-    disable_second_factor,
-    confirm_renew,
-    renew_recovery_codes,
-)

@@ -85,6 +85,3 @@ async def _form(context: Context, form: Form | None) -> Html:
         tax_micros=0 if seller is None else seller.tax_basis_points * _MICROS_PER_BASIS_POINT,
         days=TERMS_DAYS_DEFAULT,
     )
-
-
-HANDLERS = (show_seller, save_seller)

@@ -145,6 +145,3 @@ def _model_form(context: Context, tenant: Tenant, model: str, form: Form | None)
         limits=tenant.model_limits.get(model),
         form=form,
     )
-
-
-HANDLERS = (show_terms, save_terms, show_model_limits, save_model_limits)

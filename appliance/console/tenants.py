@@ -187,16 +187,3 @@ async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = Non
         **await _prices(services, tenant),
         **await people_of(context, tenant.id),
     )
-
-
-HANDLERS = (
-    list_tenants,
-    new_tenant,
-    create_tenant,
-    show_tenant,
-    save_tenant,
-    suspend_tenant,
-    resume_tenant,
-    confirm_archive,
-    archive_tenant,
-)

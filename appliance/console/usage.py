@@ -253,6 +253,3 @@ async def _names(
         return {}
     keys = await services.keys.named([row.key_id for row in rows if row.key_id is not None], access=access)
     return {key.id: (key.name, f"{key.prefix}… of {tenants.get(key.tenant_id, key.tenant_id)}") for key in keys}
-
-
-HANDLERS = (show_usage, export_usage)

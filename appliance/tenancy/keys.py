@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -33,13 +33,12 @@ from appliance.tenancy.fields import (
 )
 from appliance.tenancy.networks import Network, check_networks, is_in
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
-from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, unknown_key
+from appliance.tenancy.principals import ApiKey, KeyChanges, Principal, unknown_key
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
     changed_columns,
     check_model_limits,
     key_from_row,
-    limits_to_row,
     list_column,
     model_limits_to_row,
     or_none,
@@ -50,6 +49,8 @@ from appliance.tenancy.secrets import api_key_prefix, keyed_digest, new_api_key
 CACHED_KEYS_MAX = 10_000
 GRACE_S_MAX = 90 * 24 * 3600
 KEYS_OF_TENANT_MAX = 1000
+USUAL_TERMS = KeyChanges()
+_OWN = ("id", "prefix", "digest", "created_at", "last_used_at", "revoked_at", "replaced_by")  # columns of one key alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,45 +72,14 @@ class Keys:
         self._cache_secret = os.urandom(32)
         self._last_used: dict[str, datetime] = {}
 
-    async def create(
-        self,
-        tenant_id: str,
-        *,
-        name: str,
-        scopes: Sequence[str] = DEFAULT_SCOPES,
-        expires_at: datetime | None = None,
-        allowed_models: Sequence[str] | None = None,
-        allowed_networks: Sequence[str] | None = None,
-        limits: Limits | None = None,
-        model_limits: ModelLimitChanges | None = None,
-        limit_mode: str = "enforce",
-        access: Access,
-    ) -> tuple[ApiKey, str]:
+    async def create(self, tenant_id: str, name: str, terms: KeyChanges = USUAL_TERMS, *, access: Access) -> tuple[ApiKey, str]:
         """Return (key, secret); the secret cannot be read again. Raises NotFound, RoleNotAllowed, Conflict and InvalidValue."""
         access.require(Action.KEYS, tenant_id)
-        prefix, secret = new_api_key()
-        key = ApiKey(
-            id=new_id("key"),
-            tenant_id=tenant_id,
-            name=check_name(name),
-            prefix=prefix,
-            scopes=check_scopes(scopes),
-            limits=limits or Limits(),
-            allowed_models=None if allowed_models is None else check_names(allowed_models, "allowed_models"),
-            allowed_networks=check_networks(allowed_networks),
-            expires_at=self._check_expiry(expires_at),
-            revoked_at=None,
-            last_used_at=None,
-            created_at=self._clock.now(),
-            model_limits=check_model_limits(model_limits or {}),
-            limit_mode=check_choice(limit_mode, "limit_mode", LIMIT_MODES),
-        )
+        columns = _NEW | self._changed_columns(dataclasses.replace(terms, name=name)) | {"tenant_id": tenant_id}
         async with self._db.changing_principals() as connection:
             await _check_tenant(connection, tenant_id)
-            await _check_room(connection, tenant_id, key.created_at)
-            await self._insert(connection, key, secret)
-            await self._record(connection, "key.create", None, key)
-        return key, secret
+            await _check_room(connection, tenant_id, self._clock.now())
+            return await self._insert(connection, new_id("key"), columns, access)
 
     async def get(self, key_id: str, *, access: Access, action: Action = Action.READ) -> ApiKey:
         """Return the key. Raises NotFound, also for another tenant's, and RoleNotAllowed."""
@@ -186,20 +156,17 @@ class Keys:
         Raises NotFound, RoleNotAllowed, InvalidValue, Conflict when it is revoked, expired, rotated, or its tenant archived.
         """
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
-        prefix, secret = new_api_key()
-        now = self._clock.now()
+        successor_id, now = new_id("key"), self._clock.now()
         async with self._db.changing_principals() as connection:
             current = await _get(connection, key_id, access, Action.KEYS, lock=True)
+            inherited = await _inherited(connection, key_id)
             await _check_tenant(connection, current.tenant_id)
             if grace_s:
                 await _check_room(connection, current.tenant_id, now)
-            key = dataclasses.replace(current, id=new_id("key"), prefix=prefix, created_at=now, last_used_at=None)
-            if not await _retire(connection, current, key.id, now, now + timedelta(seconds=grace_s)):
+            if not await _retire(connection, current, successor_id, now, now + timedelta(seconds=grace_s)):
                 raise Conflict(_why_not_rotated(current, now), param="id")
-            await self._insert(connection, key, secret)
             await self._record(connection, "key.rotate", current, await _get(connection, key_id, access, Action.KEYS))
-            await self._record(connection, "key.create", None, key)
-        return key, secret
+            return await self._insert(connection, successor_id, inherited, access)
 
     async def authenticate(self, secret: str, address: str) -> Principal:
         """Return the tenant and key of `secret`, which `address` sent.
@@ -253,24 +220,16 @@ class Keys:
         self._cache[place] = known
         return known
 
-    async def _insert(self, connection: AsyncConnection, key: ApiKey, secret: str) -> None:
-        await connection.execute(
-            insert(api_keys).values(
-                id=key.id,
-                tenant_id=key.tenant_id,
-                name=key.name,
-                prefix=key.prefix,
-                digest=keyed_digest(self._pepper, secret),
-                scopes=list(key.scopes),
-                allowed_models=list_column(key.allowed_models),
-                allowed_networks=list_column(key.allowed_networks),
-                expires_at=key.expires_at,
-                created_at=key.created_at,
-                model_limits=model_limits_to_row(key.model_limits),
-                limit_mode=key.limit_mode,
-                **limits_to_row(key.limits),
-            )
-        )
+    async def _insert(
+        self, connection: AsyncConnection, key_id: str, columns: Mapping[str, Any], access: Access
+    ) -> tuple[ApiKey, str]:
+        """Store a key with a new secret and return both."""
+        prefix, secret = new_api_key()
+        own = {"id": key_id, "prefix": prefix, "digest": keyed_digest(self._pepper, secret), "created_at": self._clock.now()}
+        await connection.execute(insert(api_keys).values(**columns, **own))
+        key = await _get(connection, key_id, access, Action.KEYS)
+        await self._record(connection, "key.create", None, key)
+        return key, secret
 
     async def _record(self, connection: AsyncConnection, action: str, before: ApiKey | None, after: ApiKey) -> None:
         was, now = facts_of(before, "last_used_at"), facts_of(after, "last_used_at")
@@ -289,6 +248,8 @@ class Keys:
         return changed_columns(changes, _CHECKS | {"expires_at": self._check_expiry})
 
 
+_NEW: dict[str, Any] = {"scopes": [*DEFAULT_SCOPES]}
+"""Columns of a new key that its terms leave open; the table knows the others."""
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": check_name,
     "scopes": lambda value: list(check_scopes(value)),
@@ -317,6 +278,12 @@ async def _get(connection: AsyncConnection, key_id: str, access: Access, action:
     query = select(api_keys).where(api_keys.c.id == key_id)
     row = (await connection.execute(query.with_for_update(key_share=True) if lock else query)).mappings().first()
     return access.row(None if row is None else key_from_row(row), action, what="key", param="key_id")
+
+
+async def _inherited(connection: AsyncConnection, key_id: str) -> dict[str, Any]:
+    """Return the columns that a successor has from this key: its tenant, its terms, and its name."""
+    columns = [column for column in api_keys.c if column.name not in _OWN]
+    return {**(await connection.execute(select(*columns).where(api_keys.c.id == key_id))).mappings().one()}
 
 
 async def _revoke(connection: AsyncConnection, key_id: str, now: datetime) -> None:

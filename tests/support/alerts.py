@@ -86,8 +86,9 @@ class AlertBox:
     async def enqueue(self, subject: str = "one", tenant_id: str | None = None, event: str = "key.expiring") -> int:
         """Enqueue an event in a transaction of its own."""
         async with self.db.writing() as connection:
-            return await outbox_module.enqueue(
-                connection, self.clock.now(), event=event, subject=subject, data={"subject": subject}, tenant_id=tenant_id
+            now, data = self.clock.now(), {"subject": subject}
+            return await connection.run_sync(
+                outbox_module.enqueue, now, event=event, subject=subject, data=data, tenant_id=tenant_id
             )
 
     async def messages(self) -> list[Delivery]:

@@ -18,7 +18,7 @@ from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.members import Member
-from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from tests.support.cast import Person, quick_hasher
 from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
@@ -119,7 +119,8 @@ async def make_populated_tenant(services: Services, name: str) -> PopulatedTenan
     tenant = await services.tenants.create(
         name, TenantChanges(limits=Limits(tokens_per_minute=1000), billing={"name": name}), access=WHOLE_BOX
     )
-    key, secret = await services.keys.create(tenant.id, name=f"{name}'s key", scopes=["inference", "usage"], access=WHOLE_BOX)
+    terms = KeyChanges(scopes=["inference", "usage"])
+    key, secret = await services.keys.create(tenant.id, f"{name}'s key", terms, access=WHOLE_BOX)
     person = Person(tenant=tenant, key=key, secret=secret)
     epoch_id = await begin_epoch(services.db, services.clock, "test")
     async with running_ledger(services.db, services.clock, epoch_id) as ledger:

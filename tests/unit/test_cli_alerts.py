@@ -91,7 +91,7 @@ def test_a_delivery_is_listed_with_what_it_told(alerts: Path, capsys: pytest.Cap
     async def write() -> None:
         database = Database.open(f"sqlite:///{alerts / 'gatehouse.db'}")
         async with database.writing() as connection:
-            await enqueue(connection, START, event="tokens_per_day.threshold", subject="a model", data=data)
+            await connection.run_sync(enqueue, START, event="tokens_per_day.threshold", subject="a model", data=data)
         await database.close()
 
     asyncio.run(write())

@@ -102,7 +102,7 @@ async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
     tokens = {"percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
     async with box.services.db.writing() as connection:
         event = "tokens_per_day.threshold"
-        await enqueue(connection, clock.now(), event=event, subject="a key", data={**key, **tokens})
+        await connection.run_sync(enqueue, clock.now(), event=event, subject="a key", data={**key, **tokens})
     page = (await alice.get(f"/alerts/{webhook.id}")).text
     assert "Daily token threshold reached" in page
     assert "The key &lt;ci&gt; of bob has reached 80 % of the tokens of 2026-11-21 for the model demo: 9 of 10." in page

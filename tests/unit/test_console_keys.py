@@ -141,7 +141,8 @@ async def test_lists_that_allow_nothing_stay_so_when_a_key_is_renamed(box: Box) 
 
 async def test_a_last_day_that_was_not_touched_stays_the_exact_time(box: Box) -> None:
     moment = datetime(2026, 12, 24, 18, 30, tzinfo=UTC)
-    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="until Christmas", expires_at=moment, access=WHOLE_BOX)
+    terms = KeyChanges(expires_at=moment)
+    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, "until Christmas", terms, access=WHOLE_BOX)
 
     await (await box.alice()).post(f"/keys/{key.id}", name="until Christmas", expires_on="2026-12-24")
 

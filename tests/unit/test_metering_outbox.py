@@ -74,7 +74,8 @@ async def test_what_is_rolled_back_is_not_told_and_wakes_nobody(alerts: AlertBox
 
     async def tell_and_fail() -> None:
         async with alerts.db.writing() as connection:
-            await outbox_module.enqueue(connection, alerts.clock.now(), event="key.expiring", subject="one", data={})
+            now = alerts.clock.now()
+            await connection.run_sync(outbox_module.enqueue, now, event="key.expiring", subject="one", data={})
             raise RuntimeError("second thoughts")
 
     with pytest.raises(RuntimeError):

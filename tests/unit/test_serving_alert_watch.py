@@ -53,7 +53,7 @@ class Watched:
     async def new_key(self, person: Person, days: float) -> str:
         """Return the id of a new key that lives so many days."""
         expires_at = self.clock.now() + timedelta(days=days)
-        key, _ = await self.keys.create(person.tenant.id, name="ci", expires_at=expires_at, access=WHOLE_BOX)
+        key, _ = await self.keys.create(person.tenant.id, "ci", KeyChanges(expires_at=expires_at), access=WHOLE_BOX)
         return key.id
 
     async def alerts_sent(self) -> list[dict[str, Any]]:

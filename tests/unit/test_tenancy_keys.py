@@ -206,7 +206,7 @@ async def test_of_two_rotations_at_once_one_wins(keys: Keys, cast: Cast) -> None
 
 async def test_a_key_expires_at_its_moment(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     _key, secret = await keys.create(
-        cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=10), access=WHOLE_BOX
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=10)), access=WHOLE_BOX
     )
     clock.advance(9.999999)
     await keys.authenticate(secret, HERE)
@@ -299,7 +299,7 @@ async def test_a_key_is_bound_to_its_networks(keys: Keys, cast: Cast, networks: 
 )
 async def test_a_bad_field_is_named_in_create_and_update(keys: Keys, cast: Cast, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await keys.create(cast.bob.tenant.id, **({"name": "new"} | changes), access=WHOLE_BOX)
+        await keys.create(cast.bob.tenant.id, changes.get("name", "new"), KeyChanges(**changes), access=WHOLE_BOX)
     assert refused.value.param == param
     with pytest.raises(InvalidValue) as refused:
         await keys.update(cast.bob.key.id, KeyChanges(**changes), access=WHOLE_BOX)
@@ -344,7 +344,7 @@ async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_sec
 ) -> None:
     bob, made = cast.bob, {}
     for name, expires_at in (("spare", None), ("Night_shift", clock.now() + timedelta(seconds=9)), ("rotated", None)):
-        made[name] = await keys.create(bob.tenant.id, name=name, expires_at=expires_at, access=WHOLE_BOX)
+        made[name] = await keys.create(bob.tenant.id, name, KeyChanges(expires_at=expires_at), access=WHOLE_BOX)
     await keys.revoke(made["spare"][0].id, access=WHOLE_BOX)
     await keys.rotate(made["rotated"][0].id, grace_s=60, access=WHOLE_BOX)
     clock.advance(61)
@@ -414,7 +414,8 @@ async def test_no_more_keys_are_remembered_than_the_cache_holds(
 
 
 async def test_why_a_key_gets_no_successor_is_said(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    brief, _ = await keys.create(cast.bob.tenant.id, name="x", expires_at=clock.now() + timedelta(seconds=9), access=WHOLE_BOX)
+    soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=9))
+    brief, _ = await keys.create(cast.bob.tenant.id, "x", soon, access=WHOLE_BOX)
     revoked, _ = await keys.create(cast.bob.tenant.id, name="x", access=WHOLE_BOX)
     await keys.revoke(revoked.id, access=WHOLE_BOX)
     successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)

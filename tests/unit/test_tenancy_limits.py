@@ -57,7 +57,7 @@ async def test_a_model_without_any_limit_is_not_among_those_that_have_some(tenan
     """Neither in the answer to who creates a tenant or a key, nor when they are read."""
     given: dict[str, dict[str, int | None]] = {"m": {}, "n": {"tokens_per_day": None}, "o": {"tokens_per_day": 7}}
     tenant = await tenants.create("dora", TenantChanges(model_limits=given), access=WHOLE_BOX)
-    key, _ = await keys.create(tenant.id, name="key", model_limits=given, access=WHOLE_BOX)
+    key, _ = await keys.create(tenant.id, "key", KeyChanges(model_limits=given), access=WHOLE_BOX)
 
     assert tenant.model_limits == key.model_limits == {"o": Limits(tokens_per_day=7)}
     assert await tenants.get(tenant.id, access=WHOLE_BOX) == tenant
@@ -182,14 +182,8 @@ async def test_a_tenant_that_follows_the_appliance_can_be_kept_in_the_currency_o
 
 
 async def test_a_key_has_limits_of_its_own_for_single_models(keys: Keys, cast: Cast) -> None:
-    key, secret = await keys.create(
-        cast.bob.tenant.id,
-        name="k",
-        model_limits={"m": {"requests_per_minute": 3}},
-        limit_mode="shadow",
-        scopes=["usage"],
-        access=WHOLE_BOX,
-    )
+    terms = KeyChanges(model_limits={"m": {"requests_per_minute": 3}}, limit_mode="shadow", scopes=["usage"])
+    key, secret = await keys.create(cast.bob.tenant.id, "k", terms, access=WHOLE_BOX)
     known = (await keys.authenticate(secret, HERE)).key
 
     assert known.model_limits == {"m": Limits(requests_per_minute=3)}
@@ -216,7 +210,7 @@ async def test_within_the_grace_period_both_secrets_work_and_after_it_one(keys: 
 
 async def test_grace_never_makes_a_key_live_longer(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     end = clock.now() + timedelta(seconds=30)
-    key, _ = await keys.create(cast.bob.tenant.id, name="brief", expires_at=end, access=WHOLE_BOX)
+    key, _ = await keys.create(cast.bob.tenant.id, "brief", KeyChanges(expires_at=end), access=WHOLE_BOX)
     successor, _ = await keys.rotate(key.id, grace_s=60, access=WHOLE_BOX)
 
     assert (await keys.get(key.id, access=WHOLE_BOX)).expires_at == end
@@ -241,7 +235,7 @@ async def test_a_key_is_rotated_once_and_never_after_its_end(keys: Keys, cast: C
     with pytest.raises(Conflict, match=f"rotated already; rotate its successor {successor.id}"):
         await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
     expired, _ = await keys.create(
-        cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1), access=WHOLE_BOX
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_BOX
     )
     clock.advance(1)
     with pytest.raises(Conflict, match="expired"):
@@ -253,7 +247,7 @@ async def test_a_tenant_has_room_for_so_many_working_keys(
 ) -> None:
     monkeypatch.setattr(table, "KEYS_OF_TENANT_MAX", 2)
     brief, _ = await keys.create(
-        cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1), access=WHOLE_BOX
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_BOX
     )
     for work in (
         keys.create(cast.bob.tenant.id, name="third", access=WHOLE_BOX),

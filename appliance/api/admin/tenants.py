@@ -42,7 +42,7 @@ from appliance.api.shapes import (
 )
 from appliance.tenancy.fields import DEFAULT_SCOPES, NAME_CHARS_MAX
 from appliance.tenancy.keys import GRACE_S_MAX
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, TenantChanges
 from appliance.tenancy.roles import Action
 
 
@@ -191,18 +191,8 @@ async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyS
     """Create a key. Its secret, `key`, is shown only in this answer."""
     access = await authenticate_administrator(request, Action.KEYS, tenant_id)
     body = decode_body(await request.body(), NewKeyBody)
-    key, secret = await services_of(request).keys.create(
-        tenant_id,
-        name=body.name,
-        scopes=body.scopes,
-        expires_at=None if body.expires_at is None else parse_moment(body.expires_at, "expires_at"),
-        allowed_models=body.allowed_models,
-        allowed_networks=body.allowed_networks,
-        limits=_limits(body.limits),
-        model_limits=model_limits_of(body.model_limits),
-        limit_mode=body.limit_mode,
-        access=access,
-    )
+    terms = KeyChanges(**_given(body))
+    key, secret = await services_of(request).keys.create(tenant_id, body.name, terms, access=access)
     return new_key_shape(key, secret)
 
 
@@ -227,10 +217,8 @@ async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShap
 async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change the given fields. Changes apply at once."""
     access = await authenticate_administrator(request, Action.KEYS)
-    changes = _given(decode_body(await request.body(), KeyPatch))
-    if isinstance(changes.get("expires_at"), str):
-        changes["expires_at"] = parse_moment(changes["expires_at"], "expires_at")
-    return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**changes), access=access))
+    body = decode_body(await request.body(), KeyPatch)
+    return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**_given(body)), access=access))
 
 
 @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key")
@@ -240,22 +228,15 @@ async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     return key_shape(await services_of(request).keys.revoke(key_id, access=access))
 
 
-def _limits(body: LimitsBody | None) -> Limits | None:
-    return None if body is None else Limits(**named(body))
-
-
-def model_limits_of(body: dict[str, LimitsBody] | None) -> dict[str, dict[str, int | None]] | None:
-    """Return limits by model as the tenancy layer takes them."""
-    return None if body is None else {model: named(limits) for model, limits in body.items()}
-
-
-def _given(body: NewTenantBody | TenantPatch | KeyPatch) -> dict[str, Any]:
+def _given(body: NewTenantBody | TenantPatch | NewKeyBody | KeyPatch) -> dict[str, Any]:
     """Return the fields that a body names, as the tenancy layer takes them."""
     fields = named(body)
     if (limits := fields.pop("limits", None)) is not None:
         fields["limits"] = named(limits)
-    if "model_limits" in fields:
-        fields["model_limits"] = model_limits_of(fields["model_limits"])
+    if fields.get("model_limits") is not None:
+        fields["model_limits"] = {model: named(limits) for model, limits in fields["model_limits"].items()}
     if fields.get("billing") is not None:
         fields["billing"] = msgspec.structs.asdict(fields["billing"])
+    if fields.get("expires_at") is not None:
+        fields["expires_at"] = parse_moment(fields["expires_at"], "expires_at")
     return fields

@@ -192,7 +192,7 @@ class BudgetAlerts:
 
     def _enqueue(self, connection: Connection, notices: Sequence[Notice]) -> None:
         for notice in notices:
-            outbox.enqueue_sync(
+            outbox.enqueue(
                 connection,
                 self._clock.now(),
                 event=notice.event,

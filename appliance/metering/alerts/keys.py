@@ -35,8 +35,8 @@ class KeyAlerts:
         if due:
             async with self._db.writing() as connection:
                 for row in due:
-                    await outbox.enqueue(
-                        connection,
+                    await connection.run_sync(
+                        outbox.enqueue,
                         self._clock.now(),
                         event="key.expiring",
                         subject=f"{row['key_id']}:{rfc3339(row['expires_at'])}",

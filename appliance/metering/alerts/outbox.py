@@ -78,8 +78,8 @@ class _Owner(NamedTuple):
 _FIELDS = tuple(field.name for field in dataclasses.fields(Delivery))
 
 
-async def enqueue(
-    connection: AsyncConnection,
+def enqueue(
+    connection: Connection,
     now: datetime,
     *,
     event: str,
@@ -92,19 +92,6 @@ async def enqueue(
     Call it in the transaction of what happened. `subject` says what it happened to: each webhook gets only one message for an
     event and subject, whoever writes it. Without a tenant only the webhooks of the box get it.
     """
-    return await connection.run_sync(enqueue_sync, now, event=event, subject=subject, data=data, tenant_id=tenant_id)
-
-
-def enqueue_sync(
-    connection: Connection,
-    now: datetime,
-    *,
-    event: str,
-    subject: str,
-    data: Mapping[str, Any],
-    tenant_id: str | None = None,
-) -> int:
-    """Like `enqueue`, on a synchronous connection."""
     num_new = 0
     for webhook_id in _listening(connection, event, tenant_id):
         num_new += _put(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None

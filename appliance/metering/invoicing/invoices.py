@@ -266,7 +266,9 @@ class Invoices:
         tenant = await rows.read_buyer(connection, head.tenant_id)
         assert tenant is not None, "an invoice has a tenant"
         data = closed.announcement(tenant.name)
-        await outbox.enqueue(connection, now, event="invoice.closed", subject=head.id, data=data, tenant_id=head.tenant_id)
+        await connection.run_sync(
+            outbox.enqueue, now, event="invoice.closed", subject=head.id, data=data, tenant_id=head.tenant_id
+        )
         facts = rows.closing_facts(head)
         await audit.record(
             connection, self._clock, "invoice.close", "invoice", head.id, tenant_id=head.tenant_id, before={}, after=facts

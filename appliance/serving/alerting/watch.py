@@ -61,8 +61,8 @@ class AlertWatch:
     async def _enqueue_engine_down(self, model: str, state: str, down_s: int, error: str | None) -> None:
         now = self._clock.now()
         async with self._db.writing() as connection:
-            await outbox.enqueue(
-                connection,
+            await connection.run_sync(
+                outbox.enqueue,
                 now,
                 event="engine.down",
                 subject=f"{model[:60]}:{rfc3339(now)}",
