@@ -157,7 +157,7 @@ async def _list(context: Context, form: Form | None) -> Html:
         month=month,
         states=STATES,
         next_page=next_page("/invoices", page, state=state, month=month),
-        closable=_closable(services, page.data) if access.may(Action.BILLING) else [],
+        closable=await _closable(context, page.data) if access.may(Action.BILLING) else [],
         form=form,
         **WORDS,
     )
@@ -169,9 +169,11 @@ def _last_month(services: Services) -> str:
     return calendar.month_of(first_day(calendar.month_of(services.clock.now())) - timedelta(days=1))
 
 
-def _closable(services: Services, heads: Sequence[InvoiceHead]) -> list[str]:
-    """Return the months that are over and have more than one draft among `heads`, the oldest first."""
-    drafts = Counter(head.month for head in heads if head.state == "draft")
+async def _closable(context: Context, heads: Sequence[InvoiceHead]) -> list[str]:
+    """Return the months that are over and have more than one draft, the oldest first: the last month and those of `heads`."""
+    services, last_month = context.services, _last_month(context.services)
+    of_last = await services.invoices.list(2, month=last_month, state="draft", access=context.access)
+    drafts = Counter(head.month for head in heads if head.state == "draft") | Counter({last_month: len(of_last.data)})
     return sorted(month for month, number in drafts.items() if number > 1 and _is_over(services, month))
 
 

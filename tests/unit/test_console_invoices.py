@@ -284,6 +284,7 @@ async def test_all_drafts_of_a_month_are_closed_after_their_number_and_sums_are_
     over(clock)
     alice = await box.alice()
     assert link in (await alice.get("/invoices")).text
+    assert link in (await alice.get("/invoices?state=closed")).text
 
     asked = (await alice.fragment(CLOSING)).text
     for text in ("2 invoices in EUR", "<b>36.00 EUR</b>", "Close 2 invoices", "No invoice issuer is entered"):
