@@ -143,7 +143,7 @@ def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
 def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], names: Mapping[str, str]) -> str:
     """Return the name of the target: as recorded in the entry, else its present name, else its id."""
     for facts in (after, before):
-        for field in ("name", "email", "model", "number", "target"):
+        for field in ("name", "email", "model", "number", "target", "month"):
             if isinstance(name := facts.get(field), str):
                 return name
     return names.get(entry.target_id, entry.target_id)

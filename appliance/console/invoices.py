@@ -5,13 +5,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, CurrenciesMixed, GatehouseError
+from appliance.base.errors import (
+    BadRequest,
+    Conflict,
+    CurrenciesMixed,
+    GatehouseError,
+    InvoiceClosed,
+    MonthOutOfOrder,
+    NothingToBill,
+)
 from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form, sentence
@@ -20,7 +29,7 @@ from appliance.console.request_bill import CORRECTIONS_SHOWN_MAX
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import first_day
-from appliance.metering.invoicing.invoices import check_draft
+from appliance.metering.invoicing.invoices import BILLABLE, check_draft
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, tax_name
 from appliance.tenancy.principals import Tenant
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
 
 PAGE_ROWS = 100
 STATES = ("draft", "closed")
+ALL_TENANTS = "all"
 FIELDS = ("tenant", "month")
 WORDS: dict[str, Any] = {
     "month_name": month_name,
@@ -50,11 +60,14 @@ async def list_invoices(context: ContextDependency) -> Html:
 
 @post("/invoices", guards=[needs(Action.BILLING)], status_code=200)
 async def draft_invoice(context: ContextDependency) -> Html:
-    """Make the draft of a tenant's month, or show the existing one."""
+    """Make the draft of a tenant's month, or show the existing one; or make those of all tenants that have something to pay."""
     form = await context.form()
     tenant_id, month = form.text("tenant"), form.text("month")
     if not form.errors:
         try:
+            if tenant_id == ALL_TENANTS:
+                await _draft_all(context, month)
+                return context.redirect("/invoices?state=draft", done="month-drafted")
             invoice = await context.services.invoices.draft(tenant_id, month, access=context.access)
             return context.redirect(f"/invoices/{invoice.head.id}")
         except (BadRequest, Conflict) as error:
@@ -122,6 +135,13 @@ async def discard_invoice(context: ContextDependency, invoice_id: FromPath[str])
     return context.redirect("/invoices", done="draft-discarded")
 
 
+async def _draft_all(context: Context, month: str) -> None:
+    """Make the drafts of a month except those that would be empty, and where the month or a later one is closed."""
+    for tenant in await tenants_by_name(context.services, context.access):
+        with suppress(NothingToBill, InvoiceClosed, MonthOutOfOrder):
+            await context.services.invoices.draft(tenant.id, month, only=BILLABLE, access=context.access)
+
+
 async def _find(context: Context, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:
     """Return an invoice and its tenant. Raises NotFound for one that the member may not see."""
     access = context.access
@@ -157,7 +177,7 @@ async def _list(context: Context, form: Form | None) -> Html:
         month=month,
         states=STATES,
         next_page=next_page("/invoices", page, state=state, month=month),
-        closable=_closable(services, page.data) if access.may(Action.BILLING) else [],
+        closable=await _closable(context, page.data) if access.may(Action.BILLING) else [],
         form=form,
         **WORDS,
     )
@@ -169,9 +189,11 @@ def _last_month(services: Services) -> str:
     return calendar.month_of(first_day(calendar.month_of(services.clock.now())) - timedelta(days=1))
 
 
-def _closable(services: Services, heads: Sequence[InvoiceHead]) -> list[str]:
-    """Return the months that are over and have more than one draft among `heads`, the oldest first."""
-    drafts = Counter(head.month for head in heads if head.state == "draft")
+async def _closable(context: Context, heads: Sequence[InvoiceHead]) -> list[str]:
+    """Return the months that are over and have more than one draft, the oldest first: the last month and those of `heads`."""
+    services, last_month = context.services, _last_month(context.services)
+    of_last = await services.invoices.list(2, month=last_month, state="draft", access=context.access)
+    drafts = Counter(head.month for head in heads if head.state == "draft") | Counter({last_month: len(of_last.data)})
     return sorted(month for month, number in drafts.items() if number > 1 and _is_over(services, month))
 
 

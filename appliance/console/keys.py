@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,8 @@ async def rotate_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
     if not form.errors:
         try:  # nothing may fail between the change and the secret, which cannot be shown again
             key, secret = await context.services.keys.rotate(key_id, grace_s=int(grace_s), access=context.access)
-            return _secret(context, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}")
+            old_until = _end_of_grace(context.services, current, int(grace_s))
+            return _secret(context, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}", old_until)
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
     return _confirm(context, current, "rotate", form)
@@ -169,7 +171,13 @@ def _new_form(context: Context, tenant: Tenant, form: Form | None) -> Html:
     return context.sheet("fragments/key_new.html", title=title, tenant=tenant, form=form, **_choices(context.services))
 
 
-def _secret(context: Context, principal: Principal, secret: str, heading: str) -> Html:
+def _end_of_grace(services: Services, key: ApiKey, grace_s: int) -> datetime | None:
+    """Return until when a replaced key works, None if no longer."""
+    end = services.clock.now() + timedelta(seconds=grace_s)
+    return None if grace_s == 0 else min(end, key.expires_at or end)
+
+
+def _secret(context: Context, principal: Principal, secret: str, heading: str, old_until: datetime | None = None) -> Html:
     return context.sheet(
         "fragments/key_secret.html",
         title=heading,
@@ -177,6 +185,7 @@ def _secret(context: Context, principal: Principal, secret: str, heading: str) -
         runs_models=INFERENCE_SCOPE in principal.key.scopes,
         secret=secret,
         heading=heading,
+        old_until=old_until,
         **context.console.example(principal.may_use),
     )
 

@@ -57,6 +57,12 @@ def _name_of(called: ast.expr) -> str | None:
     return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
 
 
+def test_a_draft_is_named_by_its_month() -> None:
+    made = entry("invoice.draft", target_kind="invoice", target_id="inv_1", after={"month": "2026-11"})
+
+    assert audit_line(made, {}).target == "2026-11"
+
+
 def test_a_change_is_told_value_by_value() -> None:
     before = {"limits": {"tokens_per_minute": None, "requests_per_minute": 5}, "suspended": False, "allowed_models": ["a"]}
     after = {"limits": {"tokens_per_minute": 9000, "requests_per_minute": 6}, "suspended": True, "allowed_models": []}

@@ -268,6 +268,24 @@ async def test_exact_shows_all_digits_and_a_free_allowance_counts_nothing(box: B
     assert '<td data-label="Tokens" class="num">–</td>' in page
 
 
+async def test_the_drafts_of_a_month_are_made_for_all_tenants_that_have_something_to_bill(box: Box, clock: FakeClock) -> None:
+    await use(box, box.cast.bob)
+    alice = await box.alice()
+    assert (await alice.post("/invoices", tenant="all", month="soon")).status_code == 422
+
+    for _ in range(2):
+        answer = await alice.post("/invoices", tenant="all", month=MONTH)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=draft")
+
+    made = (await box.services.invoices.list(access=WHOLE_BOX)).data
+    assert [(head.tenant_id, head.month) for head in made] == [(box.cast.bob.tenant.id, MONTH)]
+    over(clock)
+    await box.services.invoices.close(made[0].id, access=WHOLE_BOX)
+    assert (await (await box.alice()).post("/invoices", tenant="all", month=MONTH)).status_code == 303
+    assert len((await box.services.invoices.list(access=WHOLE_BOX)).data) == 1
+    assert (await (await box.vera()).post("/invoices", tenant="all", month=MONTH)).status_code == 403
+
+
 async def confirmed(browser: Browser) -> str:
     """Return what the form for closing the month sends back."""
     page = (await browser.get(CLOSING)).text
@@ -284,6 +302,7 @@ async def test_all_drafts_of_a_month_are_closed_after_their_number_and_sums_are_
     over(clock)
     alice = await box.alice()
     assert link in (await alice.get("/invoices")).text
+    assert link in (await alice.get("/invoices?state=closed")).text
 
     asked = (await alice.fragment(CLOSING)).text
     for text in ("2 invoices in EUR", "<b>36.00 EUR</b>", "Close 2 invoices", "No invoice issuer is entered"):

@@ -253,8 +253,10 @@ async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(box: Box,
     assert '<option value="86400" selected>' in asked
     assert (await alice.post(path, grace_s="7")).status_code == 422
 
-    (secret,) = set(SECRET.findall((await alice.post(path, grace_s="3600")).text))
+    answer = await alice.post(path, grace_s="3600")
 
+    (secret,) = set(SECRET.findall(answer.text))
+    assert f"The old key works until {clock.now() + timedelta(hours=1):%Y-%m-%d %H:%M:%S} UTC" in answer.text
     successor = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
     assert (await box.services.keys.authenticate(old.secret, "192.0.2.1")).key.replaced_by == successor.id
     page = (await alice.get(f"/keys/{old.key.id}")).text

@@ -1,5 +1,6 @@
 // Keeps every request in flight where it is in the table, so that nothing moves under the eye or the pointer when another ends.
 // One that ended stays, marked so, until a new one takes its place; without a new one, for a while and while the table is in use.
+// The list of recent requests on the overview stays as it is while the pointer or the focus is in it.
 (() => {
   const KEPT_MS = 20_000;
   const live = document.getElementById("live");
@@ -17,6 +18,8 @@
 
   document.addEventListener("htmx:before:swap", ({ detail: { tasks } }) => {
     const fragment = tasks.find((task) => task.target === live)?.fragment;
+    const recent = live.querySelector("#recent:is(:hover, :focus-within)"); // on the overview: its rows are links
+    if (recent) fragment?.querySelector("#recent")?.replaceWith(recent.cloneNode(true));
     const body = fragment && rowsOf(fragment)[0]?.parentElement;
     if (!body) return;
     const incoming = new Map(rowsOf(fragment).map((row) => [row.id, row]));

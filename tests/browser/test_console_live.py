@@ -1,0 +1,144 @@
+"""Live parts of the console in a real Chromium: they change without a reload, and nothing moves that somebody reads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.async_api import Locator, Page, expect
+
+from appliance.console import live_board
+from tests.browser.conftest import Site
+from tests.support.console_fixtures import engine_status, tenant
+from tests.support.factories import pending, posted
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+
+
+def tile(page: Page, name: str) -> Locator:
+    """Return the figure of the tile `name`."""
+    return page.locator(".tiles div", has=page.get_by_text(name, exact=True)).locator("dd")
+
+
+async def test_live_numbers_change_without_a_reload_and_hold_still_when_paused(site: Site) -> None:
+    page = await site.alice()
+    running = tile(page, "Running")
+    await expect(running).to_have_text("3")
+    await expect(page.locator("[data-live-text]")).to_have_text("Live")
+    await page.evaluate("window.marker = 'same document'")
+
+    site.box.engine_side.status = engine_status(num_running=17)
+    await expect(running).to_have_text("17")
+    await page.get_by_role("button", name="Pause").click()
+    site.box.engine_side.status = engine_status(num_running=23)
+    seen = len(site.box.services.sampler.history)
+    while len(site.box.services.sampler.history) < seen + 3:
+        await page.evaluate("new Promise(requestAnimationFrame)")
+    await expect(running).to_have_text("17")
+
+    await page.get_by_role("button", name="Resume").click()
+    await expect(running).to_have_text("23")
+    assert await page.evaluate("window.marker") == "same document"
+
+
+async def test_a_page_that_hears_nothing_says_that_it_is_stale(site: Site) -> None:
+    page = await site.alice()
+    await expect(page.locator("[data-live-text]")).to_have_text("Live")
+
+    await site.box.services.sampler.stop()
+
+    await expect(page.locator("[data-live-text]")).to_have_text("Stale")
+
+
+async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: Site) -> None:
+    side = site.box.engine_side
+    for number in range(9):
+        side.add(site.box.cast.bob, f"req_{number}")
+    page = await site.alice()
+    await page.goto("/requests")
+    await expect(page.locator("#live tbody tr")).to_have_count(9)
+    await expect(page.locator("#live")).to_have_attribute("style", re.compile("min-height"))
+    top = await page.locator("#history").evaluate("part => part.offsetTop")
+
+    for number in range(8):
+        del side.requests[f"req_{number}"]
+    await expect(page.locator("#live tbody tr:not(.ended)")).to_have_count(1)
+
+    assert await page.locator("#history").evaluate("part => part.offsetTop") == top
+    side.requests.clear()
+    await expect(page.get_by_text("No requests in flight.")).to_be_visible()
+    await expect(page.locator("#live")).not_to_have_attribute("style", re.compile("min-height"))
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+async def test_a_request_in_flight_stays_where_it_is_until_it_ends(site: Site, width: int) -> None:
+    side = site.box.engine_side
+    for name in ("first", "second", "third"):
+        side.add(site.box.cast.bob, f"req_{name}", state="queued")
+    page = await site.alice()
+    await page.set_viewport_size({"width": width, "height": 900})
+    await page.goto("/requests")
+    third, states = page.locator("#live-req_third"), page.locator("#live tbody .state")
+    await expect(states).to_have_text(["queued"] * 3)
+    top = await third.evaluate("row => row.offsetTop")
+
+    side.requests["req_second"].state = "decode"
+    del side.requests["req_first"]
+    await expect(states).to_have_text(["ended", "decode", "queued"])
+    assert await third.evaluate("row => row.offsetTop") == top
+    await expect(page.get_by_role("button", name="Cancel", disabled=True)).to_have_count(1)
+
+    side.add(site.box.cast.bob, "req_fourth")
+    await expect(page.locator("#live tbody tr").first).to_have_id("live-req_fourth")
+    assert await third.evaluate("row => row.offsetTop") == top
+
+    del side.requests["req_third"]
+    await expect(states).to_have_text(["decode", "decode"])
+
+
+async def test_the_overview_stays_where_it_is_while_tenants_come_and_go(site: Site) -> None:
+    side = site.box.engine_side
+    side.tenants = [tenant(name) for name in ("alice", "bob", "charlie")]
+    page = await site.alice()
+    rows, host = page.locator(".shares tbody tr"), page.get_by_label("Host")
+    await expect(rows).to_have_count(3)
+    top = await host.evaluate("part => part.offsetTop")
+
+    side.tenants = []
+    await expect(page.get_by_text("No running or waiting requests.")).to_be_visible()
+    assert await host.evaluate("part => part.offsetTop") == top
+    side.tenants = [tenant("bob")]
+    await expect(rows).to_have_count(1)
+    assert await host.evaluate("part => part.offsetTop") == top
+
+
+async def test_the_recent_requests_stay_as_they_are_under_the_pointer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_board, "TOTALS_KEPT_S", 0.0)
+    box = site.box
+
+    async def one_ends() -> None:
+        entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
+        await box.services.ledger.open(entry)
+        await box.services.ledger.settle(posted(entry.request_id))
+
+    await one_ends()
+    page = await site.alice()
+    rows = page.locator("#recent tbody tr")
+    await expect(rows).to_have_count(1)
+    await rows.hover()
+
+    await one_ends()
+    await expect(tile(page, "Requests today")).to_have_text("2")
+    assert await rows.count() == 1
+    await page.mouse.move(0, 0)
+    await expect(rows).to_have_count(2)
+
+
+async def test_a_session_that_ends_elsewhere_leads_to_the_sign_in_page(site: Site) -> None:
+    page = await site.alice()
+    site.box.engine_side.status = engine_status(num_running=17)
+    await expect(tile(page, "Running")).to_have_text("17")  # only a page whose stream is open can hear of the end
+
+    await site.box.services.sessions.close_all(site.box.cast.alice.id)
+
+    await page.wait_for_url("**/login")
