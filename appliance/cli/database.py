@@ -73,9 +73,16 @@ def check(options: CommonOptions = DEFAULTS) -> None:
     settings = options.settings()
     check_has_tables(settings)
     running = read_control(settings.data_dir) is not None
-    findings = asyncio.run(
-        check_ledger(settings.database_url, running=running, time_zone=settings.time_zone, data_dir=settings.data_dir)
-    )
+    with output.progress("Checking the ledger", quiet=options.as_json) as progress:
+        findings = asyncio.run(
+            check_ledger(
+                settings.database_url,
+                running=running,
+                time_zone=settings.time_zone,
+                data_dir=settings.data_dir,
+                on_progress=progress,
+            )
+        )
     broken = [finding for finding in findings if finding.state == "broken"]
     _print_findings(findings, as_json=options.as_json)
     if broken:

@@ -53,7 +53,7 @@ def explain(timeline: Timeline) -> str:
     if total_s < NOTICEABLE_S and not timeline.preemptions:
         if is_cut:
             return f"Ended early, after {_seconds(total_s)} ({timeline.finish_reason})."
-        return f"Quick: {_seconds(total_s)} in all."
+        return f"Quick: {_seconds(total_s)} {'so far' if timeline.finish_reason is None else 'in all'}."
     name, longest_s = max((("queue", queue_s), ("prefill", prefill_s), ("decode", decode_s)), key=lambda stage: stage[1])
     return f"{_cause(name, longest_s, total_s, timeline)}{_preempted(timeline.preemptions)}{end}."
 

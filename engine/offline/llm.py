@@ -79,9 +79,10 @@ class LLM:
         **unknown: Any,
     ) -> None:
         """`max_num_seqs` of None leaves the number to the engine, as the appliance does. `num_gpu_blocks_override` and
-        `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain runner. `engine.options`
-        describes `batch_invariant`, `scheduling_policy`, `inter_token_target_ms` and `shared_prefixes`, `speculation.options`
-        what `speculative_config` may hold. Raises `ModelError` or `EngineConfigError`."""
+        `kv_cache_bytes` size the cache on any device, the former if both are given; `enforce_eager` chooses the plain
+        runner. `engine.options` describes `batch_invariant`, `scheduling_policy`, `inter_token_target_ms` and
+        `shared_prefixes`, `speculation.options` what `speculative_config` may hold. Raises `ModelError` or
+        `EngineConfigError`."""
         arguments = {option: value for option, value in locals().items() if option in LIMITS}
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")

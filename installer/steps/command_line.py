@@ -18,8 +18,8 @@ Makes .venv with the test packages, then runs the test suite from the clone's fo
   python3 installer test                          everything, in parts side by side; at the end what failed and what took time
   python3 installer test tests/unit -k quota      a part, paths as seen from the clone
   python3 installer test -- --help                pytest's own help
-What needs PostgreSQL, a browser or a version of Triton is skipped where there is none;
-GATEHOUSE_REQUIRE=postgres,browser,triton makes that a failure.
+What needs PostgreSQL, a browser or a version of Triton is skipped where there is none, and kernels are interpreted
+without a GPU; GATEHOUSE_REQUIRE=postgres,browser,triton,gpu makes that a failure.
 """
 
 

@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 
 from kernels.triton.norm import rms_norm
+from tests.support.kernel_device import interpret_without_gpu
 
 KINDS = (tl.float32, tl.float16, tl.int32, tl.int64, tl.int1, tl.pointer_type(tl.int32))
 MORE_KINDS = (*KINDS, tl.float64, tl.int8, tl.uint8, tl.uint32, tl.bfloat16, tl.float8e4nv)
@@ -29,6 +30,13 @@ def test_a_second_launch_finds_the_language_of_the_first(monkeypatch: pytest.Mon
     monkeypatch.setattr(interpreter, "_patch_attr", lambda *replacement: replaced.append(replacement))
     rms_norm(x, weight, 1e-6)
     assert not replaced
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+def test_nothing_is_interpreted_where_a_gpu_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEHOUSE_REQUIRE", "postgres,gpu")
+    with pytest.raises(AssertionError, match="GATEHOUSE_REQUIRE names gpu"):
+        interpret_without_gpu()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")

@@ -11,13 +11,16 @@ import sys
 
 import torch
 
+from tests.support.databases import is_required
+
 VARIABLE = "TRITON_INTERPRET"
 
 
 def interpret_without_gpu() -> torch.device:
-    """Return the device of this process's kernel tests; without a GPU, select the interpreter."""
+    """Return the device of this process's kernel tests; without a GPU, select the interpreter, or fail if one is required."""
     if torch.cuda.is_available():
         return torch.device("cuda")
+    assert not is_required("gpu"), "GATEHOUSE_REQUIRE names gpu, and torch finds no usable one on this machine"
     if os.environ.get(VARIABLE) != "1":
         assert "triton" not in sys.modules, f"triton was imported before {VARIABLE} was set"
         os.environ[VARIABLE] = "1"

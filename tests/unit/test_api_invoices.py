@@ -121,6 +121,8 @@ async def test_what_cannot_be_done_is_a_conflict_that_says_why(box: ApiBox, bob:
     await box.call("POST", f"/invoices/{draft['id']}/close")
     for method, path in (("POST", f"/invoices/{draft['id']}/close"), ("DELETE", f"/invoices/{draft['id']}")):
         assert await refusal(box, method, path, 409) == ("invoice_closed", "invoice_id")
+    again = {"month": draft["month"]}
+    assert await refusal(box, "POST", f"/tenants/{bob.tenant.id}/invoices", 409, json=again) == ("invoice_closed", "month")
     allowances = f"/tenants/{bob.tenant.id}/allowances"
     late = {"first_month": "2026-01", "monthly_micros": 1}
     assert await refusal(box, "POST", allowances, 409, json=late) == ("invoice_closed", "first_month")

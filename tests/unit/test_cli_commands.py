@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database
 from appliance.base.sealing import Sealer
 from appliance.base.version import current_version
+from appliance.cli import output
 from appliance.cli.main import main
 from appliance.metering.alerts.targets import Reach
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
@@ -347,6 +348,19 @@ def test_the_database_is_checked_downgraded_and_upgraded(typed: Any) -> None:
     assert typed("db", "check").status == 1
     upgraded = typed("db", "upgrade", "--json").json()
     assert upgraded["revision"] == upgraded["head"]
+
+
+def test_a_long_check_of_the_database_shows_a_bar(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, bool]] = []
+
+    def progress(title: str, *, quiet: bool) -> Any:
+        shown.append((title, quiet))
+        return nullcontext(lambda _fraction: None)
+
+    monkeypatch.setattr(output, "progress", progress)
+    typed("db", "check")
+    typed("db", "check", "--json")
+    assert shown == [("Checking the ledger", False), ("Checking the ledger", True)]
 
 
 def test_a_downgrade_waits_until_the_journal_is_in_the_tables(typed: Any, data_dir: Path) -> None:

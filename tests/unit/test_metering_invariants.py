@@ -320,6 +320,15 @@ async def test_a_batch_boundary_hides_nothing(
     assert await broken(database_url) == {"cost"}
 
 
+async def test_a_long_check_reports_how_far_it_is(
+    database: Database, database_url: str, ledger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "BATCH_ROWS", 1)
+    reported: list[float] = []
+    await check_ledger(database_url, running=True, time_zone="UTC", on_progress=reported.append)
+    assert reported == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
+
+
 @on_databases(
     "bucket, column",  # one comparison has every column, whatever the bucket
     ("minute", "requests"),

@@ -34,6 +34,7 @@ DONE = Timeline(
         ({"ttft_s": 4.1}, "Mostly read its prompt: 4.0 s of 6.1 s for 40 tokens that were not cached."),
         ({"ttft_s": 0.15, "decode_s": 0.2}, "Quick: 350 ms in all."),
         ({"ttft_s": 0.15, "decode_s": 0.2, "finish_reason": "length"}, "Quick: 350 ms in all."),
+        ({"ttft_s": 0.15, "decode_s": 0.2, "finish_reason": None}, "Quick: 350 ms so far."),
         ({"ttft_s": 0.15, "decode_s": 0.2, "finish_reason": "aborted"}, "Ended early, after 350 ms (aborted)."),
         (
             {"finish_reason": "disconnected"},

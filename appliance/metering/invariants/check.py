@@ -25,7 +25,7 @@ secrets     sealed secrets (second factors, signing secrets of webhooks) open wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,18 @@ class _Tally:
     )
 
 
-async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Path | None = None) -> list[Finding]:
+async def check_ledger(
+    url: str,
+    *,
+    running: bool,
+    time_zone: str,
+    data_dir: Path | None = None,
+    on_progress: Callable[[float], None] = lambda _fraction: None,
+) -> list[Finding]:
     """Return one finding per promise. `running` says whether an appliance is using this database now.
 
-    Without the matching data folder the secrets are not checked. Raises UnusableData if there are no tables, and the database's
-    own error.
+    Without the matching data folder the secrets are not checked. `on_progress` takes the fraction of the events that have been
+    read, which is the longest part. Raises UnusableData if there are no tables, and the database's own error.
     """
     if migrations.current_revision(url) is None:
         raise UnusableData("the database has no tables yet: start the appliance once, or run gatehouse db upgrade")
@@ -81,9 +88,14 @@ async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Pat
             epoch = await _running_epoch(connection) if running else None
             tally = _Tally()
             history = await origins.PriceHistory.read(connection)
-            async for row in _events(connection):
-                _judge(row, tally, epoch=epoch, running=running)
-                _judge_origin(row, tally, history)
+            num_events = (await connection.execute(select(func.count()).select_from(_EVENTS))).scalar_one()
+            num_read = 0
+            async for rows in _event_batches(connection):
+                for row in rows:
+                    _judge(row, tally, epoch=epoch, running=running)
+                    _judge_origin(row, tally, history)
+                num_read += len(rows)
+                on_progress(num_read / num_events)
             tally.wrong["requests"] += await origins.requests_without_event(connection)
             tally.wrong["price"] += history.wrong()
             only_in_journal = 0 if running else await journaled.only_in_journal(connection, url)
@@ -136,8 +148,8 @@ async def _running_epoch(connection: AsyncConnection) -> str | None:
     return (await connection.execute(latest)).scalar_one_or_none()
 
 
-async def _events(connection: AsyncConnection) -> AsyncIterator[Any]:
-    """Yield every event with its price and its request's own counts, in order, in batches."""
+async def _event_batches(connection: AsyncConnection) -> AsyncIterator[Sequence[Any]]:
+    """Yield every event with its price and its request's own counts, in order, in batches that are not empty."""
     columns = [
         *_EVENTS.c,
         _PRICES.c.prompt.label("prompt_price"),
@@ -166,10 +178,9 @@ async def _events(connection: AsyncConnection) -> AsyncIterator[Any]:
     while True:
         page = select(*columns).select_from(joined).where(_EVENTS.c.id > after).order_by(_EVENTS.c.id).limit(BATCH_ROWS)
         rows = (await connection.execute(page)).all()
-        for row in rows:
-            yield row
-        if len(rows) < BATCH_ROWS:
+        if not rows:
             return
+        yield rows
         after = rows[-1].id
 
 

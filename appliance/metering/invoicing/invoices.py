@@ -219,7 +219,7 @@ class Invoices:
                 await audit.record(
                     connection, self._clock, "invoice.draft", "invoice", head.id, tenant_id=tenant_id, after=after
                 )
-        check_draft(head)
+        check_draft(head, param="month")
         return head
 
     async def _begun(self, connection: AsyncConnection, tenant_id: str, month: str, currency: str) -> InvoiceHead:
@@ -379,12 +379,12 @@ async def _free_months(
     return await rows.read_free_months(connection, tenant_id, {of: free_in(allowances, of) for of in months})
 
 
-def check_draft(head: InvoiceHead) -> None:
-    """Raise InvoiceClosed for an invoice that is no longer a draft."""
+def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:
+    """Raise InvoiceClosed for an invoice that is no longer a draft; `param` is what named it."""
     if head.state != "draft":
         raise InvoiceClosed(
             f"the invoice of {head.month} is closed as {head.number} and never changes; what comes later is on the next one",
-            param="invoice_id",
+            param=param,
         )
 
 
