@@ -11,7 +11,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.kv_blocks import KvBlocks
-from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.prefix_cache import FIRST_LOOKUP_BLOCKS, PrefixCache
 from tests.support.scheduling import BLOCK_SIZE, apply_outputs, drain, make_request, make_scheduler, step
 
 
@@ -150,6 +150,12 @@ def test_a_tenant_is_told_what_it_holds() -> None:
     assert (told["alice"].num_running, told["alice"].num_waiting, told["alice"].kv_blocks) == (1, 0, 3)
     assert (told["bob"].num_running, told["bob"].num_waiting, told["bob"].kv_blocks) == (1, 2, 3)
     assert told["alice"].service_s == pytest.approx(scheduler.costs.prefill_ps(0, 9) / 1e12)
+
+
+def test_of_a_prompt_that_hits_nothing_only_the_first_few_blocks_are_hashed() -> None:
+    request = make_request("a", 100 * BLOCK_SIZE)
+    assert PrefixCache(BlockPool(8), BLOCK_SIZE).match(request) == []
+    assert len(request.block_hashes) == FIRST_LOOKUP_BLOCKS
 
 
 def test_a_block_that_nobody_holds_is_counted_behind_one_in_main_memory_too() -> None:
