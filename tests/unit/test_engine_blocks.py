@@ -53,6 +53,31 @@ def test_of_content_that_was_found_again_the_latest_is_kept() -> None:
     assert [pool.lookup(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
 
 
+@pytest.mark.parametrize(("percent", "num_found", "evicted"), [(50, 2, b"c"), (50, 3, b"a"), (0, 3, b"a")])
+def test_of_content_that_was_found_again_its_share_of_the_pool_is_protected_and_no_more(
+    percent: int, num_found: int, evicted: bytes
+) -> None:
+    pool, names = BlockPool(4, protected_percent=percent), [b"a", b"b", b"c", b"d"]
+    for block_id in cached(pool, *names[:num_found]):
+        for _ in range(2):
+            pool.share(block_id)
+            pool.release([block_id])
+    cached(pool, *names[num_found:])
+    pool.check_invariants([])
+    pool.allocate(1)
+    assert [name for name in names if pool.lookup(name) is None] == [evicted]
+
+
+def test_a_block_is_found_by_its_first_content_hash_and_a_hash_finds_its_first_block() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.register(first, b"a")
+    pool.register(first, b"b")
+    pool.register(second, b"a")
+    assert [pool.lookup(b"a"), pool.lookup(b"b")] == [first, None]
+    pool.check_invariants([[first, second]])
+
+
 def test_content_that_its_owner_will_come_back_for_outlives_the_rest_until_the_owner_has_been_back() -> None:
     pool = BlockPool(4, protected_percent=50)
     for is_wanted in (True, False):
