@@ -53,7 +53,7 @@ def test_of_content_that_was_found_again_the_latest_is_kept() -> None:
     assert [pool.lookup(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
 
 
-@pytest.mark.parametrize(("percent", "num_found", "evicted"), [(50, 2, b"c"), (50, 3, b"a"), (0, 3, b"a")])
+@pytest.mark.parametrize(("percent", "num_found", "evicted"), [(50, 2, b"d"), (50, 3, b"a"), (0, 3, b"a")])
 def test_of_content_that_was_found_again_its_share_of_the_pool_is_protected_and_no_more(
     percent: int, num_found: int, evicted: bytes
 ) -> None:
@@ -61,6 +61,7 @@ def test_of_content_that_was_found_again_its_share_of_the_pool_is_protected_and_
     for block_id in cached(pool, *names[:num_found]):
         for _ in range(2):
             pool.share(block_id)
+            assert pool.num_used == 1
             pool.release([block_id])
     cached(pool, *names[num_found:])
     pool.check_invariants([])
