@@ -20,13 +20,13 @@ from engine.config.values import JsonObject, mapping, positive
 SYMMETRIC, STATIC = (True, None), (False, None)  # of the keys `symmetric` and `dynamic`; null is the default
 FP8_FORMATS = ("float-quantized", "naive-quantized")
 INT8_FORMAT, PACKED_FORMAT = "int-quantized", "pack-quantized"
+FUSED_TRANSFORMS = ("weight_input", "weight_output")
 
 
 def parse_compressed(settings: JsonObject) -> StoredWeights:
     """One group of settings for all linear modules. Raises `UnsupportedModel` with the key and what can be."""
-    for key in ("sparsity_config", "transform_config"):
-        if settings.get(key) and mapping(settings, key).get("format", "dense") != "dense":
-            raise refusal(key, settings[key], "none")
+    require_one_of(mapping(settings, "sparsity_config"), "format", "dense", None, prefix="sparsity_config.")
+    _check_transforms(mapping(settings, "transform_config"))
     check_kv_scheme(mapping(settings, "kv_cache_scheme"), "tensor")
     groups = mapping(settings, "config_groups")
     if len(groups) != 1:
@@ -48,6 +48,17 @@ def parse_compressed(settings: JsonObject) -> StoredWeights:
     if inputs:
         raise refusal(f"{prefix}input_activations", inputs, "none")
     return _packed_weights(weights, f"{prefix}weights.")
+
+
+def _check_transforms(transforms: JsonObject) -> None:
+    """Transforms of weights were multiplied into them when the checkpoint was made; those of activations, queries and keys are
+    not computed. Raises `UnsupportedModel`."""
+    require_one_of(transforms, "format", None, prefix="transform_config.")
+    for name, scheme in mapping(transforms, "config_groups").items():
+        applied = scheme.get("apply") if isinstance(scheme, dict) else None
+        places = [each.get("location") if isinstance(each, dict) else each for each in applied or [None]]
+        if not all(place in FUSED_TRANSFORMS for place in places):
+            raise refusal(f"transform_config.config_groups.{name}", places, "transforms that are in the weights")
 
 
 def check_kv_scheme(scheme: JsonObject, *strategies: str | None) -> None:

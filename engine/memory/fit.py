@@ -306,9 +306,8 @@ def divide_memory(usable_bytes: int, fits: Sequence[MemoryFit]) -> list[int]:
 
 def _in_16_bits(formats: Formats) -> Formats:
     """Weights too, where they are kept as they are computed with."""
-    size = min(2, formats.element_bytes)
-    weights = unquantised(size) if formats.weights.bits > 8 else formats.weights
-    return Formats(weights=weights, element_bytes=size, kv_element_bytes=min(size, formats.kv_element_bytes))
+    weights = unquantised(2) if formats.weights.bits > 8 else formats.weights
+    return Formats(weights=weights, element_bytes=2, kv_element_bytes=min(2, formats.kv_element_bytes))
 
 
 def gib(num_bytes: int, digits: int = 1) -> str:

@@ -27,14 +27,7 @@ def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: in
     if window is not None:
         num_tokens = min(num_tokens, window + split)
     shortest, doubled, fourfold, eightfold = (-(-num_tokens // (factor * split)) for factor in (1, 2, 4, 8))
-    most = max(1, min(4, shortest))
-    if shortest > 4:
-        most = max(most, min(8, doubled))
-    if shortest > 16:
-        most = max(most, min(32, fourfold))
-    if shortest > 128:
-        most = max(most, eightfold)
-    return most
+    return max(1, min(4, shortest), min(8, doubled), min(32, fourfold), eightfold)
 
 
 def invariant_bytes(num_seqs: int, num_tokens: int, num_heads: int, head_dim: int, window: int | None) -> int:

@@ -151,7 +151,7 @@ class BlockPool:
     def _add_unowned(self, block: Block) -> None:
         if block.content_hash is None:
             self._free.append(block.block_id)
-        elif block.deserves_protection and self._protected_max:
+        elif block.deserves_protection:
             self._protected[block.block_id] = None
             if len(self._protected) > self._protected_max:
                 self._probation[self._protected.popitem(last=False)[0]] = None

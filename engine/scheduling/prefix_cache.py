@@ -7,7 +7,7 @@ authenticated tenant, never from the request. The key is random per process, so 
 Globally shared prefixes are an exception made by the operator: a prompt that begins with blocks of one is hashed under a salt
 common to all tenants, up to the first block that is not shared. There the tenant's salt is mixed in.
 
-Hashes are computed only as far as they are compared, so a prompt that hits nothing costs one hash.
+Hashes are computed only as far as they are compared, so a prompt that hits nothing costs those of its first few blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class PrefixCache:
     `is_shared=False`: nothing is found by others, but a preempted request finds its own blocks again.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, key: bytes | None = None, is_shared: bool = True) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, *, is_shared: bool = True) -> None:
         self.is_shared = is_shared
         self._pool = pool
         self.block_size = block_size
-        self._key = secrets.token_bytes(32) if key is None else key
+        self._key = secrets.token_bytes(32)
         self._global_hashes: set[bytes] = set()
         self._sequence = count()
 

@@ -185,7 +185,7 @@ class Replay:
             max_model_len=setup.max_model_len,
             block_size=BLOCK_SIZE,
         )
-        cache = PrefixCache(self.pool, BLOCK_SIZE, key=bytes(32))
+        cache = PrefixCache(self.pool, BLOCK_SIZE)
         step_time = setup.step_time()
         return Scheduler(
             limits,

@@ -32,6 +32,14 @@ def begun(queue: CompileQueue) -> Job:
     return job
 
 
+def compiled(queue: CompileQueue, tenant: str, number: int) -> Future[CompiledGrammar]:
+    grammar = queue.add(tenant, text(number))
+    job = begun(queue)
+    grammar.set_exception(ValueError())
+    queue.finish(job)
+    return grammar
+
+
 def test_tenants_take_turns_and_each_has_one_compile_under_way() -> None:
     queue = CompileQueue(waiting_max=6)
     for tenant, number in (("alice", 1), ("alice", 2), ("alice", 3), ("bob", 4), ("bob", 5)):
@@ -44,6 +52,34 @@ def test_tenants_take_turns_and_each_has_one_compile_under_way() -> None:
     assert third.spec == text(5), "alice's first compile is still under way"
     queue.finish(first)
     assert begun(queue).spec == text(2)
+
+
+def test_a_tenant_that_was_served_comes_after_the_others() -> None:
+    queue = CompileQueue()
+    for tenant, number in (("alice", 1), ("alice", 2), ("bob", 3), ("bob", 4)):
+        queue.add(tenant, text(number))
+    served = []
+    for _ in range(4):
+        job = begun(queue)
+        served.append(job.tenant_id)
+        queue.finish(job)
+    assert served == ["alice", "bob", "alice", "bob"]
+
+
+def test_between_lines_that_differ_by_one_neither_gives_way() -> None:
+    queue = CompileQueue(waiting_max=3)
+    for tenant, number in (("alice", 1), ("alice", 2), ("bob", 3)):
+        queue.add(tenant, text(number))
+    with pytest.raises(EngineOverloaded):
+        queue.add("bob", text(4))
+
+
+def test_when_the_engine_stops_what_waits_is_cancelled_and_never_begins() -> None:
+    queue = CompileQueue(running_max=2)
+    compiling, waiting = queue.add("alice", text(1)), queue.add("alice", text(2))
+    begun(queue)
+    queue.cancel_waiting()
+    assert (compiling.cancelled(), waiting.cancelled(), queue.start_next()) == (False, True, None)
 
 
 def test_where_no_more_may_wait_the_longest_line_gives_way_from_its_end() -> None:
@@ -62,15 +98,9 @@ def test_where_no_more_may_wait_the_longest_line_gives_way_from_its_end() -> Non
 
 def test_what_one_tenant_compiles_drives_out_its_own_grammars() -> None:
     queue = CompileQueue(waiting_max=6)
-    kept = queue.add("bob", text(0))
-    job = begun(queue)
-    kept.set_exception(ValueError())
-    queue.finish(job)
+    kept = compiled(queue, "bob", 0)
     for number in range(1, 40):
-        grammar = queue.add("alice", text(number))
-        job = begun(queue)
-        grammar.set_exception(ValueError())
-        queue.finish(job)
+        grammar = compiled(queue, "alice", number)
     assert queue.find("bob", text(0)) is kept
     assert queue.find("alice", text(39)) is grammar
     assert queue.find("alice", text(1)) is None
@@ -83,14 +113,54 @@ def test_what_waits_drives_out_nothing_and_does_not_let_others_keep_more(num_com
         queue.add("alice", text(number))
     alices = begun(queue)
     for number in range(num_compiled):
-        grammar = queue.add("bob", text(number))
-        job = begun(queue)
-        grammar.set_exception(ValueError())
-        queue.finish(job)
+        compiled(queue, "bob", number)
     queue.add("alice", text(20))
     kept = [number for number in range(num_compiled) if queue.find("bob", text(number)) is not None]
     assert kept == [*range(num_compiled)][-9:]
     assert not alices.grammar.done()
+
+
+def test_a_grammar_that_is_found_again_is_kept_longer() -> None:
+    queue = CompileQueue()
+    for number in range(9):
+        compiled(queue, "alice", number)
+    queue.find("alice", text(0))
+    compiled(queue, "alice", 9)
+    assert queue.find("alice", text(0)) is not None
+    assert queue.find("alice", text(1)) is None
+
+
+def test_what_waits_is_not_driven_out_however_long_ago_it_came() -> None:
+    queue = CompileQueue()
+    for number in range(9):
+        compiled(queue, "alice", number)
+    grammar, waiting = queue.add("alice", text(9)), queue.add("alice", text(10))
+    job = begun(queue)
+    for number in range(10):
+        queue.find("alice", text(number))
+    grammar.set_exception(ValueError())
+    queue.finish(job)
+    assert queue.find("alice", text(10)) is waiting
+    assert queue.find("alice", text(0)) is None
+
+
+def test_of_a_tenant_whose_last_grammar_was_driven_out_nothing_is_left() -> None:
+    queue = CompileQueue()
+    for number in range(10):
+        compiled(queue, f"tenant {number}", number)
+    assert len(queue._queues) == 9
+
+
+def test_two_compiles_of_a_tenant_that_are_forgotten_end_one_after_the_other() -> None:
+    queue = CompileQueue(running_max=2)
+    queue.add("alice", text(1))
+    queue.add("alice", text(2))
+    jobs = [begun(queue), begun(queue)]
+    for job in jobs:
+        queue.discard(job)
+    for job in jobs:
+        queue.finish(job)
+    assert not queue._queues
 
 
 @settings(max_examples=200, deadline=None)

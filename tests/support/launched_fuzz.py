@@ -255,7 +255,7 @@ class LaunchedFuzz:
             pool,
             clock=lambda: self.now_s,
             costs=COSTS,
-            prefix_cache=PrefixCache(pool, world.block_size, key=b"test") if world.caches else None,
+            prefix_cache=PrefixCache(pool, world.block_size) if world.caches else None,
             host_tier=HostTier(world.host_blocks) if world.host_blocks else None,
             drafter=self.drafter,
             policy=partial(FairPolicy, settings=settings),

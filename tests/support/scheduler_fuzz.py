@@ -210,7 +210,7 @@ class SchedulerFuzz:
         quantum_ps = COSTS.prefill_ps(0, world.quantum_tokens)
         settings = FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
         pool = BlockPool(world.num_blocks, protected_percent=world.protected_percent)
-        prefix_cache = PrefixCache(pool, world.block_size, key=b"test") if world.caches else None
+        prefix_cache = PrefixCache(pool, world.block_size) if world.caches else None
         if prefix_cache is not None and world.global_prefix:
             prefix_cache.share_globally(world.global_prefix)
         self.drafter = RandomDrafter(rng) if world.drafts else None

@@ -11,7 +11,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.kv_blocks import KvBlocks
-from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.prefix_cache import FIRST_LOOKUP_BLOCKS, PrefixCache
 from tests.support.scheduling import BLOCK_SIZE, apply_outputs, drain, make_request, make_scheduler, step
 
 
@@ -51,6 +51,32 @@ def test_of_content_that_was_found_again_the_latest_is_kept() -> None:
         pool.release([block_id])
     pool.allocate(2)
     assert [pool.lookup(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
+
+
+@pytest.mark.parametrize(("percent", "num_found", "evicted"), [(50, 2, b"d"), (50, 3, b"a"), (0, 3, b"a")])
+def test_of_content_that_was_found_again_its_share_of_the_pool_is_protected_and_no_more(
+    percent: int, num_found: int, evicted: bytes
+) -> None:
+    pool, names = BlockPool(4, protected_percent=percent), [b"a", b"b", b"c", b"d"]
+    for block_id in cached(pool, *names[:num_found]):
+        for _ in range(2):
+            pool.share(block_id)
+            assert pool.num_used == 1
+            pool.release([block_id])
+    cached(pool, *names[num_found:])
+    pool.check_invariants([])
+    pool.allocate(1)
+    assert [name for name in names if pool.lookup(name) is None] == [evicted]
+
+
+def test_a_block_is_found_by_its_first_content_hash_and_a_hash_finds_its_first_block() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.register(first, b"a")
+    pool.register(first, b"b")
+    pool.register(second, b"a")
+    assert [pool.lookup(b"a"), pool.lookup(b"b")] == [first, None]
+    pool.check_invariants([[first, second]])
 
 
 def test_content_that_its_owner_will_come_back_for_outlives_the_rest_until_the_owner_has_been_back() -> None:
@@ -150,6 +176,12 @@ def test_a_tenant_is_told_what_it_holds() -> None:
     assert (told["alice"].num_running, told["alice"].num_waiting, told["alice"].kv_blocks) == (1, 0, 3)
     assert (told["bob"].num_running, told["bob"].num_waiting, told["bob"].kv_blocks) == (1, 2, 3)
     assert told["alice"].service_s == pytest.approx(scheduler.costs.prefill_ps(0, 9) / 1e12)
+
+
+def test_of_a_prompt_that_hits_nothing_only_the_first_few_blocks_are_hashed() -> None:
+    request = make_request("a", 100 * BLOCK_SIZE)
+    assert PrefixCache(BlockPool(8), BLOCK_SIZE).match(request) == []
+    assert len(request.block_hashes) == FIRST_LOOKUP_BLOCKS
 
 
 def test_a_block_that_nobody_holds_is_counted_behind_one_in_main_memory_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -351,6 +352,24 @@ def test_whatever_there_is_the_remedies_are_few_and_each_costs_more_and_leaves_m
     assert not asked.fits or not remedies
     best = max((changed.context_len for _, changed in changes_in_order(asked)), default=0)
     assert asked.fits or max(lengths, default=0) * GAIN_MIN >= best, "the longest context is among them"
+
+
+def test_of_too_many_remedies_the_one_that_gains_least_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (100, 200, 400, 500, 1000, 2000, 4000)
+    changes = [([str(length)], SimpleNamespace(context_len=length)) for length in lengths]
+    monkeypatch.setattr("engine.memory.fit.changes_in_order", lambda _: changes)
+    assert [remedy.context_len for remedy in fit(12).remedies()] == [100, 200, 400, 1000, 2000, 4000]
+
+
+def test_on_a_cpu_too_all_changes_together_are_offered_where_none_is_enough() -> None:
+    assert fit(6).context_len == 0
+    assert words_of(fit(6)) == [f"fewer at a time, {WEIGHTS_4}, the output head in 8 bits, {KV_8}"]
+
+
+def test_beside_a_model_that_is_in_small_formats_already_the_same_changes_are_offered() -> None:
+    small = fit(40, formats=Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2))
+    beside = replace(fit(20), others=(small,), others_bytes=6 * GIB)
+    assert words_of(beside)[:2] == [WEIGHTS_8, f"{WEIGHTS_8} with {KV_8}"]
 
 
 def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> None:

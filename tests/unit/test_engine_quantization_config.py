@@ -27,6 +27,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 COMPRESSED = compressed_settings("channel", "dynamic")
 GROUP = COMPRESSED["config_groups"]["group_0"]
 MODELOPT = hub.modelopt_fp8().settings
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
 def parsed(settings: Any) -> Any:
@@ -37,6 +38,18 @@ def parsed(settings: Any) -> Any:
 def group(**changes: Any) -> dict[str, Any]:
     """COMPRESSED with some settings of its group replaced."""
     return {**COMPRESSED, "config_groups": {"group_0": {**GROUP, **changes}}}
+
+
+def int8(**changes: Any) -> dict[str, Any]:
+    """Settings of 8-bit integers with some settings of the inputs replaced."""
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", **changes}
+    return hub.group_settings("int-quantized", num_bits=8, strategy="channel", input_activations=inputs)
+
+
+def transformed(*locations: Any) -> dict[str, Any]:
+    """COMPRESSED with a transform that is applied at these locations."""
+    applied = [{"targets": ["Linear"], "location": location} for location in locations]
+    return {**COMPRESSED, "transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": applied}}}}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +64,10 @@ def group(**changes: Any) -> dict[str, Any]:
             Fp8Weights(activations=Activations.DYNAMIC),
         ),
         (COMPRESSED, Fp8Weights(activations=Activations.DYNAMIC)),
+        ({**COMPRESSED, "kv_cache_scheme": KV_SCHEME}, Fp8Weights(activations=Activations.DYNAMIC)),
+        ({**COMPRESSED, "sparsity_config": {"format": "dense"}}, Fp8Weights(activations=Activations.DYNAMIC)),
+        ({**COMPRESSED, "transform_config": {}}, Fp8Weights(activations=Activations.DYNAMIC)),
+        (transformed("weight_input", "weight_output"), Fp8Weights(activations=Activations.DYNAMIC)),
         (compressed_settings("tensor", "static"), Fp8Weights(activations=Activations.STATIC)),
         (compressed_settings("tensor", "none"), Fp8Weights(activations=Activations.UNTOUCHED)),
         (AWQ, Int4Weights(layout=GroupLayout.AWQ, group_size=128, zero_offset=0)),
@@ -58,7 +75,9 @@ def group(**changes: Any) -> dict[str, Any]:
             {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"},
             Int4Weights(layout=GroupLayout.AWQ, group_size=64, zero_offset=0),
         ),
+        ({**AWQ, "version": None}, Int4Weights(layout=GroupLayout.AWQ, group_size=128, zero_offset=0)),
         (GPTQ, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
+        ({**GPTQ, "format": "gptq_v2"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=0)),
         ({**GPTQ, "group_size": -1, "lm_head": True}, Int4Weights(layout=GroupLayout.GPTQ, group_size=None, zero_offset=1)),
         ({**GPTQ, "dynamic": {"-:.*gate": {}}}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
         ({**GPTQ, "checkpoint_format": "gptq_v2"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=0)),
@@ -78,6 +97,14 @@ def group(**changes: Any) -> dict[str, Any]:
         (
             hub.packed_8_bit_groups(group_size=128).settings,
             Int8GroupWeights(layout=GroupLayout.COMPRESSED, group_size=128, zero_offset=0, key=""),
+        ),
+        (
+            hub.group_settings("pack-quantized", num_bits=8),
+            Int8GroupWeights(layout=GroupLayout.COMPRESSED, group_size=32, zero_offset=0, has_zeros=False, key=""),
+        ),
+        (
+            hub.group_settings("pack-quantized", num_bits=8, strategy="channel", group_size=None, symmetric=False),
+            Int8GroupWeights(layout=GroupLayout.COMPRESSED, group_size=None, zero_offset=0, key=""),
         ),
         (hub.int8().settings, Int8Weights(is_packed=False)),
         (hub.int8(per_row=False, activations="static").settings, Int8Weights(is_packed=False)),
@@ -112,6 +139,7 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         ),
         ({**FP8, "activation_scheme": "both"}, "activation_scheme 'both' .* supported: none, dynamic, static"),
         ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({**AWQ, "bits": 4.0}, "bits 4.0 .* supported: 4"),
         ({**AWQ, "bits": 3}, "bits 3 .* supported: 4"),
         ({**AWQ, "version": "gemv"}, "version 'gemv' .* supported: gemm"),
         ({**AWQ, "group_size": 48}, "group_size 48 .* supported: 32, 64, 128"),
@@ -144,6 +172,9 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
             hub.group_settings("int-quantized", num_bits=8, strategy="channel", input_activations={"num_bits": 4}),
             "input_activations.num_bits 4 .* supported: 8",
         ),
+        (int8(type="float"), "input_activations.type 'float'"),
+        (int8(strategy="channel"), "input_activations.strategy 'channel'"),
+        (hub.group_settings("pack-quantized", symmetric="no"), "weights.symmetric 'no'"),
         ({**MODELOPT, "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .* supported: FP8"),
         ({**MODELOPT, "quant_algo": None}, "quant_algo None .* supported: FP8"),
         ({**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' .* supported: none, FP8"),
@@ -151,8 +182,17 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         ({**COMPRESSED, "config_groups": {}}, r"config_groups \[\] .* one group"),
         ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, r"config_groups \['a', 'b'\]"),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-        ({**COMPRESSED, "transform_config": {"format": "rotation"}}, "transform_config"),
+        ({**COMPRESSED, "transform_config": {"format": "rotation"}}, "transform_config.format"),
+        (transformed("input"), "transform_config.config_groups.R1 .* supported: transforms that are in the weights"),
+        (transformed("weight_input", "output"), "transform_config.config_groups.R1"),
+        (transformed(["weight_input"]), "transform_config.config_groups.R1"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config.config_groups.R1"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {"apply": [1]}}}}, "transform_config.config_groups.R1"),
         ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 4, "type": "int"}}, "kv_cache_scheme.num_bits 4 .* supported: 8"),
+        ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "type": "int"}}, "kv_cache_scheme.type 'int'"),
+        ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "strategy": "channel"}}, "kv_cache_scheme.strategy 'channel'"),
+        ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "symmetric": False}}, "kv_cache_scheme.symmetric False"),
+        ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "dynamic": True}}, "kv_cache_scheme.dynamic True"),
         (group(format="int-quantized"), "weights.type 'float' .* supported: int"),
         (group(targets=["re:.*q_proj"]), "config_groups.group_0.targets .* supported: .'Linear'."),
         (group(output_activations={"num_bits": 8}), "group_0.output_activations"),
@@ -160,6 +200,12 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         (group(weights={**GROUP["weights"], "strategy": "block"}), "weights.block_structure None .*: two positive integers"),
         (group(weights={**GROUP["weights"], "num_bits": 4}), "weights.num_bits 4"),
         (group(weights={**GROUP["weights"], "symmetric": False}), "weights.symmetric False"),
+        (group(weights={**GROUP["weights"], "dynamic": True}), "weights.dynamic True"),
+        (group(weights={**GROUP["weights"], "type": "int"}), "weights.type 'int'"),
+        (group(input_activations={**GROUP["input_activations"], "num_bits": 4}), "input_activations.num_bits 4"),
+        (group(input_activations={**GROUP["input_activations"], "type": "int"}), "input_activations.type 'int'"),
+        (group(input_activations={**GROUP["input_activations"], "symmetric": False}), "input_activations.symmetric False"),
+        (group(input_activations={**GROUP["input_activations"], "dynamic": False}), "input_activations.strategy 'token'"),
         (group(input_activations={**GROUP["input_activations"], "strategy": "tensor"}), "input_activations.strategy 'tensor'"),
         (group(input_activations={**GROUP["input_activations"], "dynamic": "local"}), "input_activations.dynamic 'local'"),
     ],

@@ -64,6 +64,15 @@ def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
             request.token_ids.append(token_id or 0)
 
 
+def test_a_bad_word_of_two_tokens_forbids_neither_alone() -> None:
+    sampler, request = ColumnSampler(1, 20, CPU), sampling_request(temperature=0.0, bad_words_token_ids=[[3, 4]])
+    assert sampler.refusal(request) is None
+    place(sampler, [0], [request])
+    logits = torch.zeros(1, 20).index_fill(1, torch.tensor([3]), 1.0)
+    chosen = sampler.choose(logits, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), Kind())
+    assert chosen.tokens.tolist() == [3]
+
+
 def test_a_slot_forgets_its_last_owner() -> None:
     sampler = ColumnSampler(1, 20, CPU)
     logits = torch.zeros(1, 20)

@@ -327,6 +327,15 @@ async def test_a_reservation_ends_once(admission: Admission) -> None:
         reservation.void()
 
 
+async def test_fewer_tokens_than_none_are_neither_asked_for_nor_settled(admission: Admission) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        await admit(admission, principal(), -1)
+    reservation = await admit(admission, principal())
+    with pytest.raises(ValueError, match="negative"):
+        reservation.settle(-1)
+    reservation.settle(0)
+
+
 async def test_running_requests_are_counted_at_tenant_and_key(admission: Admission) -> None:
     bob = principal(Limits(concurrent_requests=2))
     first, _second = await admit(admission, bob), await admit(admission, bob)
@@ -554,7 +563,7 @@ async def test_what_an_answer_is_expected_to_take_is_learnt_per_answer(admission
     bob = principal()
     for _ in range(OUTPUTS_MIN):
         four = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
-        (await admission.admit(four)).settle(4 * 1000)
+        (await admission.admit(four)).settle(4 * 1000 - 3)
     one = await admission.admit(msgspec.structs.replace(four, answers=1))
 
     assert one.tokens_reserved == 1000

@@ -117,6 +117,12 @@ async def test_without_patience_or_with_too_little_it_is_refused_at_once(queue: 
     assert not (await queue.ask(bob, 30, wait_s=30.0)).done()
 
 
+async def test_without_patience_running_requests_are_not_waited_for(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    await queue.ask(bob, 1)
+    assert isinstance((await queue.ask(bob, 1, wait_s=0.0)).exception(), RateLimitExceeded)
+
+
 @pytest.mark.parametrize(
     ("limits", "error"),
     [(Limits(tokens_per_minute=10), RequestExceedsLimit), (Limits(concurrent_requests=0), RequestExceedsLimit)],
@@ -225,6 +231,21 @@ async def test_a_request_of_which_the_model_refuses_nothing_any_more_lets_others
     assert await queue.refusing(charlie, 90, policy=policy) == set()
 
 
+async def test_whoever_leaves_the_line_of_a_model_while_its_tenant_is_tried_lets_others_go_on_there(queue: Queue) -> None:
+    shared = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=60), limit_mode="enforce", updated_at=START)
+    alice, bob = principal(Limits(tokens_per_minute=60)), principal()
+    (await queue.ask(bob, 60, policy=shared)).result().settle(60)
+    other = (await queue.ask(alice, 0, model="other")).result()
+    (await queue.ask(alice, 60, model="other")).result().settle(90)
+    await queue.ask(alice, 10, policy=shared)  # 40 s until its tenant has room, 10 s until the model has
+    behind = await queue.ask(bob, 10, policy=shared)
+    await queue.alarms.advance(12.0)
+    assert not behind.done()
+    other.settle(0)
+    await queue.alarms.settle()
+    assert behind.result()
+
+
 async def test_a_day_is_kept_for_those_who_wait_for_it_and_for_nobody_who_waits_for_something_else(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=2, tokens_per_day=1000))
     slow, quick = with_key(bob, "slow", Limits(tokens_per_day=100)), with_key(bob, "quick")
@@ -296,6 +317,16 @@ async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_
     assert large.cancelled()
     assert patient.done()
     assert num_running(queue.admission, bob.tenant.id) == 2 - 1
+
+
+async def test_when_a_wait_has_ended_nobody_asks_any_more_whether_its_client_is_there(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    running, waiting = await queue.ask(bob, 1), await queue.ask(bob, 1)
+    before = len(asyncio.all_tasks())
+    running.result().settle(1)
+    await queue.alarms.settle()
+    assert waiting.result()
+    assert before - len(asyncio.all_tasks()) == 2, "the one that waited and the one that watched"
 
 
 async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_everything_back(queue: Queue) -> None:

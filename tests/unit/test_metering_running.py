@@ -68,6 +68,12 @@ async def test_nothing_is_told_that_nobody_knows(admission: Admission) -> None:
     assert await told_s(admission, bob) == WAIT_S_MIN
 
 
+async def test_of_a_request_that_was_heard_of_once_no_pace_is_known(admission: Admission, clock: FakeClock) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    generate(clock, await admission.admit(asked(bob)), 1, 1.0)
+    assert await told_s(admission, bob) == WAIT_S_MIN
+
+
 async def test_a_long_answer_is_no_reason_to_stay_away_for_long(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
     long = await admission.admit(asked(bob, 200))

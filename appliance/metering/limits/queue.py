@@ -271,9 +271,7 @@ class AdmissionQueue:
         left = {each for each in waiter.lines if each.owner.scope == "model" and each not in refusing}
         for allowance in left:
             self._leave_line(waiter, allowance)
-        now_s = self._clock.monotonic_s()
-        wait_s = min(known_wait_s(refusals.decisions) or waiter.deadline_s - now_s, waiter.deadline_s - now_s)
-        self._plan(waiter, max(wait_s, 0.0))
+        self._plan(waiter, known_wait_s(refusals.decisions) or waiter.deadline_s - self._clock.monotonic_s())
         return left
 
     def _plan(self, waiter: Waiter, delay_s: float) -> None:
@@ -286,7 +284,6 @@ class AdmissionQueue:
         self._waiting.discard(waiter)
         if waiter.alarm is not None:
             waiter.alarm.cancel()
-            waiter.alarm = None
         left = set(waiter.lines)
         for allowance in left:
             self._leave_line(waiter, allowance)
@@ -302,9 +299,8 @@ class AdmissionQueue:
     def _discard(self, waiter: Waiter, *, kept: bool) -> None:
         """Remove a waiter that nobody awaits any more. If it was admitted just then, that is put back; those behind move up."""
         left = self._leave(waiter)
-        answer = waiter.answer
-        if not kept and answer.done() and answer.exception() is None:
-            answer.result().void()
+        if not kept and waiter.answer.done() and waiter.answer.exception() is None:
+            waiter.answer.result().void()
         self.wake(left)
 
 
@@ -314,8 +310,7 @@ def _has_place(waiters: Collection[Waiter], tenant_id: str, places: int) -> bool
 
 def known_wait_s(decisions: Iterable[LimitDecision]) -> float:
     """Return the longest exact wait of the refusing limits; 0 when all depend on running requests."""
-    known = [decision.wait_s for decision in decisions if not decision.estimated]
-    return max((wait_s for wait_s in known if wait_s is not None), default=0.0)
+    return max((decision.wait_s or 0.0 for decision in decisions if not decision.estimated), default=0.0)
 
 
 def may_wait(decisions: Iterable[LimitDecision], patience_s: float) -> bool:

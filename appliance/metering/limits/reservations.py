@@ -71,7 +71,7 @@ class Reservation:
 
     def hold_to_budget(self, cut_at_budget: bool) -> None:
         """Set whether a spent budget ends the request from now on; if not, it counts in its budgets once it has ended."""
-        if self._cut_at_budget and not cut_at_budget and not self._ended:
+        if not cut_at_budget:
             for hold in self.holds:
                 hold.forget_live()
         self._cut_at_budget = cut_at_budget
