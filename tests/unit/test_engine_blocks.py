@@ -60,7 +60,7 @@ def test_of_content_that_was_found_again_its_share_of_the_pool_is_protected_and_
     pool, names = BlockPool(4, protected_percent=percent), [b"a", b"b", b"c", b"d"]
     for block_id in cached(pool, *names[:num_found]):
         for _ in range(2):
-            pool.share(block_id)
+            pool.share([block_id])
             assert pool.num_used == 1
             pool.release([block_id])
     cached(pool, *names[num_found:])
