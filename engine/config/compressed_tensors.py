@@ -56,8 +56,9 @@ def _check_transforms(transforms: JsonObject) -> None:
     require_one_of(transforms, "format", None, prefix="transform_config.")
     for name, scheme in mapping(transforms, "config_groups").items():
         applied = scheme.get("apply") if isinstance(scheme, dict) else None
-        places = [each.get("location") if isinstance(each, dict) else each for each in applied or [None]]
-        if not all(place in FUSED_TRANSFORMS for place in places):
+        listed = applied if isinstance(applied, list) else []
+        places = [each.get("location") if isinstance(each, dict) else each for each in listed]
+        if not places or not all(place in FUSED_TRANSFORMS for place in places):
             raise refusal(f"transform_config.config_groups.{name}", places, "transforms that are in the weights")
 
 

@@ -189,6 +189,7 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config.config_groups.R1"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": 1}}}, "transform_config.config_groups.R1"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {"apply": [1]}}}}, "transform_config.config_groups.R1"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {"apply": 1}}}}, "transform_config.config_groups.R1"),
         ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 4, "type": "int"}}, "kv_cache_scheme.num_bits 4 .* supported: 8"),
         ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "type": "int"}}, "kv_cache_scheme.type 'int'"),
         ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "strategy": "channel"}}, "kv_cache_scheme.strategy 'channel'"),
