@@ -1,6 +1,6 @@
 """What each kernel compiles to on each card: registers, spills, shared memory, matrix instructions, concurrent programs.
 
-Usage: python -m bench.compiled_kernels [--all] [--modules attention_decode …] [--processes 2] [--dry-run]
+Usage: python -m bench.compiled_kernels [--all] [--modules attention_decode …] [--processes 2] [--no-save]
 
 Needs no GPU. Every version of Triton in the environment is used (the installer's test environment has the oldest and the
 newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record that tells CI what need not be compiled again
