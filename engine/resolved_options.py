@@ -11,7 +11,7 @@ import torch
 
 from engine.config.model import ModelConfig, load_model_config
 from engine.device import device_capability, format_name, resolve_device, resolve_dtype, resolve_kv_dtype
-from engine.errors import EngineConfigError, UnsupportedModel
+from engine.draft_config import draft_config
 from engine.formats import check_formats
 from engine.memory.device import check_swap_space
 from engine.memory.forecast import MemoryForecast, forecast_memory
@@ -19,7 +19,7 @@ from engine.memory.kv_plan import MemoryPlan, check_context, plan_memory
 from engine.options import EngineOptions
 from engine.runner.runner_choice import resolve_step_mode
 from engine.scheduling.limits import SchedulerLimits
-from engine.speculation.options import check_draft_context, check_draft_vocabulary
+from engine.speculation.options import check_draft_context
 from engine.step_mode import StepMode
 from engine.switches import check_switches
 from engine.text.shared_prefixes import shared_prefixes
@@ -54,7 +54,7 @@ class ResolvedOptions:
         capability = device_capability(device)
         check_formats(config, options, format_name(dtype), capability)
         check_swap_space(options, device)
-        draft = _draft_config(options, config, format_name(dtype), capability)
+        draft = draft_config(options, config, format_name(dtype), capability)
         mode = resolve_step_mode(config, options, dtype=dtype, device=device)
         name = options.name or options.model.name
         forecast = forecast_memory(name, config, options, mode, dtype=dtype, device=device, draft=draft)
@@ -83,23 +83,3 @@ class ResolvedOptions:
             max_model_len=plan.max_model_len,
             block_size=options.block_size,
         )
-
-
-def _draft_config(
-    options: EngineOptions, target: ModelConfig, dtype: str, capability: tuple[int, int] | None
-) -> ModelConfig | None:
-    """The configuration of the draft model, if one guesses. It is loaded as stored, whatever the target is quantised to."""
-    if options.draft_model is None:
-        return None
-    draft = load_model_config(options.draft_model)
-    check_draft_vocabulary(draft, target)
-    if draft.quantization is not None and draft.quantization.decoded is not None:
-        stored = draft.quantization.decoded
-        raise EngineConfigError(
-            "speculative_config", f"field model cannot be served: it is {stored}, and draft models are not decoded while read"
-        )
-    try:
-        check_formats(draft, replace(options, quantization=None, head_quantization=None), dtype, capability)
-    except (EngineConfigError, UnsupportedModel) as error:
-        raise EngineConfigError("speculative_config", f"field model cannot be served: {error}") from error
-    return draft

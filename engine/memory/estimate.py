@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.config.model import ModelConfig, load_model_config
+from engine.draft_config import draft_config
 from engine.formats import check_formats, computed_dtype, formats_of, has_fp8
 from engine.memory.fit import FEW_SEATS, MemoryFit
-from engine.memory.kv_plan import check_context
+from engine.memory.kv_plan import check_context, check_fit, plan_memory
 from engine.memory.shape import Load, MemoryShape
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
-from engine.speculation.options import check_draft_vocabulary
+from engine.scheduling.limits import SchedulerLimits
+from engine.speculation.options import check_draft_context
 from engine.step_mode import StepMode
 from engine.step_sizes import RECORDED_ROWS_MAX
 
@@ -48,10 +50,23 @@ def checked_estimate(config: ModelConfig, options: EngineOptions, capability: tu
     check_context(config, options)
     dtype = computed_dtype(options.dtype, config.torch_dtype, "cuda")
     check_formats(config, options, dtype, capability)
-    draft = None if options.draft_model is None else load_model_config(options.draft_model)
-    if draft is not None:
-        check_draft_vocabulary(draft, config)
+    draft = draft_config(options, config, dtype, capability)
     return partial(estimate_fit, config, options, dtype, mode=StepMode.of(options, "cuda"), draft=draft)
+
+
+def check_start(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> None:
+    """Raise `EngineConfigError` for what an engine of these options, whose estimate is `fit`, would refuse before it loads."""
+    check_fit(options.model.name, fit, options)
+    block_bytes = fit.needs.block_bytes
+    plan = plan_memory(config, options, block_bytes=block_bytes, available_bytes=fit.num_blocks * block_bytes)
+    if options.draft_model is not None:
+        check_draft_context(load_model_config(options.draft_model), plan.max_model_len)
+    SchedulerLimits(
+        max_num_seqs=fit.load.num_seqs,
+        max_num_batched_tokens=fit.load.num_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+    )
 
 
 def estimate_fit(

@@ -23,7 +23,7 @@ from engine.memory.device import (
     main_memory_bytes,
     release_dropped_engines,
 )
-from engine.memory.estimate import DeviceMemory, Estimate, checked_estimate, estimate_fit
+from engine.memory.estimate import DeviceMemory, Estimate, check_start, checked_estimate, estimate_fit
 from engine.memory.fit import FEW_TOKENS, MemoryFit, format_distinct, gib
 from engine.memory.kv_plan import check_fit
 from engine.memory.shape import Load, MemoryShape
@@ -127,8 +127,9 @@ def _estimates_of_others(others: Sequence[Mapping[str, Any]], memory: DeviceMemo
         with suppress(ModelError, EngineConfigError):
             options = EngineOptions.of(values)
             if options.device != "cpu":
-                estimate = checked_estimate(load_model_config(options.model), options, memory.capability)
-                check_fit(options.model.name, alone(estimate, memory), options)
+                config = load_model_config(options.model)
+                estimate = checked_estimate(config, options, memory.capability)
+                check_start(config, options, alone(estimate, memory))
                 yield estimate
 
 

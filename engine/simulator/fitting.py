@@ -15,9 +15,8 @@ from engine.config.model import ModelConfig, load_model_config, parse_model_conf
 from engine.config.quantization_keys import KEY
 from engine.errors import EngineConfigError
 from engine.memory.colocation import estimate_beside
-from engine.memory.estimate import DeviceMemory, checked_estimate
+from engine.memory.estimate import DeviceMemory, check_start, checked_estimate
 from engine.memory.fit import MemoryFit, gib
-from engine.memory.kv_plan import check_fit
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import CONFIGS, SimulatedGpu, model_folder
@@ -51,19 +50,25 @@ class PlannedModel(NamedTuple):
 
 
 def plan_together(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu) -> list[PlannedModel]:
-    """How the models of these engines, each given by its options, fit on `gpu` together; those for a CPU are left out. Raises
-    as `memory_fit` does."""
+    """How the models of these engines, each given by its options, fit on `gpu` together; those for a CPU are left out. One that
+    its engine refuses even alone takes nothing from the others, and is planned alone. Raises as `memory_fit` does."""
     on_gpu = [options for options in map(EngineOptions.of, engines) if options.device != "cpu"]
-    fits = _divided([(load_model_config(options.model), options) for options in on_gpu], gpu)
-    planned = []
-    for options, fit in zip(on_gpu, fits, strict=True):
-        name, problem = options.model.name, None
-        try:
-            check_fit(name, fit, options)
-        except EngineConfigError as error:
-            problem = str(error)
-        planned.append(PlannedModel(name, fit, problem))
-    return planned
+    configured = [(load_model_config(options.model), options) for options in on_gpu]
+    alone = [_planned(*each, engine_fit(*each, gpu)) for each in configured]
+    together = [each for each, model in zip(configured, alone, strict=True) if model.problem is None]
+    fits = iter(_divided(together, gpu))
+    return [
+        model if model.problem is not None else _planned(*each, next(fits))
+        for each, model in zip(configured, alone, strict=True)
+    ]
+
+
+def _planned(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> PlannedModel:
+    try:
+        check_start(config, options, fit)
+    except EngineConfigError as error:
+        return PlannedModel(options.model.name, fit, str(error))
+    return PlannedModel(options.model.name, fit)
 
 
 def _divided(engines: Sequence[tuple[ModelConfig, EngineOptions]], gpu: SimulatedGpu) -> list[MemoryFit]:

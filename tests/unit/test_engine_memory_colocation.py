@@ -198,12 +198,38 @@ def test_a_cache_of_a_given_size_is_left_to_its_engine_and_the_rest_divided(
 
 @pytest.mark.parametrize(
     "own",
-    [{"device": "cpu"}, {"kv_cache_bytes": 100 * GIB}, {"quantization": "awq"}, {"block_size": 3}, {"nonsense": 1}],
+    [
+        {"device": "cpu"},
+        {"kv_cache_bytes": 100 * GIB},
+        {"kv_cache_bytes": GIB, "max_model_len": 131_072},
+        {"kv_cache_bytes": 1},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+        {"quantization": "awq"},
+        {"block_size": 3},
+        {"nonsense": 1},
+    ],
     ids=str,
 )
 def test_a_model_on_the_cpu_or_with_options_that_its_engine_refuses_is_left_nothing(
     own: dict[str, Any], card: Card, folders: list[Path]
 ) -> None:
+    assert forecast(*folders, own={folders[1]: own}) == forecast(folders[0], folders[2])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 1000},
+        {"max_position_embeddings": 64},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}},
+    ],
+    ids=str,
+)
+def test_a_model_whose_engine_refuses_its_draft_model_is_left_nothing(
+    changes: dict[str, Any], card: Card, folders: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **changes}))
+    own = {"speculative_config": {"method": "draft_model", "model": str(tmp_path)}}
     assert forecast(*folders, own={folders[1]: own}) == forecast(folders[0], folders[2])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from engine.memory.fit import MemoryFit
 from engine.memory.forecast import forecast_memory
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import SEATS_MAX, EngineOptions
-from engine.simulator.fitting import memory_fit
+from engine.simulator.fitting import memory_fit, plan_together
 from engine.simulator.models import MODELS, SimulatedGpu, SimulatedModel, find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
 from engine.simulator.trace import TracedRequest
@@ -225,6 +226,28 @@ def test_the_cache_of_a_known_model_has_the_size_worked_out_by_hand(name: str, t
     """Nine tenths of 139 GiB without weights, activations, graphs, slots, rotary tables and context, by bytes per token."""
     setup = Setup(model=find_model(name), gpu=find_gpu("h200"))
     assert (setup.blocks * 16, setup.seats) == (tokens, 256)
+
+
+@pytest.mark.parametrize(
+    ("own", "problem"),
+    [
+        ({}, None),
+        ({"kv_cache_bytes": GIB, "max_model_len": 131_072}, r"max_model_len \(131072\) does not fit into the KV cache"),
+        ({"kv_cache_bytes": 1}, "kv_cache_bytes .* is less than one KV block"),
+        ({"kv_cache_bytes": 200 * GIB}, "kv_cache_bytes .* is too much"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens must be at least max_num_seqs"),
+    ],
+    ids=str,
+)
+def test_models_are_planned_together_with_what_their_engines_refuse(
+    own: dict[str, Any], problem: str | None, tmp_path: Path
+) -> None:
+    """One that is refused whatever the other has takes nothing from it."""
+    folder = str(written(tmp_path, LLAMA_8B))
+    first, second = plan_together([{"model": folder}, {"model": folder, **own}], find_gpu("h200"))
+    assert first.problem is None
+    assert (first.fit.others_bytes > 0) == (problem is None)
+    assert second.problem is None if problem is None else re.search(problem, second.problem or "")
 
 
 def test_a_16_bit_cache_is_refused_for_a_model_in_32_bits(tmp_path: Path) -> None:
