@@ -30,8 +30,8 @@ GRAMMAR_SYMBOLS_MAX = 500_000
 
 
 class _TokenTable:
-    """The vocabulary in the form that the library reads. The library tokenises text only to fast-forward, which we do not use,
-    so plain bytes suffice."""
+    """The vocabulary in the form that the library reads. The library tokenises text only to fast-forward, which we do not
+    use."""
 
     bos_token_id = None
 
@@ -39,18 +39,13 @@ class _TokenTable:
         self.tokens: Sequence[bytes] = list(vocabulary.tokens)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.special_token_ids = list(vocabulary.eos_token_ids)
-        self._id_of_byte = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if len(token) == 1}
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        data = text.encode() if isinstance(text, str) else text
-        return [self._id_of_byte[bytes([byte])] for byte in data if bytes([byte]) in self._id_of_byte]
+    def __call__(self, _text: bytes | str) -> list[int]:
+        return []
 
 
 def token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """The vocabulary as the library's prefix tree, built once per model. Raises `GrammarError` if the model has no end
-    token."""
-    if not vocabulary.eos_token_ids:
-        raise GrammarError("guided_json", "structured output needs a model with an end-of-sequence token")
+    """The vocabulary, which has an end token, as the library's prefix tree, built once per model."""
     return llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(_TokenTable(vocabulary)),
         eos_token=list(vocabulary.eos_token_ids),

@@ -110,11 +110,10 @@ class GrammarQueue:
         self._compiler = compiler
         self._masks = masks
         self._parked: dict[str, _Parked] = {}
-        self._num_answers = 0
 
     def __len__(self) -> int:
         """Number of parked answers."""
-        return self._num_answers
+        return sum(len(parked.answers) for parked in self._parked.values())
 
     def close(self) -> None:
         """Close the compiler and the masks; no request may be parked any more."""
@@ -126,7 +125,6 @@ class GrammarQueue:
         first = answers[0]
         grammar = self._compiler.submit(spec, first.tenant_id)
         self._parked[first.request_id] = _Parked(list(answers), spec.param, grammar, first.queue_deadline_s)
-        self._num_answers += len(answers)
 
     def remove(self, request: Request) -> bool:
         """Remove one answer. Returns whether it was here."""
@@ -134,7 +132,6 @@ class GrammarQueue:
         if parked is None or request not in parked.answers:
             return False
         parked.answers.remove(request)
-        self._num_answers -= 1
         if not parked.answers:
             del self._parked[request.request_id]
         return True
@@ -154,14 +151,11 @@ class GrammarQueue:
         """Remove and return the answers of requests that have waited too long."""
         parked = self._parked.items()
         expired_ids = [request_id for request_id, entry in parked if entry.deadline_s is not None and entry.deadline_s <= now_s]
-        expired = [request for request_id in expired_ids for request in self._parked.pop(request_id).answers]
-        self._num_answers -= len(expired)
-        return expired
+        return [request for request_id in expired_ids for request in self._parked.pop(request_id).answers]
 
     def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | EngineError | None]:
         """A refusal is cached, so it is returned and not raised: each raise would attach its frames to it, with every request
         in them."""
-        self._num_answers -= len(parked.answers)
         if parked.grammar.cancelled():
             return parked.answers, GrammarError(parked.param, f"{parked.param} was not compiled: the engine is stopping")
         error = parked.grammar.exception()

@@ -156,24 +156,26 @@ class Request:
         self.finish_reason = reason
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a sampled token. Returns the reason to end here, if any. A stop token counts as output."""
-        token_ids = self.token_ids
-        token_ids.append(token_id)
-        if token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(token_ids) >= self.max_total_tokens else None
+        """Add a sampled token, where all before it are known. Returns the reason to end here, if any."""
+        self.token_ids.append(token_id)
+        return self._end_reason(len(self.token_ids), token_id)
 
     def fill_token(self, position: int, token_id: int) -> FinishReason | None:
-        """Fill in the token of a step that was under way. Returns the reason to end with it, if any; then the unknown tokens
-        after it are dropped."""
-        token_ids = self.token_ids
-        token_ids[position] = token_id
+        """Fill in the token of a step that was under way. Returns the reason to end with it, if any; unknown tokens behind a
+        stop token are dropped."""
+        self.token_ids[position] = token_id
         self.num_unknown_tokens -= 1
-        if token_id in self.stop_ids and position + 1 - self.num_prompt_tokens >= self.sampling.min_tokens:
-            del token_ids[position + 1 :]
+        reason = self._end_reason(position + 1, token_id)
+        if reason is FinishReason.STOP:
+            del self.token_ids[position + 1 :]
             self.num_unknown_tokens = 0
+        return reason
+
+    def _end_reason(self, num_tokens: int, token_id: int) -> FinishReason | None:
+        """Why it ends with this token, the last of `num_tokens`, if it does. A stop token counts as output."""
+        if token_id in self.stop_ids and num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if position + 1 >= self.max_total_tokens else None
+        return FinishReason.LENGTH if num_tokens >= self.max_total_tokens else None
 
     def remove_unknown_tokens(self) -> int:
         """Remove the unknown tokens from the list and return their number."""

@@ -339,8 +339,8 @@ def _wrap_serving(reaper: Reaper) -> None:
     _before(reaper, Bill, "end_reservation", "end heard, bucket not settled")
     _after(reaper, Bill, "end_reservation", "bucket settled, record not written")
     _after(reaper, Generation, "_settle", "settlement told")
-    _before(reaper, rollups, "add_sync", "events settled, sums not written")
-    _after(reaper, rollups, "add_sync", "sums written")
+    _before(reaper, rollups, "add", "events settled, sums not written")
+    _after(reaper, rollups, "add", "sums written")
     LimitLevels.save = _naming(LimitLevels.save, "levels of limits")  # type: ignore[method-assign]
     end_early = Generation.end_early
 

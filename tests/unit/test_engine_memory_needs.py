@@ -239,6 +239,7 @@ def test_a_draft_model_takes_weights_and_a_part_of_every_block() -> None:
 def test_what_fits_needs_no_remedy_and_gets_the_context_that_was_wanted() -> None:
     assert fit(40).fits
     assert fit(40).context_len == 131_072
+    assert fit(40, wanted_len=1001).context_len == 1001, "it may end within a block"
     assert fit(40).remedies() == []
     assert fit(40).explain().endswith("40.0 GiB may be used")
 
@@ -250,6 +251,11 @@ def test_a_context_that_is_too_long_is_cut_to_whole_blocks_of_what_is_left() -> 
     assert short.context_len % 16 == 0
     assert replace(short, wanted_len=short.context_len).fits
     assert not replace(short, wanted_len=short.context_len + 16).fits
+
+
+def test_of_a_context_that_ends_within_a_block_all_blocks_but_that_one_may_fit() -> None:
+    asked, whole = fit(40, wanted_len=1001), fit(40, wanted_len=992)
+    assert replace(asked, usable_bytes=whole.needed_bytes).context_len == 992
 
 
 def words_of(fit: MemoryFit) -> list[str]:

@@ -187,6 +187,7 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         (transformed("weight_input", "output"), "transform_config.config_groups.R1"),
         (transformed(["weight_input"]), "transform_config.config_groups.R1"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config.config_groups.R1"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"R1": 1}}}, "transform_config.config_groups.R1"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {"apply": [1]}}}}, "transform_config.config_groups.R1"),
         ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 4, "type": "int"}}, "kv_cache_scheme.num_bits 4 .* supported: 8"),
         ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "type": "int"}}, "kv_cache_scheme.type 'int'"),
@@ -213,6 +214,14 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
 def test_a_layout_that_is_not_computed_is_refused_by_its_key_with_what_is(settings: Any, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"config\.json: quantization_config\.(.*\.)?{message}"):
         parsed(settings)
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"), [({}, "in groups"), ({"strategy": "channel", "symmetric": False}, "with zero points")]
+)
+def test_weights_of_8_bits_that_no_product_reads_say_by_which_setting(weights: dict[str, Any], why: str) -> None:
+    settings = hub.group_settings("pack-quantized", **{"num_bits": 8, "group_size": 32, **weights})
+    assert parsed(settings).key == f"config_groups.group_0.weights.num_bits 8 {why}"
 
 
 def test_the_older_place_of_the_settings_is_named() -> None:

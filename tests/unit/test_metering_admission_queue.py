@@ -319,16 +319,6 @@ async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_
     assert num_running(queue.admission, bob.tenant.id) == 2 - 1
 
 
-async def test_when_a_wait_has_ended_nobody_asks_any_more_whether_its_client_is_there(queue: Queue) -> None:
-    bob = principal(Limits(concurrent_requests=1))
-    running, waiting = await queue.ask(bob, 1), await queue.ask(bob, 1)
-    before = len(asyncio.all_tasks())
-    running.result().settle(1)
-    await queue.alarms.settle()
-    assert waiting.result()
-    assert before - len(asyncio.all_tasks()) == 2, "the one that waited and the one that watched"
-
-
 async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_everything_back(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running, waiting = await queue.ask(bob, 1), await queue.ask(bob, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -12,6 +12,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.windows import WINDOWS_KEPT, Moment, Windows
 from appliance.metering.prices import Price
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
@@ -199,6 +200,15 @@ async def test_a_clock_that_steps_back_over_midnight_gives_no_second_day() -> No
         with pytest.raises(RateLimitExceeded):
             await admit(admission, bob, 1)
         clock.jump_wall(1)
+
+
+def test_the_last_days_are_kept_and_the_oldest_goes_first() -> None:
+    days = [START.date() + timedelta(days=number) for number in range(WINDOWS_KEPT + 1)]
+    moments = [Moment(START, 0.0, day, START) for day in days]
+    windows = Windows(moments[0])
+    for moment in moments[1:]:
+        windows.enter(moment)
+    assert [windows.find(day)[0] is not None for day in days] == [False, *[True] * WINDOWS_KEPT]
 
 
 async def test_a_clock_that_jumps_a_year_ahead_and_is_set_right_finds_its_day_again(

@@ -73,8 +73,7 @@ def _entered(windows: dict[date, Window], start: date, step_days: int) -> Window
     If the clock steps back into a window that was never entered, and one that begins at most `step_days` later is known, that
     one is returned: otherwise a clock set back over midnight would grant a second day.
     """
-    later = [known for known in windows if start < known <= start + timedelta(days=step_days)]
-    known = start if start in windows or not later else min(later)
+    known = min((each for each in windows if start <= each <= start + timedelta(days=step_days)), default=start)
     window = windows.pop(known, None) or Window(known)
     windows[known] = window
     while len(windows) > WINDOWS_KEPT:
