@@ -72,6 +72,7 @@ class LimitedConnection(HttpToolsProtocol):
     _named_bytes = 0  # bytes of the head that the parser has handed over
     _num_heads = 0
     _deadline: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None  # uvicorn's `cycle` is that of the newest request, which may stand in line
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -87,9 +88,12 @@ class LimitedConnection(HttpToolsProtocol):
         self._set_deadline(HEAD_DEADLINE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
+        """Forget the deadline, and tell the request that is answered, which uvicorn does not if another one stands in line."""
         self._clear_deadline()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`, then set the deadline of what the peer still has to send."""
@@ -141,6 +145,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Run the application, for a client of HTTP/1.0 in a form that it can read."""
+        self._running = cycle
         super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - it says less than ours

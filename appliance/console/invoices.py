@@ -23,7 +23,8 @@ from appliance.base.errors import (
 )
 from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
-from appliance.console.forms import Form, sentence
+from appliance.console.forms import FORM_ERROR, Form, sentence
+from appliance.console.month_closing import REASONS_SHOWN_MAX
 from appliance.console.rendering import Html
 from appliance.console.request_bill import CORRECTIONS_SHOWN_MAX
 from appliance.console.security import needs
@@ -66,8 +67,11 @@ async def draft_invoice(context: ContextDependency) -> Html:
     if not form.errors:
         try:
             if tenant_id == ALL_TENANTS:
-                await _draft_all(context, month)
-                return context.redirect("/invoices?state=draft", done="month-drafted")
+                refused = await _draft_all(context, month)
+                if not refused:
+                    return context.redirect("/invoices?state=draft", done="month-drafted")
+                form.fail(FORM_ERROR, f"All drafted but {len(refused)}. {' '.join(refused[:REASONS_SHOWN_MAX])}")
+                return await _list(context, form)
             invoice = await context.services.invoices.draft(tenant_id, month, access=context.access)
             return context.redirect(f"/invoices/{invoice.head.id}")
         except (BadRequest, Conflict) as error:
@@ -135,11 +139,17 @@ async def discard_invoice(context: ContextDependency, invoice_id: FromPath[str])
     return context.redirect("/invoices", done="draft-discarded")
 
 
-async def _draft_all(context: Context, month: str) -> None:
-    """Make the drafts of a month except those that would be empty, and where the month or a later one is closed."""
+async def _draft_all(context: Context, month: str) -> list[str]:
+    """Make the drafts of a month except those that would be empty, and where the month or a later one is closed; return a
+    sentence for each that has costs in two currencies, and so no draft."""
+    refused = []
     for tenant in await tenants_by_name(context.services, context.access):
-        with suppress(NothingToBill, InvoiceClosed, MonthOutOfOrder):
-            await context.services.invoices.draft(tenant.id, month, only=BILLABLE, access=context.access)
+        try:
+            with suppress(NothingToBill, InvoiceClosed, MonthOutOfOrder):
+                await context.services.invoices.draft(tenant.id, month, only=BILLABLE, access=context.access)
+        except CurrenciesMixed as error:
+            refused.append(f"{tenant.name}: {sentence(error.message)}")
+    return refused
 
 
 async def _find(context: Context, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:

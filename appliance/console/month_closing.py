@@ -64,10 +64,13 @@ async def close_month(context: ContextDependency, month: FromPath[str]) -> Html:
         return _form(context, open_month, form)
     refused = await _close(context, open_month)
     if not refused:
-        return context.redirect("/invoices?state=closed", done="month-closed")
+        return _closed(context)
     reasons = " ".join(refused[:REASONS_SHOWN_MAX])
     form.fail(FORM_ERROR, f"{len(open_month.drafts) - len(refused)} closed, {len(refused)} not. {reasons}")
-    return _form(context, await _open_month(context, month), form)
+    try:
+        return _form(context, await _open_month(context, month), form)
+    except NotFound:  # somebody else has closed or discarded those drafts meanwhile
+        return _closed(context)
 
 
 async def _open_month(context: Context, month: str) -> OpenMonth:
@@ -93,9 +96,13 @@ async def _close(context: Context, open_month: OpenMonth) -> list[str]:
     for name, invoice in open_month.drafts:
         try:
             await context.services.invoices.close(invoice.head.id, access=context.access)
-        except (BadRequest, Conflict) as error:
+        except (BadRequest, Conflict, NotFound) as error:  # NotFound: it has been discarded meanwhile
             refused.append(f"{name}: {sentence(error.message)}")
     return refused
+
+
+def _closed(context: Context) -> Html:
+    return context.redirect("/invoices?state=closed", done="month-closed")
 
 
 def _form(context: Context, open_month: OpenMonth, form: Form | None) -> Html:

@@ -70,6 +70,16 @@ async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: 
     await expect(page.locator("#live")).not_to_have_attribute("style", re.compile("min-height"))
 
 
+async def test_the_first_request_in_flight_appears_where_none_was(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/requests")
+    await expect(page.get_by_text("No requests in flight.")).to_be_visible()
+
+    site.box.engine_side.add(site.box.cast.bob, "req_first")
+
+    await expect(page.locator("#live-req_first")).to_be_visible()
+
+
 @pytest.mark.parametrize("width", [390, 1440])
 async def test_a_request_in_flight_stays_where_it_is_until_it_ends(site: Site, width: int) -> None:
     side = site.box.engine_side

@@ -243,6 +243,18 @@ def test_no_row_of_changes_of_the_limit_admits_more_than_the_largest_of_them(see
             assert total * UNITS_PER_TOKEN <= max(capacities) * (UNITS_PER_TOKEN + moment_us - admitted[first][0])
 
 
+def test_a_bucket_that_a_smaller_limit_refilled_during_requests_is_full_and_no_fuller_once_they_end() -> None:
+    bucket = TokenBucket(100, 0.0)
+    first, second = bucket.take(0, 0.0), bucket.take(100, 1.0)
+    assert first is not None
+    assert second is not None
+    bucket.resize(10, 1.0)
+    assert bucket.level(181.0) == 10
+    bucket.settle(second, 100, 181.0)
+    bucket.settle(first, 0, 181.0)
+    assert bucket.level(181.0) == 10
+
+
 def test_a_clock_that_runs_backwards_adds_nothing() -> None:
     bucket = TokenBucket(60, 100.0)
     assert bucket.take(60, 100.0)

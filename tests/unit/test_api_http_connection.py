@@ -269,6 +269,20 @@ async def test_an_answer_may_take_as_long_as_it_needs() -> None:
     await answered(wire)
 
 
+async def test_a_client_that_leaves_with_a_second_request_in_line_has_left_the_first_too() -> None:
+    received: list[str] = []
+
+    async def never_answering(_scope: Any, receive: Any, _send: Any) -> None:
+        received.extend([(await receive())["type"], (await receive())["type"]])
+
+    connection, _wire, _timers = await opened(never_answering)
+    connection.data_received(GET + GET)
+    connection.connection_lost(None)
+    async with asyncio.timeout(60):
+        await asyncio.wait(connection.tasks)
+    assert received == ["http.disconnect", "http.disconnect"]
+
+
 async def test_files_are_left_for_the_appliance_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "_connections_max", lambda: 0)
     _connection, wire, _timers = await opened()

@@ -17,7 +17,6 @@ from tests.support.console_fixtures import Box, Browser
 from tests.support.factories import pending, posted
 
 MONTH, MONTH_NAME = f"{START:%Y-%m}", f"{START:%B %Y}"
-CLOSING = f"/invoices/months/{MONTH}/close"
 
 
 async def use(box: Box, person: Person, *, completion: int = 100) -> None:
@@ -286,91 +285,22 @@ async def test_the_drafts_of_a_month_are_made_for_all_tenants_that_have_somethin
     assert (await (await box.vera()).post("/invoices", tenant="all", month=MONTH)).status_code == 403
 
 
-async def confirmed(browser: Browser) -> str:
-    """Return what the form for closing the month sends back."""
-    page = (await browser.get(CLOSING)).text
-    return page.partition('name="confirmed" value="')[2].partition('"')[0]
+async def test_a_tenant_with_costs_in_two_currencies_keeps_no_other_from_its_draft(box: Box) -> None:
+    bob, charlie = box.cast.bob, box.cast.charlie
+    for currency in ("EUR", "USD"):
+        price = await box.services.prices.add(
+            model="demo", currency=currency, prompt=1_000_000, cached_prompt=0, completion=0, effective_from=START
+        )
+        entry = pending(bob, request_id=new_id("req"), price=price)
+        await box.services.ledger.open(entry)
+        await box.services.ledger.settle(posted(entry.request_id, prompt=50, cached=0, completion=0))
+    await use(box, charlie)
 
+    answer = await (await box.alice()).post("/invoices", tenant="all", month=MONTH)
 
-async def test_all_drafts_of_a_month_are_closed_after_their_number_and_sums_are_confirmed(box: Box, clock: FakeClock) -> None:
-    await use(box, box.cast.bob, completion=1_000_000)
-    await use(box, box.cast.charlie, completion=2_000_000)
-    alice = await box.alice()
-    addresses = [await drafted(box, alice, person) for person in (box.cast.charlie, box.cast.bob)]
-    link = f'href="{CLOSING}"'
-    assert link not in (await alice.get("/invoices")).text
-    over(clock)
-    alice = await box.alice()
-    assert link in (await alice.get("/invoices")).text
-    assert link in (await alice.get("/invoices?state=closed")).text
-
-    asked = (await alice.fragment(CLOSING)).text
-    for text in ("2 invoices in EUR", "<b>36.00 EUR</b>", "Close 2 invoices", "No invoice issuer is entered"):
-        assert text in asked
-    answer = await alice.post(CLOSING, confirmed=await confirmed(alice))
-
-    assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=closed")
-    pages = [(await alice.get(address)).text for address in addresses]
-    numbers = ["-0001" if "-0001" in page else "-0002" if "-0002" in page else "" for page in pages]
-    assert numbers == ["-0002", "-0001"]
-    assert link not in (await alice.get("/invoices")).text
-    assert (await alice.get(CLOSING)).status_code == 404
-
-
-async def test_no_other_sums_are_closed_than_those_confirmed(box: Box, clock: FakeClock) -> None:
-    await use(box, box.cast.bob, completion=1_000_000)
-    address = await drafted(box, await box.alice(), box.cast.bob)
-    over(clock)
-    alice = await box.alice()
-    seen = await confirmed(alice)
-    entry = pending(box.cast.charlie, request_id=new_id("req"))
-    await box.services.ledger.open(entry)
-    await drafted(box, alice, box.cast.charlie)
-
-    answer = await alice.post(CLOSING, confirmed=seen)
-
-    assert (answer.status_code, "have changed" in answer.text) == (422, True)
-    assert f'href="{address}/close"' in (await alice.get(address)).text
-
-
-async def test_a_draft_that_cannot_be_closed_stays_with_its_reason_while_the_others_are_closed(
-    box: Box, clock: FakeClock
-) -> None:
-    await use(box, box.cast.bob)
-    over(clock)
-    await use(box, box.cast.bob)
-    alice = await box.alice()
-    later = f"{clock.now():%Y-%m}"
-    for person in (box.cast.bob, box.cast.charlie):
-        assert (await alice.post("/invoices", tenant=person.tenant.id, month=later)).status_code == 303
-    over(clock)
-    alice = await box.alice()
-    page = (await alice.get(f"/invoices/months/{later}/close")).text
-    seen = page.partition('name="confirmed" value="')[2].partition('"')[0]
-
-    answer = await alice.post(f"/invoices/months/{later}/close", confirmed=seen)
-
-    assert answer.status_code == 422
-    assert f"1 closed, 1 not. bob: {MONTH} must be closed before {later}" in answer.text
-    assert "1 invoice in EUR" in answer.text
-    assert "Close 1 invoice<" in answer.text
-
-
-async def test_only_who_may_bill_closes_a_month(box: Box, clock: FakeClock) -> None:
-    await use(box, box.cast.bob)
-    address = await drafted(box, await box.alice(), box.cast.bob)
-    member = await box.services.members.create("manager@example.com", "the manager's long password", "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_BOX)
-    over(clock)
-    seen = await confirmed(await box.alice())
-    manager = await box.visitor().sign_in("manager@example.com", "the manager's long password")
-
-    for browser in (manager, await box.vera()):
-        assert (await browser.get(CLOSING)).status_code == 403
-        assert (await browser.post(CLOSING, confirmed=seen)).status_code == 403
-        assert CLOSING not in (await browser.get("/invoices")).text
-    assert f'href="{address}/close"' in (await (await box.alice()).get(address)).text
-    assert (await (await box.alice()).get("/invoices/months/soon/close")).status_code == 400
+    assert (answer.status_code, "All drafted but 1. bob: " in answer.text) == (422, True)
+    made = (await box.services.invoices.list(access=WHOLE_BOX)).data
+    assert [head.tenant_id for head in made] == [charlie.tenant.id]
 
 
 async def test_an_invoice_lists_its_corrections_with_their_reasons_and_those_of_no_other(box: Box) -> None:

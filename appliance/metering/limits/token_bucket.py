@@ -42,7 +42,8 @@ class _Stretch:
         self.shift += units
         least, most = self.low + units, self.high + units
         self.low = low if least < low else least
-        self.high = low if most < low else high if most > high else most
+        most = low if most < low else most
+        self.high = high if most > high else most  # last, for `high` also wins where it is below `low`
 
     def refill(self, units: int, full: int) -> None:
         """Compose with a gain that ends at `full` at most. A shorter `add`, for it comes with each question to a bucket."""

@@ -27,7 +27,7 @@
     shown.forEach(({ now }) => now && incoming.delete(now.id));
     const added = [...incoming.values()];
     const rows = shown.map(({ row, now }) => now ?? added.shift() ?? ended(row));
-    const inUse = live.querySelector("tbody").matches(":hover, :focus-within");
+    const inUse = live.querySelector("tbody")?.matches(":hover, :focus-within");
     const due = ({ dataset: { endedAt } }) => endedAt && !inUse && Date.now() - endedAt > KEPT_MS;
     while (rows.at(-1)?.dataset.endedAt) rows.pop(); // nothing is below it
     body.replaceChildren(...rows.filter((row) => !due(row)), ...added);
