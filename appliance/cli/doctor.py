@@ -260,10 +260,11 @@ def _gpu(settings: Settings) -> list[Check]:
     readings = probe.read()
     error = probe.error
     probe.close()
+    devices = {settings.of_model(model).device for model in settings.models} or {settings.device}
     if readings:
         named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
-        return [Check("gpu", "ok", named), *([] if settings.device == "cpu" else _toolchain())]
-    if settings.device == "cuda":
+        return [Check("gpu", "ok", named), *([] if devices == {"cpu"} else _toolchain())]
+    if "cuda" in devices:
         return [Check("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or omit --device")]
     return [Check("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]
 

@@ -44,12 +44,13 @@ def choose(options: Mapping[str, Any], environ: Mapping[str, str]) -> Choices:
         return given if given is not None else environ.get(f"GATEHOUSE_{name.upper()}") or stored.get(name, default)
 
     _check_database(str(options.get("database") or environ.get("GATEHOUSE_DATABASE_URL") or stored.get("database_url", "")))
+    models = _models(options.get("model"), environ.get("GATEHOUSE_MODELS"), stored.get("models"))
     return Choices(
         host=str(value("host", HOST_DEFAULT)),
         port=_port(value("port", PORT_DEFAULT)),
         data_dir=data_dir,
-        models=_models(options.get("model"), environ.get("GATEHOUSE_MODELS"), stored.get("models")),
-        device=_device(str(value("device", "auto"))),
+        models=tuple(models),
+        device=_device_of_all(_device(str(value("device", "auto"))), models),
     )
 
 
@@ -79,22 +80,31 @@ def _port(given: Any) -> int:
     return port
 
 
-def _models(option: list[str] | None, environment: str | None, stored: Any) -> tuple[str, ...]:
-    if option:
-        return tuple(option)
-    if environment and environment.lstrip().startswith("["):
-        stored = _read_list(environment)
-    elif environment:
-        return tuple(part.strip() for part in environment.split(",") if part.strip())
-    named = [model.get("model") if isinstance(model, dict) else model for model in stored] if isinstance(stored, list) else []
-    return tuple(model for model in named if isinstance(model, str))
+def _models(option: list[str] | None, environment: str | None, stored: Any) -> dict[str, str | None]:
+    """Return the devices that models have of their own by path or name, None for those that have none."""
+    named = option or (_listed(environment) if environment else stored)
+    found: dict[str, str | None] = {}
+    for entry in named if isinstance(named, list) else ():
+        table = entry if isinstance(entry, dict) else {"model": entry}
+        if isinstance(table.get("model"), str):
+            found[table["model"]] = table.get("device")
+    return found
 
 
-def _read_list(text: str) -> Any:
+def _listed(text: str) -> Any:
+    """Return a list in JSON, or one with commas. What is neither is reported by the appliance."""
+    if not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return None  # reported by the appliance
+        return None
+
+
+def _device_of_all(device: str, models: Mapping[str, str | None]) -> str:
+    """Return the device that asks for most: a GPU if one model must have it, the CPU if none may."""
+    devices = {own or device for own in models.values()} or {device}
+    return next((each for each in ("cuda", "auto") if each in devices), "cpu")
 
 
 def _device(device: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,25 @@ def test_models_that_the_appliance_will_refuse_do_not_stop_the_look_ahead(models
     (tmp_path / "gatehouse.toml").write_text(f"models = {models}")
     assert choices.choose({"data_dir": str(tmp_path)}, {}).models == ()
     assert choices.choose({"data_dir": str(tmp_path)}, {"GATEHOUSE_MODELS": "["}).models == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "of_all"),
+    [
+        ("cpu", [None, "cuda"], "cuda"),
+        ("cuda", ["cpu", "cpu"], "cpu"),
+        ("cpu", ["auto", None], "auto"),
+        ("auto", ["cpu", None], "auto"),
+        ("cuda", [None, "cpu"], "cuda"),
+        ("cpu", [], "cpu"),
+    ],
+)
+def test_torch_is_installed_for_the_model_that_asks_for_most(
+    device: str, own: list[str | None], of_all: str, tmp_path: Path
+) -> None:
+    models = [{"model": f"/m/{name}", **({} if each is None else {"device": each})} for name, each in enumerate(own)]
+    environ = {"GATEHOUSE_MODELS": json.dumps(models), "GATEHOUSE_DEVICE": device}
+    assert choices.choose({"data_dir": str(tmp_path)}, environ).device == of_all
 
 
 def test_only_what_was_given_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
