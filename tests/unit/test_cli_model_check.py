@@ -13,6 +13,7 @@ from appliance.base.engine_settings import ModelSettings
 from appliance.base.settings import Settings
 from appliance.cli import doctor, model_check
 from appliance.cli.model_check import check_model
+from appliance.telemetry.gpu import GpuProbe
 from engine.errors import NotAModelDirectory, WeightsError
 from engine.verify import verify_model
 from tests.support.served_model import make_served_model
@@ -53,6 +54,14 @@ def test_doctor_names_a_model_for_which_an_option_is_missing(
     else:
         assert (check.state, check.advice) == ("wrong", "set quantization to one of int8, fp8, none")
         assert check.found == "is fp8 in blocks of 128 x 128, and quantization does not say what its weights become"
+
+
+def test_doctor_misses_a_gpu_for_the_one_model_that_must_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuProbe, "read", lambda _: ())
+    for own, state in ({"device": "cuda"}, "wrong"), ({"device": "cpu"}, "ok"):
+        models = (ModelSettings("plain"), ModelSettings("other", own))
+        (check,) = doctor._gpu(Settings(data_dir=tmp_path, database_url="sqlite://", device="cpu", models=models))
+        assert (check.name, check.state) == ("gpu", state)
 
 
 def test_the_checker_inherits_no_setting_of_ours(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
