@@ -4,6 +4,7 @@ fit. Needs no GPU."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -86,7 +87,7 @@ def plan(
                 gpu_memory_utilization=gpu_memory_utilization,
                 beside=[_path_or_known_name(other, settings.data_dir) for other in beside or ()],
             )
-            name = Path(os.path.normpath(model_store.locate(model, settings.data_dir))).name
+            name = _name(model, settings.data_dir)
             if not fit.context_len or (max_model_len is not None and not fit.fits):
                 raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
             planned = [PlannedModel(name, fit)]
@@ -104,7 +105,7 @@ def _refuse_engine_options(context: typer.Context) -> None:
 
 
 def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
-    """Return how each model that the settings name fits beside the others."""
+    """Return how each model that the settings name fits beside the others. Those for a CPU are named on standard error."""
     from appliance.base.engine_settings import ModelSettings
     from appliance.serving.model_builder import DEMO_MODEL
     from engine.simulator.fitting import plan_together
@@ -120,6 +121,9 @@ def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
     for model in planned:
         if model.problem is not None:
             raise CommandFailed(model.problem, code="does_not_fit")
+    for each in models:
+        if settings.of_model(each).device == "cpu":
+            sys.stderr.write(f"{_name(each.model, settings.data_dir)} is not planned: its device is cpu\n")
     return planned
 
 
@@ -136,6 +140,10 @@ def _print(planned: Sequence[PlannedModel], gpu: str, *, as_list: bool, as_json:
         output.facts({"model": model.name, "gpu": gpu, **readable_report(model.fit)})
         for remedy in model.fit.remedies():
             output.say(f"  {remedy}")
+
+
+def _name(model: str, data_dir: Path) -> str:
+    return Path(os.path.normpath(model_store.locate(model, data_dir))).name
 
 
 def _path_or_known_name(model: str, data_dir: Path) -> str:

@@ -245,8 +245,18 @@ def test_a_cache_of_a_given_size_is_planned_with_that_size(typed: Any, two_model
 def test_a_model_of_the_settings_that_runs_on_the_cpu_is_not_planned(typed: Any, two_models: Path) -> None:
     settings = two_models / "gatehouse.toml"
     settings.write_text(settings.read_text() + '        device = "cpu"\n')
-    (demo,) = json.loads(typed("--data-dir", str(two_models), "--json").out)["data"]
+    answer = typed("--data-dir", str(two_models), "--json")
+    (demo,) = json.loads(answer.out)["data"]
     assert (demo["model"], demo["other_models_bytes"]) == ("gatehouse-demo", 0)
+    assert answer.err == "other is not planned: its device is cpu\n"
+
+
+def test_a_plan_of_models_that_all_run_on_the_cpu_is_not_silent(typed: Any, two_models: Path) -> None:
+    settings = two_models / "gatehouse.toml"
+    settings.write_text('device = "cpu"\n' + settings.read_text())
+    answer = typed("--data-dir", str(two_models))
+    assert (answer.status, answer.out) == (0, "")
+    assert answer.err == "".join(f"{name} is not planned: its device is cpu\n" for name in ("gatehouse-demo", "other"))
 
 
 def test_models_of_the_settings_that_do_not_fit_together_are_told(typed: Any, two_models: Path) -> None:
