@@ -4,7 +4,7 @@ Knows no engine."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -68,7 +68,7 @@ class ModelSettings:
         return Path(self.model).expanduser().absolute()
 
     @classmethod
-    def parse(cls, value: object) -> ModelSettings:
+    def parse(cls, value: object, of_appliance: Container[str]) -> ModelSettings:
         """Return an entry of the setting `models`: a path or name, or a table of `model` and its own settings. Raises
         ValueError with the rest of the sentence "models …"."""
         if isinstance(value, str):
@@ -77,15 +77,16 @@ class ModelSettings:
         if not isinstance(value, Mapping) or not isinstance(model, str) or not model.strip():
             raise ValueError(_MODELS_MESSAGE)
         model = model.strip()
-        own = {key: _parse_own(model, str(key), given) for key, given in value.items() if key != "model"}
+        own = {key: _parse_own(model, str(key), given, of_appliance) for key, given in value.items() if key != "model"}
         return cls(model, own)
 
 
 _MODELS_MESSAGE = "must be a list of paths or names, or of tables with model and settings of its engine"
 
 
-def parse_models(value: object) -> tuple[ModelSettings, ...]:
-    """Return the models of a list; text is a list in JSON, or paths and names with commas. Raises ValueError."""
+def parse_models(value: object, of_appliance: Container[str] = ()) -> tuple[ModelSettings, ...]:
+    """Return the models of a list; text is a list in JSON, or paths and names with commas. Raises ValueError, with another
+    message for keys `of_appliance`."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
@@ -93,12 +94,15 @@ def parse_models(value: object) -> tuple[ModelSettings, ...]:
             raise ValueError(_MODELS_MESSAGE) from None
     if not isinstance(value, list | tuple):
         raise ValueError(_MODELS_MESSAGE)  # noqa: TRY004 - text can be as wrong
-    return tuple(ModelSettings.parse(entry) for entry in value)
+    return tuple(ModelSettings.parse(entry, of_appliance) for entry in value)
 
 
-def _parse_own(model: str, key: str, value: object) -> Any:
+def _parse_own(model: str, key: str, value: object, of_appliance: Container[str]) -> Any:
     if key in _OF_ALL_MODELS:
         raise ValueError(f"names {model} with {key}, which is set for all models of a GPU together")
+    if key not in PARSERS and key in of_appliance:
+        below = "it belongs above the first [[models]], since TOML counts lines below that to the model"
+        raise ValueError(f"names {model} with {key}, a setting of the appliance and not of one model: {below}")
     if key not in PARSERS:
         raise ValueError(f"names {model} with an unknown setting of engines: {key}")
     try:

@@ -37,6 +37,10 @@ class UnusableData(Exception):
     """What lies in the data directory or database cannot be used by this version. The message says what to do."""
 
 
+def _models(value: object) -> tuple[ModelSettings, ...]:
+    return parse_models(value, of_appliance=_PARSERS)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings(EngineSettings):
     """What one appliance runs with, each with the function of `setting_values` that says what it may be. `models` empty means
@@ -46,7 +50,7 @@ class Settings(EngineSettings):
     database_url: Annotated[str, values_of.database_url] = field(repr=False)
     host: Annotated[str, values_of.text] = "127.0.0.1"
     port: Annotated[int, values_of.whole(0, values_of.PORT_MAX)] = 8000
-    models: Annotated[tuple[ModelSettings, ...], parse_models] = ()
+    models: Annotated[tuple[ModelSettings, ...], _models] = ()
     admin_email: Annotated[str | None, values_of.email] = None
     admin_password: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
     admin_token: Annotated[str | None, values_of.secret] = field(default=None, repr=False)

@@ -83,7 +83,10 @@ def test_a_model_may_have_settings_of_its_engine_that_the_others_have_not(
     ("models", "words"),
     [
         ("{'model'='/m', 'quantisation'='int8'}", "names /m with an unknown setting of engines: quantisation"),
-        ("{'model'='/m', 'port'=1}", "names /m with an unknown setting of engines: port"),
+        (
+            "{'model'='/m', 'port'=1}",
+            "names /m with port, a setting of the appliance and not of one model: it belongs above the first",
+        ),
         ("{'model'='/m', 'quantization'='int3'}", "names /m with quantization, which must be one of int8, fp8, none"),
         ("{'model'='/m', 'max_num_seqs'=true}", "names /m with max_num_seqs, which must be a whole number from 1 to 1024"),
         (
