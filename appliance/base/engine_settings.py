@@ -89,7 +89,7 @@ def parse_models(value: object, of_appliance: Container[str] = ()) -> tuple[Mode
     message for keys `of_appliance`."""
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+            value = json.loads(value) if value.lstrip().startswith(("[", "{")) else value.split(",")
         except (ValueError, RecursionError):
             raise ValueError(_MODELS_MESSAGE) from None
     if not isinstance(value, list | tuple):

@@ -81,15 +81,19 @@ def context_len(value: object) -> int:
 def size(low: int, high: int) -> Callable[[object], int]:
     """Return a parser for bytes: a whole number, or one with the unit KiB, MiB or GiB."""
     parse_number = whole(0, high)
+    message = f"must be from {low} to {high} bytes, or a number and KiB, MiB or GiB"
 
     def parse(value: object) -> int:
         unit = 1
         if isinstance(value, str) and value.strip().lower()[-3:] in _SIZE_UNITS:
             unit = _SIZE_UNITS[value.strip().lower()[-3:]]
             value = value.strip()[:-3]
-        number = parse_number(value) * unit
+        try:
+            number = parse_number(value) * unit
+        except (TypeError, ValueError):
+            raise ValueError(message) from None
         if not low <= number <= high:
-            raise ValueError(f"must be from {low} to {high} bytes")
+            raise ValueError(message)
         return number
 
     return parse

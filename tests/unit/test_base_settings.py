@@ -103,7 +103,7 @@ def test_a_mistake_in_the_settings_of_one_model_names_both(models: str, words: s
         load(tmp_path, f"models = [{models}]")
 
 
-@pytest.mark.parametrize("text", ["[", "[1]", '[["a"]]', "a,,b", ","])
+@pytest.mark.parametrize("text", ["[", "[1]", '[["a"]]', "a,,b", ",", '{"model": "a"}'])
 def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="environment GATEHOUSE_MODELS must be a list of paths or names"):
         load(tmp_path, "", {"GATEHOUSE_MODELS": text})
@@ -133,6 +133,8 @@ def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text:
         ("currency = 'EURO'", {}, {}, "currency in"),
         ("data_dir = '/x'", {}, {}, "data_dir cannot be set in"),
         ("port = ", {}, {}, "gatehouse.toml is not TOML"),
+        ("kv_cache_bytes = '4 MB'", {}, {}, "kv_cache_bytes .* must be from 1048576 to .*, or a number and KiB, MiB or GiB"),
+        ("max_body_bytes = 1", {}, {}, "max_body_bytes .* must be from 1024 to .*, or a number and KiB, MiB or GiB"),
         ("block_size = 24", {}, {}, "block_size .* must be a power of two from 1 to 1024"),
         ("block_size = 2048", {}, {}, "block_size .* must be a power of two from 1 to 1024"),
         ("block_size = 0", {}, {}, "block_size .* must be a power of two from 1 to 1024"),
