@@ -132,7 +132,7 @@ def overview_view(
 ) -> OverviewView:
     """Return the view of `snapshot`; `history` holds the samples up to and including it, oldest first."""
     engines = [engine_view(engine, history, snapshot.at) for engine in snapshot.engines]
-    infos = [engine.info for engine in snapshot.engines if engine.info is not None]
+    devices = {engine.info.device_name for engine in snapshot.engines if engine.info is not None}
     return OverviewView(
         snapshot=snapshot,
         tokens_in_per_s=sum(engine.tokens_in_per_s for engine in engines),
@@ -142,7 +142,7 @@ def overview_view(
         engines=engines,
         gpus=[gpu_view(gpu, snapshot) for gpu in snapshot.gpus],
         gpu_absent=snapshot.gpu_error in (None, NO_GPU),
-        engine_device=infos[0].device_name if infos else None,
+        engine_device=devices.pop() if len(devices) == 1 else None,
         recent=recent,
     )
 

@@ -137,6 +137,7 @@ class EngineSide:
     error: str | None = None
     info: EngineInfo | None = field(default_factory=make_engine_info)
     status: EngineStatus | None = field(default_factory=engine_status)
+    others: list[EngineReading] = field(default_factory=list)
     tokens_per_second: float = 0.0
     tenants: list[TenantReading] = field(default_factory=list)
     database_ok: bool = True
@@ -161,7 +162,7 @@ class EngineSide:
         self.aborted.append(request_id)
 
     def engines(self) -> list[EngineReading]:
-        """Return the reading of the only engine."""
+        """Return the reading of the engine, and those of others."""
         reading = EngineReading(
             model="demo",
             state=self.state,
@@ -177,7 +178,7 @@ class EngineSide:
             ttft_p95_s=0.927,
             tenants=self.tenants,
         )
-        return [reading]
+        return [reading, *self.others]
 
     def sampler(self, interval_s: float) -> SystemSampler:
         """Return a real sampler over these readings."""

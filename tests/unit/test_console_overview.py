@@ -51,6 +51,16 @@ async def test_the_processor_s_name_does_not_repeat_what_it_is(box: Box) -> None
     assert "The engine runs on the CPU (3 threads)" in await overview(box)
 
 
+@pytest.mark.parametrize(("threads", "words"), [(3, " (3 threads)"), (2, "")])
+async def test_several_engines_on_the_processor_are_not_told_as_the_first_one(box: Box, threads: int, words: str) -> None:
+    box.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
+    (first,) = box.engine_side.engines()
+    info = make_engine_info(device_name=f"CPU, {threads} threads")
+    box.engine_side.others = [dataclasses.replace(first, model="second", info=info)]
+
+    assert f"No NVIDIA GPU. The engines run on the CPU{words}</dd>" in await overview(box)
+
+
 async def test_an_engine_that_is_being_started_again_is_not_called_up(box: Box) -> None:
     box.engine_side.state, box.engine_side.error = "restarting", "the process ended with signal 9"
 
