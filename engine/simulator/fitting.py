@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from engine.config.model import ModelConfig, load_model_config, parse_model_config
 from engine.config.quantization_keys import KEY
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, EngineError
 from engine.memory.colocation import estimate_beside
 from engine.memory.estimate import DeviceMemory, check_start, checked_estimate
 from engine.memory.fit import MemoryFit, gib
@@ -51,10 +51,17 @@ class PlannedModel(NamedTuple):
 
 def plan_together(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu) -> list[PlannedModel]:
     """How the models of these engines, each given by its options, fit on `gpu` together; those for a CPU are left out. One that
-    its engine refuses even alone takes nothing from the others, and is planned alone. Raises as `memory_fit` does."""
-    on_gpu = [options for options in map(EngineOptions.of, engines) if options.device != "cpu"]
-    configured = [(load_model_config(options.model), options) for options in on_gpu]
-    alone = [_planned(*each, engine_fit(*each, gpu)) for each in configured]
+    its engine refuses even alone takes nothing from the others, and is planned alone. Raises `EngineError`, naming the model,
+    where `memory_fit` raises."""
+    configured, alone = [], []
+    for engine in engines:
+        try:
+            options = EngineOptions.of(engine)
+            if options.device != "cpu":
+                configured.append((load_model_config(options.model), options))
+                alone.append(_planned(*configured[-1], engine_fit(*configured[-1], gpu)))
+        except EngineError as error:
+            raise EngineError(f"model {Path(engine['model']).name}: {error}") from error
     together = [each for each, model in zip(configured, alone, strict=True) if model.problem is None]
     fits = iter(_divided(together, gpu))
     return [
@@ -67,7 +74,8 @@ def _planned(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> Pla
     try:
         check_start(config, options, fit)
     except EngineConfigError as error:
-        return PlannedModel(options.model.name, fit, str(error))
+        problem = str(error) if error.option == "model" else f"model {options.model.name}: {error}"
+        return PlannedModel(options.model.name, fit, problem)
     return PlannedModel(options.model.name, fit)
 
 

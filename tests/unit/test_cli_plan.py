@@ -251,6 +251,21 @@ def test_a_model_of_the_settings_that_runs_on_the_cpu_is_not_planned(typed: Any,
     assert answer.err == "other is not planned: its device is cpu\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("max_model_len = 2048", "max_model_len (2048) is longer than the model's context"),
+        ('quantization = "awq"', "quantization = 'awq' cannot be applied"),
+        ('kv_cache_bytes = "900 GiB"', "kv_cache_bytes (966367641600 bytes, 900.0 GiB) is too much"),
+    ],
+)
+def test_an_option_of_one_of_the_models_is_refused_with_the_model(line: str, words: str, typed: Any, two_models: Path) -> None:
+    (two_models / "gatehouse.toml").write_text(f'[[models]]\nmodel = "gatehouse-demo"\n[[models]]\nmodel = "other"\n{line}')
+    answer = typed("--data-dir", str(two_models))
+    assert answer.status
+    assert answer.err.startswith(f"gatehouse: model other: {words}")
+
+
 def test_a_plan_of_models_that_all_run_on_the_cpu_is_not_silent(typed: Any, two_models: Path) -> None:
     settings = two_models / "gatehouse.toml"
     settings.write_text('device = "cpu"\n' + settings.read_text())
