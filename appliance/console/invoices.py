@@ -67,7 +67,9 @@ async def draft_invoice(context: ContextDependency) -> Html:
     if not form.errors:
         try:
             if tenant_id == ALL_TENANTS:
-                refused = await _draft_all(context, month)
+                drafts, refused = await _draft_all(context, month)
+                if not drafts and not refused:
+                    return context.redirect("/invoices", done="month-not-drafted")
                 if not refused:
                     return context.redirect("/invoices?state=draft", done="month-drafted")
                 form.fail(FORM_ERROR, f"All drafted but {len(refused)}. {' '.join(refused[:REASONS_SHOWN_MAX])}")
@@ -139,17 +141,18 @@ async def discard_invoice(context: ContextDependency, invoice_id: FromPath[str])
     return context.redirect("/invoices", done="draft-discarded")
 
 
-async def _draft_all(context: Context, month: str) -> list[str]:
-    """Make the drafts of a month except those that would be empty, and where the month or a later one is closed; return a
-    sentence for each that has costs in two currencies, and so no draft."""
-    refused = []
+async def _draft_all(context: Context, month: str) -> tuple[int, list[str]]:
+    """Make the drafts of a month except those that would be empty, and where the month or a later one is closed; return how
+    many there are, and a sentence for each that has costs in two currencies, and so no draft."""
+    drafts, refused = 0, []
     for tenant in await tenants_by_name(context.services, context.access):
         try:
             with suppress(NothingToBill, InvoiceClosed, MonthOutOfOrder):
                 await context.services.invoices.draft(tenant.id, month, only=BILLABLE, access=context.access)
+                drafts += 1
         except CurrenciesMixed as error:
             refused.append(f"{tenant.name}: {sentence(error.message)}")
-    return refused
+    return drafts, refused
 
 
 async def _find(context: Context, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:

@@ -62,6 +62,7 @@ DONE = {
     "seller-saved": "Saved. Invoices closed from now on show it.",
     "invoice-closed": "Invoice closed. It has its number and cannot be changed.",
     "month-drafted": "Drafted for all tenants with something to bill in that month.",
+    "month-not-drafted": "Nothing was drafted: no tenant has anything left to bill in that month.",
     "month-closed": "Invoices closed. They have their numbers and cannot be changed.",
     "draft-discarded": "Draft discarded. Its usage is kept; the month can be drafted again.",
     "price-added": "Price added. It applies from its start time on.",

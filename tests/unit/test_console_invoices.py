@@ -285,6 +285,15 @@ async def test_the_drafts_of_a_month_are_made_for_all_tenants_that_have_somethin
     assert (await (await box.vera()).post("/invoices", tenant="all", month=MONTH)).status_code == 403
 
 
+async def test_a_month_in_which_nothing_is_left_to_bill_is_not_told_as_drafted(box: Box) -> None:
+    alice = await box.alice()
+
+    answer = await alice.post("/invoices", tenant="all", month=MONTH)
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/invoices")
+    assert "Nothing was drafted: no tenant has anything left to bill in that month." in (await alice.get("/invoices")).text
+
+
 async def test_a_tenant_with_costs_in_two_currencies_keeps_no_other_from_its_draft(box: Box) -> None:
     bob, charlie = box.cast.bob, box.cast.charlie
     for currency in ("EUR", "USD"):
