@@ -53,7 +53,17 @@ def doctor(
     """Check this installation and report problems. Checks Python, disk, port, database, secrets, prices, models and GPU. Exit
     status 1 if one of them is wrong."""
     settings = options.settings(host=host, port=port, models=tuple(model) if model else None)
-    looks: list[Callable[[Settings], list[Check]]] = [_disk, _port, _database, _secrets, _prices, _models, _switches, _gpu]
+    looks: list[Callable[[Settings], list[Check]]] = [
+        _disk,
+        _port,
+        _database,
+        _secrets,
+        _prices,
+        _models,
+        _model_names,
+        _switches,
+        _gpu,
+    ]
     checks = [_python()] + [check for look in looks for check in look(settings)]
     wrong = [check for check in checks if check.state == "wrong"]
     rows = [{"check": check.name, "state": check.state, "found": check.found, "advice": check.advice} for check in checks]
@@ -122,7 +132,8 @@ def _readiness(url: str) -> list[Check]:
     bad = {name: state for name, state in parts.items() if state != "ok"}
     if answer.is_success:
         return [Check("ready", "ok", "every part is ready")]
-    found = ", ".join(f"{name} {state}" for name, state in bad.items()) or f"status {answer.status_code}"
+    sentences = [state if name.startswith("engine ") else f"{name} {state}" for name, state in bad.items()]
+    found = ", ".join(sentences) or f"status {answer.status_code}"
     return [Check("ready", "wrong", found, "wait if a model is loading; else look at its log")]
 
 
@@ -244,6 +255,20 @@ def _models(settings: Settings) -> list[Check]:
         else:
             size = f"{facts['parameters'] / 1e6:.1f} million parameters"
             checks.append(Check(f"model {path.name}", "ok", f"{facts['architecture']}, {size}"))
+    return checks
+
+
+def _model_names(settings: Settings) -> list[Check]:
+    """Report folders of one name, which a start refuses: models are served under the names of their folders."""
+    advice = "name only one of them, or add the other under a name of its own: gatehouse models add --name"
+    folders: dict[str, Path] = {}
+    checks = []
+    for model in settings.models:
+        path = locate(model.model, settings.data_dir)
+        other = folders.setdefault(path.name, path)
+        if other is not path:
+            found = f"two models are named {path.name}: {other} and {path}"
+            checks.append(Check(f"model {path.name}", "wrong", found, advice))
     return checks
 
 

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from appliance.base.engine_settings import ModelSettings
@@ -54,6 +55,23 @@ def test_doctor_names_a_model_for_which_an_option_is_missing(
     else:
         assert (check.state, check.advice) == ("wrong", "set quantization to one of int8, fp8, none")
         assert check.found == "is fp8 in blocks of 128 x 128, and quantization does not say what its weights become"
+
+
+def test_doctor_says_that_two_models_would_be_served_under_one_name(tmp_path: Path) -> None:
+    models = tuple(ModelSettings(str(tmp_path / folder)) for folder in ("a/one", "b/one", "two"))
+    checks = doctor._model_names(Settings(data_dir=tmp_path, database_url="sqlite://", models=models))
+    assert [(check.name, check.state, check.advice) for check in checks] == [
+        ("model one", "wrong", "name only one of them, or add the other under a name of its own: gatehouse models add --name")
+    ]
+    assert checks[0].found == f"two models are named one: {tmp_path}/a/one and {tmp_path}/b/one"
+    assert doctor._model_names(Settings(data_dir=tmp_path, database_url="sqlite://")) == []
+
+
+def test_doctor_does_not_say_twice_which_engine_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"gateway": "ok", "ledger": "cannot be written", "engine one": "engine of one is loading"}
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(503, json={"parts": parts}))
+    (check,) = doctor._readiness("http://gatehouse.test")
+    assert (check.state, check.found) == ("wrong", "ledger cannot be written, engine of one is loading")
 
 
 def test_doctor_misses_a_gpu_for_the_one_model_that_must_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
