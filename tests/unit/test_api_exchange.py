@@ -122,7 +122,7 @@ async def test_a_crash_outside_the_handlers_is_answered_with_the_id_under_which_
     with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as logs:
         await client.ask(crash)
     start, body = client.sent
-    assert (start["status"], json.loads(body["body"])["error"]["code"]) == (500, "internal_error")
+    assert (start["status"], json.loads(body["body"])["error"]["code"], body["more_body"]) == (500, "internal_error", False)
     assert dict(start["headers"])[b"x-request-id"].decode() == logs[0]["request_id"]
     assert [(line["event"], line["log_level"]) for line in logs] == [
         ("request failed outside its handler", "error"),
