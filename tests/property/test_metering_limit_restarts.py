@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,11 +17,12 @@ from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.metering.limits.saved_levels import Levels, LimitLevels, find
+from appliance.metering.limits.sums import SavedLevel
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
-from tests.support.clock import FakeClock
+from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import utc_admission, utc_ledger, utc_recover, utc_sums
 
@@ -233,6 +235,35 @@ async def test_what_is_saved_is_about_a_second_old_at_most(database: Database, c
     await levels.stop()
     assert pauses == [1.0] * 4
     await box.ledger.stop()
+
+
+async def test_a_stop_writes_what_has_changed_since_the_last_save(database: Database, clock: FakeClock, cast: Cast) -> None:
+    box = make_box(database, clock, cast)
+    await box.start()
+    box.levels.start()
+    await box.ask(100, 0)
+    await box.levels.stop()
+    assert await box.levels.save() == 0
+    await box.end(box.running[0], 100)
+    await box.ledger.stop()
+
+
+async def test_after_a_stop_nothing_is_written_any_more(database: Database, clock: FakeClock, cast: Cast) -> None:
+    levels = LimitLevels(database, utc_admission(clock, utc_sums(database)))
+    levels.start()
+    await levels.stop()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "limit levels"]
+
+
+async def test_a_level_of_a_limit_for_one_model_is_not_taken_for_that_of_all(database: Database) -> None:
+    owners = [Owner("tenant", "a"), Owner("tenant", "a", "demo"), Owner("tenant", "a", "other")]
+    saved: Levels = {
+        owner: {"tokens": SavedLevel(capacity=number, units=number, saved_at=START)} for number, owner in enumerate(owners, 1)
+    }
+    source = SimpleNamespace(unsaved_levels=lambda: saved)
+    await LimitLevels(database, source).save()
+    async with database.reading() as connection:
+        assert await find(connection, owners) == saved
 
 
 def test_a_level_is_kept_to_the_last_unit() -> None:

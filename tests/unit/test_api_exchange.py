@@ -1,14 +1,17 @@
-"""A client that leaves: whatever its request awaits, the task that answers is cancelled, and nothing else is."""
+"""An exchange from outside the application: a client that leaves cancels the task that answers it and nothing else, a bug is
+answered, and the log has a line for each."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from typing import Any
 
 import pytest
 import structlog
 
-from appliance.api.exchange import ExchangeWrapper
+from appliance.api.exchange import Exchange, ExchangeWrapper
 
 
 class Client:
@@ -29,9 +32,9 @@ class Client:
         if message["type"] == "http.response.body" and not message["more_body"]:
             self.left.set()
 
-    async def ask(self, app: Any) -> None:
+    async def ask(self, app: Any, path: str = "/asked") -> None:
         """Send one request to `app`."""
-        scope: Any = {"type": "http", "method": "POST", "path": "/asked", "query_string": b"", "state": {}}
+        scope: Any = {"type": "http", "method": "POST", "path": path, "query_string": b"", "state": {}}
         await ExchangeWrapper(app)(scope, self.receive, self.send)
 
 
@@ -103,3 +106,66 @@ async def test_a_task_that_the_appliance_cancels_ends_as_cancelled(has_left: boo
     await asyncio.wait({asking})
     assert asking.cancelled()
     assert closed == ["closed"]
+
+
+async def crash(_scope: Any, _receive: Any, _send: Any) -> None:
+    raise ZeroDivisionError
+
+
+async def begin_and_crash(_scope: Any, _receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    raise ZeroDivisionError
+
+
+async def test_a_crash_outside_the_handlers_is_answered_with_the_id_under_which_it_is_logged() -> None:
+    client = Client()
+    with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as logs:
+        await client.ask(crash)
+    start, body = client.sent
+    assert (start["status"], json.loads(body["body"])["error"]["code"], body["more_body"]) == (500, "internal_error", False)
+    assert dict(start["headers"])[b"x-request-id"].decode() == logs[0]["request_id"]
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("request failed outside its handler", "error"),
+        ("request", "info"),
+    ]
+
+
+async def test_a_crash_after_an_answer_has_begun_sends_nothing_more() -> None:
+    client = Client()
+    await client.ask(begin_and_crash)
+    assert [message["type"] for message in client.sent] == ["http.response.start"]
+
+
+async def test_the_log_of_a_request_has_nothing_of_the_one_before_it_on_the_connection() -> None:
+    client = Client()
+    structlog.contextvars.bind_contextvars(tenant_id="of the request before")
+    with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as logs:
+        await client.ask(crash)
+    assert all("tenant_id" not in line for line in logs)
+
+
+@pytest.mark.parametrize(("path", "level"), [("/asked", "info"), ("/health", "debug"), ("/static/a.css", "debug")])
+async def test_what_is_asked_all_the_time_is_logged_for_debugging_alone(path: str, level: str) -> None:
+    async def answer(_scope: Any, _receive: Any, _send: Any) -> None:
+        pass
+
+    with structlog.testing.capture_logs() as logs:
+        await Client().ask(answer, path)
+    assert [line["log_level"] for line in logs] == [level]
+
+
+def test_the_time_of_a_request_is_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 12.5)
+    assert Exchange(request_id="r", started_s=10.0).elapsed_ms == 2500
+
+
+async def test_what_is_no_request_passes_through_as_it_is() -> None:
+    passed: list[Any] = []
+
+    async def app(*given: Any) -> None:
+        passed.append(given)
+
+    scope: Any = {"type": "lifespan"}
+    client = Client()
+    await ExchangeWrapper(app)(scope, client.receive, client.send)
+    assert passed == [({"type": "lifespan"}, client.receive, client.send)]

@@ -103,6 +103,12 @@ def test_a_mistake_in_the_settings_of_one_model_names_both(models: str, words: s
         load(tmp_path, f"models = [{models}]")
 
 
+@pytest.mark.parametrize("value", ["5", "true", "{'/m'='int8'}"])
+def test_models_in_the_file_are_a_list(value: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^models in .*gatehouse\.toml must be a list of paths or names"):
+        load(tmp_path, f"models = {value}")
+
+
 @pytest.mark.parametrize("text", ["[", "[1]", '[["a"]]', "a,,b", ",", '{"model": "a"}'])
 def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="environment GATEHOUSE_MODELS must be a list of paths or names"):

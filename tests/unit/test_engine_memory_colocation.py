@@ -11,7 +11,10 @@ import torch
 
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
+from engine.formats import unquantised
+from engine.memory.colocation import alone
 from engine.memory.device import WORKSPACE_BYTES, free_kv_bytes
+from engine.memory.estimate import DeviceMemory, checked_estimate
 from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
@@ -80,6 +83,14 @@ def test_engines_on_one_card_fit_it_together_with_caches_of_as_many_tokens(card:
     tokens = [each.fit.kv_tokens for each in found]
     assert max(tokens) - min(tokens) <= 16
     assert tokens[0] > 100_000
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("auto", 2), ("float32", 4)])
+def test_weights_are_estimated_in_the_format_that_is_asked_for(folders: list[Path], dtype: str, element_bytes: int) -> None:
+    config, options = load_model_config(folders[0]), EngineOptions.of({"model": str(folders[0]), "dtype": dtype})
+    empty = DeviceMemory(device_type="cuda", usable_bytes=80 * GIB, context_bytes=0)
+    fit = alone(checked_estimate(config, options, (9, 0)), empty)
+    assert fit.needs.weights_bytes == fit.model.weights_bytes(unquantised(element_bytes), element_bytes)
 
 
 def test_the_division_does_not_depend_on_who_has_started(card: Card, folders: list[Path]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 
@@ -323,6 +324,46 @@ async def test_a_read_that_is_cancelled_is_told_to_who_waits_and_the_next_one_is
             await admission.admit(asking(bob))
     assert admission._first_reads._task is None
     assert await admission.admit(asking(bob))
+
+
+async def test_after_a_read_was_cancelled_nobody_is_read_who_waited_for_it(admission: Admission, slow: SlowSums) -> None:
+    bob = principal()
+    tasks = [*await begin(admission, asking(bob)), *await begin(admission, asking(principal()))]
+    task = admission._first_reads._task
+    assert task is not None
+    task.cancel()
+    await asyncio.wait(tasks)
+    slow.go_on.set()
+    await admission.admit(asking(bob))
+    assert [len(read) for read in slow.reads] == [2, 2]
+    assert [type(task.exception()) for task in tasks] == [InternalError, InternalError]
+
+
+async def test_an_owner_that_was_read_alone_is_not_read_again_when_that_fails(admission: Admission, slow: SlowSums) -> None:
+    bob = principal()
+    slow.go_on.set()
+    await admission.admit(asking(bob))
+    slow.broken = {Owner("key", "another key of his")}
+    with pytest.raises(OSError, match="disk"):
+        await admission.admit(asking(key_of(bob, "another key of his")))
+    assert [len(read) for read in slow.reads] == [2, 1]
+
+
+@pytest.mark.parametrize(("error", "told"), [(ZeroDivisionError(), 1), (OSError("the disk is away"), 0)], ids=["bug", "disk"])
+async def test_the_log_tells_of_a_bug_in_a_read_whose_it_was_and_of_no_outage(
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch, error: Exception, told: int
+) -> None:
+    bob = principal()
+    slow.go_on.set()
+    await admission.admit(asking(bob))
+
+    async def failing(*_given: Any) -> dict[Owner, PeriodSums]:
+        raise error
+
+    monkeypatch.setattr(slow, "read", failing)
+    with structlog.testing.capture_logs() as logs, pytest.raises(type(error)):
+        await admission.admit(asking(key_of(bob, "another key of his")))
+    assert [(line["event"], line["owner_id"]) for line in logs] == [("first_read_failed", "another key of his")] * told
 
 
 async def test_what_runs_counts_once_with_limits_whose_read_ended_by_a_bug_before(

@@ -11,6 +11,7 @@ from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.rate_limits import RateLimit, RateLimitState
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.windows import WINDOWS_KEPT, Moment, Windows
 from appliance.metering.prices import Price
@@ -78,6 +79,14 @@ async def test_when_a_models_limit_is_lifted_it_is_not_told_any_more(admission: 
     assert shown.remaining == 40
     await admit(admission, bob, 1000)
     assert admission.snapshot(bob, "demo").tokens is None
+
+
+async def test_the_requests_and_the_tokens_that_are_left_are_each_told_of_their_own_limit(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=600, requests_per_minute=1))
+    await admit(admission, bob, 0)
+    assert admission.snapshot(bob) == RateLimitState(
+        requests=RateLimit(limit=1, remaining=0, reset_s=60.0), tokens=RateLimit(limit=600, remaining=600, reset_s=0.0)
+    )
 
 
 async def test_a_limit_that_is_new_counts_what_runs_already(admission: Admission) -> None:

@@ -16,11 +16,11 @@ from appliance.metering.limits import output_estimates
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.ledger_sums import OUTPUTS_READ_MAX, outputs_query
-from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN, Lengths
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, Person
-from tests.support.clock import FakeClock
+from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.factories import pending, posted, principal
 from tests.support.ledgers import utc_admission, utc_ledger, utc_sums
@@ -163,6 +163,26 @@ async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_r
     assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
     assert (await admit(admission, dora)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
     running.settle(5 + 40)
+
+
+async def test_of_a_key_that_was_forgotten_before_its_history_was_read_none_is_read(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 1)
+    history, (bob, charlie) = SlowHistory([], []), [principal() for _ in range(2)]
+    history.go_on.set()
+    admission = utc_admission(clock, history)
+    for who in (bob, charlie):
+        (await admit(admission, who)).void()
+    await admission.output_estimates.read()
+    assert len(history.histories) == 1
+
+
+@pytest.mark.parametrize(("begin", "guess"), [(5, 40), (6, EXPECTED_OUTPUT_TOKENS)])
+def test_a_running_answer_is_expected_to_be_short_while_nine_are_known_for_each(begin: int, guess: int) -> None:
+    lengths = Lengths(START)
+    lengths.remember([40] * 45)
+    assert lengths.guess(begin) == guess
 
 
 async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(

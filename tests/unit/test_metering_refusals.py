@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.limits.decisions import LimitDecision
-from appliance.metering.limits.refusals import refusal
+from appliance.metering.limits.refusals import not_priced, refusal
 
 
 def refused(wait_s: float, *, held: bool = False, ahead: int = 0) -> LimitDecision:
@@ -42,3 +44,22 @@ def test_a_wait_for_running_requests_says_that_it_is_a_guess() -> None:
 def test_requests_that_wait_for_the_same_limit_are_counted_in_words(ahead: int, words: str) -> None:
     message = refusal([refused(5.0, ahead=ahead)]).message
     assert message.startswith(f"{words} already waiting for the key's limit of 1000 tokens per day; try again in")
+
+
+def test_a_limit_of_requests_is_told_in_requests() -> None:
+    decision = dataclasses.replace(refused(5.0), kind="requests", need=1, limit=10, level=0)
+    assert refusal([decision]).message.startswith(
+        "the key's limit of 10 requests per minute is reached: the request needs 1, 0 are left;"
+    )
+
+
+def test_a_budget_that_others_wait_for_is_told_in_money() -> None:
+    decision = dataclasses.replace(refused(5.0, ahead=2), kind="budget", limit=5 * 10**12, currency="EUR")
+    assert refusal([decision]).message.startswith(
+        "2 requests are already waiting for the key's limit of 5 EUR budget of this month;"
+    )
+
+
+@pytest.mark.parametrize(("currency", "words"), [("USD", "price in USD;"), (None, "price in the currency of this appliance;")])
+def test_a_model_without_a_price_is_told_with_the_currency_that_it_has_none_in(currency: str | None, words: str) -> None:
+    assert words in not_priced("demo", currency).message
