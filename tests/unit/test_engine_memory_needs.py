@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from engine.config.model import parse_model_config
+from engine.errors import EngineConfigError
 from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, WeightFormat, unquantised
 from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, changes_in_order, gib
-from engine.memory.kv_plan import check_context, plan_memory
+from engine.memory.kv_plan import check_context, check_fit, plan_memory
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.shape import Load, MemoryShape
 from engine.memory.splits import invariant_bytes
@@ -459,3 +460,18 @@ def test_blocks_in_main_memory_are_planned_whether_or_not_a_context_is_asked_for
     config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
     plan = plan_memory(config, options_of(max_model_len=length, swap_space=1.0), block_bytes=1 << 20, available_bytes=GIB)
     assert plan.num_host_blocks == 1024
+
+
+def test_a_cache_of_a_given_size_may_take_all_that_is_left() -> None:
+    needs = fit(40, wanted_len=160).needs
+    given_bytes = 10 * needs.block_bytes
+    usable_bytes = needs.fixed_bytes + given_bytes
+    full = replace(fit(40, wanted_len=160), fixed_kv_bytes=given_bytes, usable_bytes=usable_bytes)
+    assert (full.needs.num_blocks(usable_bytes), full.needs.fixed_bytes) == (10, needs.fixed_bytes)
+    check_fit("m", full, options_of(num_kv_blocks=10))
+
+
+def test_where_not_even_the_model_fits_the_size_of_its_cache_is_not_what_is_wrong() -> None:
+    small = replace(fit(10), fixed_kv_bytes=10 * fit(10).needs.block_bytes)
+    with pytest.raises(EngineConfigError, match=r"^model m does not fit with"):
+        check_fit("m", small, options_of(num_kv_blocks=10))
