@@ -93,8 +93,10 @@ def test_weights_are_estimated_in_the_format_that_is_asked_for(folders: list[Pat
     assert fit.needs.weights_bytes == fit.model.weights_bytes(unquantised(element_bytes), element_bytes)
 
 
-def test_the_division_does_not_depend_on_who_has_started(card: Card, folders: list[Path]) -> None:
+@pytest.mark.parametrize("total_gib", [80, 48], ids=["with room", "with fewer seats"])
+def test_the_division_does_not_depend_on_who_has_started(card: Card, folders: list[Path], total_gib: int) -> None:
     """Nor on what the others have taken when an engine is restarted."""
+    card.total = total_gib * GIB
     before = every(folders)
     card.used = card.own_context + own_bytes(before[1]) + own_bytes(before[2]) - WORKSPACE_BYTES
     assert every(folders)[0].predicted_kv_bytes == before[0].predicted_kv_bytes

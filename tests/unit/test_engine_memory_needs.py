@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from engine.config.model import parse_model_config
+from engine.errors import EngineConfigError
 from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, WeightFormat, unquantised
 from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, changes_in_order, gib
+from engine.memory.kv_plan import check_context, check_fit, plan_memory
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.shape import Load, MemoryShape
 from engine.memory.splits import invariant_bytes
+from engine.options import EngineOptions
 from engine.simulator.models import CONFIGS, MODELS
 from engine.step_sizes import draft_graphs_kept, graphs_kept
 from kernels.quantised_weights import pack_int4
@@ -236,6 +241,20 @@ def test_a_draft_model_takes_weights_and_a_part_of_every_block() -> None:
     assert paired.weights_bytes - alone.weights_bytes == pytest.approx(2 * 1.236e9, rel=1e-3)
 
 
+def test_a_draft_model_is_not_quantised_with_its_target() -> None:
+    formats, draft = replace(BF16, weights=EIGHT_BITS), shape_of("llama-3.2-1b")
+    alone = MemoryNeeds.of(LLAMA_8B, formats, LOAD, context_bytes=0)
+    paired = MemoryNeeds.of(LLAMA_8B, formats, LOAD, context_bytes=0, draft=draft)
+    assert paired.weights_bytes - alone.weights_bytes == draft.weights_bytes(unquantised(2), 2)
+
+
+def test_without_slots_a_draft_model_and_its_target_take_turns_with_the_room_for_splits() -> None:
+    eager = replace(LOAD, on_gpu=True)
+    alone = MemoryNeeds.of(LLAMA_8B, BF16, eager, context_bytes=0, context_len=32_768)
+    paired = MemoryNeeds.of(LLAMA_8B, BF16, eager, context_bytes=0, context_len=32_768, draft=shape_of("llama-3.2-1b"))
+    assert paired.slots_bytes == alone.slots_bytes > 0
+
+
 def test_what_fits_needs_no_remedy_and_gets_the_context_that_was_wanted() -> None:
     assert fit(40).fits
     assert fit(40).context_len == 131_072
@@ -414,3 +433,45 @@ def test_what_is_needed_and_what_there_is_never_read_alike(lacking: int, words: 
 )
 def test_bytes_are_told_as_devices_tell_them(num_bytes: int, words: str) -> None:
     assert gib(num_bytes) == words
+
+
+def options_of(**options: Any) -> EngineOptions:
+    return EngineOptions(model=Path("m"), **options)
+
+
+@pytest.mark.parametrize("length", [2, 131_072])
+def test_the_shortest_context_and_the_whole_one_of_the_model_may_be_asked_for(length: int) -> None:
+    check_context(parse_model_config(CONFIGS["llama-3.1-8b"], {}), options_of(max_model_len=length))
+
+
+@pytest.mark.parametrize(
+    ("options", "num_blocks", "context_len"),
+    [({"max_model_len": 32}, 2, 32), ({"block_size": 2}, 1, 2)],
+    ids=["to its last block", "of the shortest request"],
+)
+def test_a_context_may_fill_the_cache(options: dict[str, int], num_blocks: int, context_len: int) -> None:
+    config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
+    plan = plan_memory(config, options_of(**options), block_bytes=100, available_bytes=num_blocks * 100)
+    assert plan.max_model_len == context_len
+
+
+@pytest.mark.parametrize("length", [None, 32])
+def test_blocks_in_main_memory_are_planned_whether_or_not_a_context_is_asked_for(length: int | None) -> None:
+    config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
+    plan = plan_memory(config, options_of(max_model_len=length, swap_space=1.0), block_bytes=1 << 20, available_bytes=GIB)
+    assert plan.num_host_blocks == 1024
+
+
+def test_a_cache_of_a_given_size_may_take_all_that_is_left() -> None:
+    needs = fit(40, wanted_len=160).needs
+    given_bytes = 10 * needs.block_bytes
+    usable_bytes = needs.fixed_bytes + given_bytes
+    full = replace(fit(40, wanted_len=160), fixed_kv_bytes=given_bytes, usable_bytes=usable_bytes)
+    assert (full.needs.num_blocks(usable_bytes), full.needs.fixed_bytes) == (10, needs.fixed_bytes)
+    check_fit("m", full, options_of(num_kv_blocks=10))
+
+
+def test_where_not_even_the_model_fits_the_size_of_its_cache_is_not_what_is_wrong() -> None:
+    small = replace(fit(10), fixed_kv_bytes=10 * fit(10).needs.block_bytes)
+    with pytest.raises(EngineConfigError, match=r"^model m does not fit with"):
+        check_fit("m", small, options_of(num_kv_blocks=10))
