@@ -73,3 +73,24 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
     newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert newest
     assert newest[1] == version
+
+
+def test_the_index_of_decisions_lists_each_by_its_title() -> None:
+    folder = REPO / "docs/adr"
+    index = (folder / "README.md").read_text("utf-8")
+    entries = {}
+    for decision in folder.glob("0*.md"):
+        number, title = decision.read_text("utf-8").splitlines()[0].removeprefix("# ").split(". ", 1)
+        assert int(number) == int(decision.name[:4])
+        entries[decision.name] = f"- {number}. [{title}]({decision.name})\n"
+    assert not [name for name, entry in entries.items() if entry not in index]
+    assert index.count("](0") == len(entries)
+
+
+def test_links_between_documents_lead_to_files() -> None:
+    broken = []
+    for name in sources(".md"):
+        for link in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", (REPO / name).read_text("utf-8")):
+            if not (REPO / name).parent.joinpath(link).exists():
+                broken.append((name, link))
+    assert not broken
