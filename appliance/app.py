@@ -55,8 +55,8 @@ from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.claim_watch import stop_when_lost
 from appliance.serving.database_watch import DatabaseWatch
+from appliance.serving.dry_runs import DryRuns
 from appliance.serving.engine_readings import engine_reading
-from appliance.serving.forecasts import Forecasts
 from appliance.serving.generations import Generations
 from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_builder import build_models, model_folders
@@ -205,7 +205,7 @@ class Appliance:
             audit=AuditLog(db, clock),
             admission=admission,
             limit_levels=LimitLevels(db, admission),
-            forecasts=Forecasts(
+            dry_runs=DryRuns(
                 admission, prices=prices, tiers=tiers, policies=policies, models=models, clock=clock, limits=limits
             ),
             ledger=ledger,

@@ -49,7 +49,9 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
         principal = await authenticate_tenant(request)
         content = await request.uncounted_body()
         exchange.cancel_on_disconnect(request.receive)
-        checked = await in_turn(content, partial(_read, exchange), turns=services.body_turns, tenant_id=principal.tenant.id)
+        checked = await in_turn(
+            content, partial(_read, exchange), semaphore=services.body_semaphore, tenant_id=principal.tenant.id
+        )
         order = await _order(exchange.request_id, checked, principal, services)
         generation = await services.generations.start(order)
     except GatehouseError as refusal:
