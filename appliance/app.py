@@ -53,7 +53,7 @@ from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
-from appliance.serving.claim_watch import stop_when_lost
+from appliance.serving.claim_watch import stop_when_claim_lost
 from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.dry_runs import DryRuns
 from appliance.serving.engine_readings import engine_reading
@@ -354,7 +354,7 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
             note_shown(settings.data_dir)
         watches = [
             asyncio.create_task(_stop_without_models(services.models, server), name="first models"),
-            asyncio.create_task(stop_when_lost(appliance.claim, services, server.stop), name="database claim"),
+            asyncio.create_task(stop_when_claim_lost(appliance.claim, services, server.stop), name="database claim"),
         ]
         try:
             await server.run(services.generations, drain_timeout_s=settings.drain_timeout_s)

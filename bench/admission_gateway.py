@@ -98,7 +98,7 @@ class NoAdmission:
 class NoWatch:
     """Watches no principal: the one of the plain path is in no table."""
 
-    def began(self, *_generation: Any) -> None:
+    def add(self, *_generation: Any) -> None:
         """Do nothing."""
 
 

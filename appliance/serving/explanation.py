@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from appliance.serving.answers import SERVED
+from appliance.serving.answers import COMPLETE
 
 if TYPE_CHECKING:
     from appliance.metering.ledger.records import RequestRow
@@ -48,7 +48,7 @@ def explain(timeline: Timeline) -> str:
     prefill_s = max(0.0, timeline.ttft_s - queue_s)
     decode_s = timeline.decode_s or 0.0
     total_s = queue_s + prefill_s + decode_s
-    is_cut = timeline.finish_reason is not None and timeline.finish_reason not in SERVED
+    is_cut = timeline.finish_reason is not None and timeline.finish_reason not in COMPLETE
     end = f"; ended early ({timeline.finish_reason})" if is_cut else ""
     if total_s < NOTICEABLE_S and not timeline.preemptions:
         if is_cut:

@@ -120,7 +120,7 @@ class Generations:
             reservation.void()
             raise
         self._own(generation)
-        self._watch.began(generation, order.principal)
+        self._watch.add(generation, order.principal)
         try:
             await asyncio.shield(generation.admitted)
         except asyncio.CancelledError:

@@ -341,7 +341,7 @@ async def test_who_leaves_and_whose_abort_comes_too_late_ends_as_the_engine_says
 
 async def test_no_timer_of_a_request_outlives_it(box: Serving, cast: Cast, clock: FakeClock) -> None:
     generation = await box.start(cast.bob, TEXT)
-    generation.end_at(clock.now() + timedelta(hours=1))
+    generation.set_expiry(clock.now() + timedelta(hours=1))
     planned: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
     await poll_until(lambda: len([each for each in planned if each._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
     timers = [each for each in planned if each._callback == generation.end_early]  # type: ignore[attr-defined]
@@ -590,7 +590,9 @@ async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> 
         assert (await box.event(generation)).tenant_id == person.tenant.id
 
 
-@pytest.mark.parametrize(("owner", "broken", "reason"), [(Bill, "_record", "error"), (Generation, "_observe", "disconnected")])
+@pytest.mark.parametrize(
+    ("owner", "broken", "reason"), [(Bill, "_record", "error"), (Generation, "_observe_metrics", "disconnected")]
+)
 async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, owner: type[object], broken: str, reason: str
 ) -> None:
@@ -618,7 +620,7 @@ async def test_a_fault_beside_the_engine_ends_the_request_there_too_and_bills_wh
 ) -> None:
     box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
-    monkeypatch.setattr(generation, "_show", None)
+    monkeypatch.setattr(generation, "_emit_text", None)
     box.engine.allow_steps(3)
     outcome = await generation.outcome
 
