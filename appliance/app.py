@@ -267,9 +267,12 @@ class Appliance:
         self._gpu.open()
         await services.sampler.start()
         services.metrics.attach(lambda: services.sampler.latest)
-        balances = [model.engine.figures.balance for model in services.models.list()]
+        engines = [model.engine for model in services.models.list()]
         services.metrics.compare_usage(
-            lambda: services.ledger.unrecorded_usage_tokens + sum(balance.unexplained_tokens for balance in balances)
+            lambda: (
+                services.ledger.unrecorded_usage_tokens
+                + sum(engine.stats.reconciliation.unexplained_tokens for engine in engines)
+            )
         )
         if not self.engines:
             return

@@ -79,7 +79,7 @@ class Bill:
     def note_submitted(self) -> None:
         """Note that the request was submitted to the engine: from now on its tokens must appear in a record."""
         self._submitted = True
-        self._model.engine.figures.balance.opened()
+        self._model.engine.stats.reconciliation.note_submitted()
 
     def record_progress(self, event: TokenEvent) -> bool:
         """Report the live request's counts after `event` to its limits; return whether they exhausted a budget."""
@@ -140,7 +140,7 @@ class Bill:
             self._metrics.unrecorded(usage.total_tokens)
             self._reservation.recorded()
         if self._submitted:
-            self._model.engine.figures.balance.closed(
+            self._model.engine.stats.reconciliation.note_settled(
                 generated_tokens=sum(answer.generated_tokens for answer in answers),
                 billed_completion=usage.completion_tokens,
                 billed_prompt=usage.prompt_tokens,

@@ -173,7 +173,7 @@ class Generation:
         is_budget_spent = self._bill.record_progress(event)
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
-            self._model.engine.figures.note_ttft(self.live.ttft_s)
+            self._model.engine.stats.note_ttft(self.live.ttft_s)
         if is_budget_spent:
             self.end_early("budget_exceeded")
 

@@ -86,14 +86,14 @@ class Readiness:
             prompt_token_ids=[info.eos_token_ids[0] if info.eos_token_ids else 0],
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True),
         )
-        counted, figures = _Counted(), model.engine.figures
-        figures.probe_id = request.request_id
+        counted, stats = _Counted(), model.engine.stats
+        stats.probe_id = request.request_id
         try:
             events = model.engine.submit(request)
         except GatehouseError as error:
             log.warning("probe failed", model=model.name, reason=error.message)
             return
-        figures.balance.opened()
+        stats.reconciliation.note_submitted()
         try:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -105,7 +105,7 @@ class Readiness:
         except GatehouseError as error:
             log.warning("probe failed", model=model.name, reason=error.message)
         finally:
-            figures.balance.closed(generated_tokens=counted.tokens, billed_completion=0, billed_prompt=0)
+            stats.reconciliation.note_settled(generated_tokens=counted.tokens, billed_completion=0, billed_prompt=0)
 
 
 @dataclass(slots=True)

@@ -29,8 +29,8 @@ from appliance.base.clock import Clock
 from appliance.base.errors import EngineUnavailable, ModelLoading
 from appliance.base.settings import ENVIRONMENT_PREFIX
 from appliance.serving.engine_client import EngineClient
-from appliance.serving.engine_figures import EngineFigures
 from appliance.serving.engine_log import LINE_BYTES_MAX, forward_log
+from appliance.serving.engine_stats import EngineStats
 from appliance.serving.event_queue import EventQueue
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GenerationRequest
 
@@ -67,7 +67,7 @@ class Supervisor:
         self.pid: int | None = None
         self.started_at: datetime | None = None
         self.restarts = 0
-        self.figures = EngineFigures()
+        self.stats = EngineStats()
         self.last_token_monotonic_s: float | None = None
         self.ready_monotonic_s: float | None = None
         self._last_frame_monotonic_s = 0.0
@@ -125,7 +125,7 @@ class Supervisor:
         retry_after_s = self._ready_in_s(self._starts_monotonic_s) if self.state == "restarting" else BACKOFF_MAX_S
         raise EngineUnavailable(f"the engine of {self.name} is {self.state}{reason}", retry_after_s=retry_after_s)
 
-    def _back_in_s(self) -> float | None:
+    def _restart_eta_s(self) -> float | None:
         """Return when the successor of a process that has just ended is probably ready; None when there will be none."""
         if self.state == "stopped":
             return None
@@ -199,8 +199,8 @@ class Supervisor:
             raise
         finally:
             theirs.close()
-        discarded = self.figures.balance.discarded
-        client = EngineClient(ours, on_frame=self._receive, on_discarded=discarded, back_in_s=self._back_in_s)
+        discarded = self.stats.reconciliation.note_discarded
+        client = EngineClient(ours, on_frame=self._receive, on_discarded=discarded, restart_eta_s=self._restart_eta_s)
         self._process, self._client = process, client
         self._progress_monotonic_s, self._loaded = self._clock.monotonic_s(), None
         self.pid, self.started_at = process.pid, self._clock.now()
@@ -256,10 +256,10 @@ class Supervisor:
         if frame.load_fraction is not None and frame.load_fraction != self._loaded:
             self._loaded, self._progress_monotonic_s = frame.load_fraction, now_s
         if frame.ready is not None:
-            self.figures.balance.process_ready()
-        self.figures.note_tokens(frame)
+            self.stats.reconciliation.note_process_ready()
+        self.stats.note_tokens(frame)
         if frame.status is not None:
-            self.figures.note_status(frame.status, now_s)
+            self.stats.note_status(frame.status, now_s)
         if frame.decoded or any(event.token_ids for event in frame.events):
             self.last_token_monotonic_s = now_s
         if frame.ready is not None and self.state in ("loading", "restarting"):

@@ -20,7 +20,7 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.usage import UsageReports
 from appliance.serving.engine_client import EngineClient
-from appliance.serving.engine_figures import EngineFigures
+from appliance.serving.engine_stats import EngineStats
 from appliance.serving.event_queue import EventQueue
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
@@ -46,7 +46,7 @@ class InProcessEngine:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self.figures = EngineFigures()
+        self.stats = EngineStats()
         self.unavailable: str | None = None
 
     @property

@@ -141,7 +141,7 @@ async def test_how_long_a_request_took_is_measured_once(
     box: Serving, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[float] = []
-    monkeypatch.setattr(box.client.figures, "note_ttft", noted.append)
+    monkeypatch.setattr(box.client.stats, "note_ttft", noted.append)
     box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT)
     clock.advance(2.5)
@@ -165,15 +165,15 @@ async def test_how_long_a_request_took_is_measured_once(
 
 
 async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
-    balance = box.model.engine.figures.balance
-    balance.note_status(engine_status())
+    reconciliation = box.model.engine.stats.reconciliation
+    reconciliation.note_status(engine_status())
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
     event = await box.event(generation)
     for unrecorded in (0, 7):
         total = event.prompt_tokens + event.completion_tokens + unrecorded
-        balance.note_status(engine_status(generation_tokens_total=total))
-        assert balance.unexplained_tokens == unrecorded
+        reconciliation.note_status(engine_status(generation_tokens_total=total))
+        assert reconciliation.unexplained_tokens == unrecorded
 
 
 class Merged:
@@ -465,15 +465,15 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
         box.generations.abort(entry.request_id, access=WHOLE_BOX)
 
     monkeypatch.setattr(box.ledger, "open", left)
-    balance = box.model.engine.figures.balance
-    balance.note_status(engine_status())
+    reconciliation = box.model.engine.stats.reconciliation
+    reconciliation.note_status(engine_status())
     with structlog.testing.capture_logs() as logs:
         generation = await box.start(cast.bob, TEXT)
         await generation.outcome
         assert await box.generations.drain(5.0)
-    balance.note_status(engine_status(generation_tokens_total=7))
+    reconciliation.note_status(engine_status(generation_tokens_total=7))
 
-    assert (logs, balance.unexplained_tokens) == ([], 7)
+    assert (logs, reconciliation.unexplained_tokens) == ([], 7)
     event = await box.event(generation)
     assert (event.status, event.finish_reason, event.cause) == ("voided", "aborted", "administrator")
     assert [frame for frame in box.engine.frames if frame.submit] == []
