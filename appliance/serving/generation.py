@@ -21,7 +21,7 @@ from appliance.serving.bill import Bill
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.endings import Outcome, RequestEnd, early_end, with_client_field_name
 from appliance.serving.live_requests import LiveRequest
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
 from engine.protocol import FinishReason, TokenEvent
@@ -39,7 +39,7 @@ class Generation:
         self,
         *,
         live: LiveRequest,
-        order: Order,
+        prepared: PreparedRequest,
         bill: Bill,
         clock: Clock,
         metrics: Metrics,
@@ -51,9 +51,11 @@ class Generation:
         self.chunks = ChunkQueue(limits.buffer_chunks)
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         self.admitted: asyncio.Future[None] = loop.create_future()
-        self._order = order
-        self._model = order.model
-        self._answers = [Answer(index, order.model.prompting, order.sampling) for index in range(order.sampling.num_answers)]
+        self._prepared = prepared
+        self._model = prepared.model
+        self._answers = [
+            Answer(index, prepared.model.prompting, prepared.sampling) for index in range(prepared.sampling.num_answers)
+        ]
         self._bill = bill
         self._clock = clock
         self._metrics = metrics
@@ -139,7 +141,7 @@ class Generation:
 
     async def _follow_engine(self) -> RequestEnd:
         """Process events until every answer has had its final one, which has exact counts; also after one of them failed."""
-        events = self._model.engine.submit(self._order.generation_request(self._limits.queue_deadline_s))
+        events = self._model.engine.submit(self._prepared.generation_request(self._limits.queue_deadline_s))
         self._submitted = True
         self._bill.note_submitted()
         while True:
@@ -232,7 +234,7 @@ class Generation:
             return _failed("engine_error", InternalError(f"the engine could not continue: {event.error}"))
         answer.end("error" if self._bill.billable else "refused")
         message, param = with_client_field_name(
-            event.error or f"{event.error_param} cannot be honoured", event.error_param, self._order.field_names
+            event.error or f"{event.error_param} cannot be honoured", event.error_param, self._prepared.field_names
         )
         return _failed("invalid_request", InvalidValue(message, param=param), str(answer.finish_reason))
 

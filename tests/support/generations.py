@@ -25,7 +25,7 @@ from appliance.serving.event_queue import EventQueue
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ServedModel
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.prompting import Prompting
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
@@ -92,7 +92,7 @@ class Serving:
         field_names, batch = sampling.pop("field_names", {}), sampling.pop("batch", False)
         options = {"max_tokens": len(ids), "seed": 1, **sampling}
         return await self.generations.start(
-            Order(
+            PreparedRequest(
                 request_id=new_id("req"),
                 principal=person.principal,
                 model=self.model,

@@ -324,4 +324,4 @@ async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
             box.generations.start_watching()
             await poll_until(lambda: len(calls) > 1)
             await box.generations.stop(5.0)
-    assert [line["event"] for line in logs] == ["how far running requests are could not be noted"]
+    assert [line["event"] for line in logs] == ["running requests could not be checkpointed"]

@@ -20,7 +20,7 @@ from appliance.serving.answers import Answer
 from appliance.serving.bill import Bill
 from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.prompting import Prompting
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
@@ -662,7 +662,7 @@ async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast:
 async def test_a_fault_before_anybody_owns_the_generation_gives_the_reservation_back(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Order, "live_request", None)
+    monkeypatch.setattr(PreparedRequest, "live_request", None)
     with pytest.raises(TypeError):
         await box.start(cast.bob, TEXT)
     assert num_running(box.admission, cast.bob.tenant.id) == 0
