@@ -1,4 +1,4 @@
-"""The models that are served: name, folder, tokenizer, engine."""
+"""The served models: name, folder, tokenizer and engine of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.protocol import EngineInfo
 
 @dataclass(slots=True, kw_only=True)
 class ServedModel:
-    """One model under its public name."""
+    """One served model. `name` is the public one; `context_len` and `sampling_defaults` come from its folder."""
 
     name: str
     path: Path
@@ -39,7 +39,7 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Served models by name. Filled once at start."""
+    """The served models by name, fixed at start. Raises NotAModel for two models of the same name."""
 
     def __init__(self, models: Iterable[ServedModel] = ()) -> None:
         self._models: dict[str, ServedModel] = {}
