@@ -53,10 +53,10 @@ from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
-from appliance.serving.claim_watch import stop_when_lost
+from appliance.serving.claim_watch import stop_when_claim_lost
 from appliance.serving.database_watch import DatabaseWatch
+from appliance.serving.dry_runs import DryRuns
 from appliance.serving.engine_readings import engine_reading
-from appliance.serving.forecasts import Forecasts
 from appliance.serving.generations import Generations
 from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_builder import build_models, model_folders
@@ -205,7 +205,7 @@ class Appliance:
             audit=AuditLog(db, clock),
             admission=admission,
             limit_levels=LimitLevels(db, admission),
-            forecasts=Forecasts(
+            dry_runs=DryRuns(
                 admission, prices=prices, tiers=tiers, policies=policies, models=models, clock=clock, limits=limits
             ),
             ledger=ledger,
@@ -267,9 +267,12 @@ class Appliance:
         self._gpu.open()
         await services.sampler.start()
         services.metrics.attach(lambda: services.sampler.latest)
-        balances = [model.engine.figures.balance for model in services.models.list()]
+        engines = [model.engine for model in services.models.list()]
         services.metrics.compare_usage(
-            lambda: services.ledger.unrecorded_usage_tokens + sum(balance.unexplained_tokens for balance in balances)
+            lambda: (
+                services.ledger.unrecorded_usage_tokens
+                + sum(engine.stats.reconciliation.unexplained_tokens for engine in engines)
+            )
         )
         if not self.engines:
             return
@@ -354,7 +357,7 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
             note_shown(settings.data_dir)
         watches = [
             asyncio.create_task(_stop_without_models(services.models, server), name="first models"),
-            asyncio.create_task(stop_when_lost(appliance.claim, services, server.stop), name="database claim"),
+            asyncio.create_task(stop_when_claim_lost(appliance.claim, services, server.stop), name="database claim"),
         ]
         try:
             await server.run(services.generations, drain_timeout_s=settings.drain_timeout_s)

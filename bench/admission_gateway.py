@@ -21,7 +21,7 @@ from appliance.base.clock import SystemClock
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from bench.admission import PLAIN
 from bench.gateway_streams import serve_engine, serve_gateway
@@ -98,7 +98,7 @@ class NoAdmission:
 class NoWatch:
     """Watches no principal: the one of the plain path is in no table."""
 
-    def began(self, *_generation: Any) -> None:
+    def add(self, *_generation: Any) -> None:
         """Do nothing."""
 
 
@@ -137,8 +137,8 @@ def install_plain_path(generations: Generations) -> None:
             return principal
         return await authenticate(request)
 
-    async def start_either(self: Generations, order: Order, *args: Any, **options: Any) -> Generation:
-        return await start(plain_generations if order.principal is principal else self, order, *args, **options)
+    async def start_either(self: Generations, prepared: PreparedRequest, *args: Any, **options: Any) -> Generation:
+        return await start(plain_generations if prepared.principal is principal else self, prepared, *args, **options)
 
     chat.authenticate_tenant = authenticate_or_not  # type: ignore[attr-defined]
     Generations.start = start_either  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ import msgspec
 from appliance.api.json_structure import check_structure
 from appliance.base.errors import InvalidValue, UnknownParameter
 from appliance.base.interpreter import without_collections
-from appliance.serving.turns import Turns
+from appliance.serving.fair_semaphore import FairSemaphore
 
 T = TypeVar("T")
 OMITTED = msgspec.UNSET
@@ -57,19 +57,19 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         raise InvalidValue(f"{name or 'the body'} is nested too deeply", param=name) from error
 
 
-async def in_turn(body: bytes, read: Callable[[bytes], T], *, turns: Turns, tenant_id: str) -> T:
+async def in_turn(body: bytes, read: Callable[[bytes], T], *, semaphore: FairSemaphore, tenant_id: str) -> T:
     """Return `read(body)`. Long bodies pass `check_structure` first and are read one at a time; tenants take turns.
 
     Raises Overloaded when too many wait, and what `check_structure` and `read` raise.
     """
     if len(body) <= DECODED_OUT_OF_TURN_BYTES_MAX:
         return read(body)
-    await turns.take(tenant_id)
+    await semaphore.acquire(tenant_id)
     try:
         await check_structure(body)
         return read(body)
     finally:
-        asyncio.get_running_loop().call_soon(turns.give_back)
+        asyncio.get_running_loop().call_soon(semaphore.release)
 
 
 def named(body: msgspec.Struct) -> dict[str, Any]:

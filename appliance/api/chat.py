@@ -19,7 +19,7 @@ from appliance.api.schemas import ChatCompletionRequest, check_messages, check_s
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames
 from appliance.base.errors import GatehouseError
 from appliance.serving.generation import Generation
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.services import Services
 from appliance.tenancy.principals import Principal
 
@@ -49,16 +49,18 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
         principal = await authenticate_tenant(request)
         content = await request.uncounted_body()
         exchange.cancel_on_disconnect(request.receive)
-        checked = await in_turn(content, partial(_read, exchange), turns=services.body_turns, tenant_id=principal.tenant.id)
-        order = await _order(exchange.request_id, checked, principal, services)
-        generation = await services.generations.start(order)
+        checked = await in_turn(
+            content, partial(_read, exchange), semaphore=services.body_semaphore, tenant_id=principal.tenant.id
+        )
+        prepared = await _prepare(exchange.request_id, checked, principal, services)
+        generation = await services.generations.start(prepared)
     except GatehouseError as refusal:
         services.metrics.rejected(refusal.code)
         raise
     exchange.closers.append(lambda: generation.end_early("disconnected"))
     created = int(generation.live.admitted_at.timestamp())
-    if order.stream:
-        if order.sampling.is_guided:
+    if prepared.stream:
+        if prepared.sampling.is_guided:
             await _wait_for_first_text(generation)
         return EventStream(chat_frames(generation, _framer(generation, checked, created)))
     return await _answer_whole(generation, checked, created)
@@ -79,20 +81,20 @@ def _read(exchange: Exchange, content: bytes) -> _CheckedBody:
     return _CheckedBody(body, service_tier=service_tier_of(body), messages=check_messages(body.messages))
 
 
-async def _order(request_id: str, checked: _CheckedBody, principal: Principal, services: Services) -> Order:
-    """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
+async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal, services: Services) -> PreparedRequest:
+    """Return the checked and tokenised request. Nothing is reserved yet."""
     body, messages, service_tier = checked
     max_output_tokens, _ = asked_max_tokens(body)
     model = services.models.get(body.model)
     principal.check_model(model.name)
-    services.generations.check_open(model, principal.tenant.id)
+    services.generations.check_can_accept(model, principal.tenant.id)
     assert model.max_model_len is not None, "an engine that is ready has told its context"
     prompt_token_ids = await model.prompting.chat_prompt(
         messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id
     )
     sampling = sampling_params(body, model, prompt_tokens=len(prompt_token_ids))
     sampling = await with_bad_words(sampling, model, tenant_id=principal.tenant.id)
-    return Order(
+    return PreparedRequest(
         request_id=request_id,
         principal=principal,
         model=model,

@@ -10,7 +10,7 @@ from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_tenant
 from appliance.api.connection_services import services_of
-from appliance.serving.model_registry import ServedModel, no_such_model
+from appliance.serving.model_registry import ServedModel, model_not_found
 
 OWNER = "gatehouse"
 
@@ -47,7 +47,7 @@ async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str
     name = model_id.removeprefix("/")
     model = services_of(request).models.get(name)
     if not principal.may_use(model.name):
-        raise no_such_model(name)
+        raise model_not_found(name)
     return model_shape(model)
 
 

@@ -17,7 +17,7 @@ from appliance.api.schemas import (
 from appliance.api.structured_output import constraint
 from appliance.base.digits import whole_number
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter
-from appliance.serving.endings import as_written
+from appliance.serving.endings import with_client_field_name
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import output_room
 from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
@@ -106,7 +106,7 @@ def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: Served
         )
     except InvalidOption as error:
         kind = UnsupportedParameter if isinstance(error, UnsupportedOption) else InvalidValue
-        message, param = as_written(str(error), error.param, field_names(body))
+        message, param = with_client_field_name(str(error), error.param, field_names(body))
         raise kind(message, param=param) from error
 
 

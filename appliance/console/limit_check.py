@@ -15,7 +15,7 @@ from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_work
 from appliance.metering.limits.decisions import LimitDecision
-from appliance.serving.forecasts import Question, Verdict
+from appliance.serving.dry_runs import DryRunRequest, DryRunResult
 from appliance.tenancy.fields import LIMIT_MAX, check_name
 from appliance.tenancy.principals import ApiKey, Tenant
 
@@ -65,7 +65,7 @@ async def check_request(context: ContextDependency, tenant_id: FromPath[str]) ->
     )
 
 
-def headline(verdict: Verdict) -> tuple[str, str]:
+def headline(verdict: DryRunResult) -> tuple[str, str]:
     """Return a tone and one sentence on what would happen to the request."""
     if verdict.allowed:
         return "ok", f"Admitted: {count(verdict.forecast.tokens)} tokens would be reserved."
@@ -76,7 +76,7 @@ def headline(verdict: Verdict) -> tuple[str, str]:
     return "bad", f"Refused with {verdict.error.status} {verdict.error.code}: {sentence(verdict.error.message)}"
 
 
-async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey]) -> Verdict | None:
+async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey]) -> DryRunResult | None:
     """Return the verdict, or None if the form is wrong; its `errors` say how."""
     prompt_tokens = form.whole_number("prompt_tokens", most=LIMIT_MAX)
     max_tokens = form.whole_number("max_tokens", least=1, most=LIMIT_MAX)
@@ -90,7 +90,7 @@ async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey
     if form.errors:
         return None
     try:
-        question = Question(
+        question = DryRunRequest(
             tenant=tenant,
             key=key,
             model=check_name(form.raw("model"), "model"),
@@ -98,7 +98,7 @@ async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey
             max_tokens=max_tokens,
             batch=is_batch_work(form.raw("service_tier") or "default"),
         )
-        return await services.forecasts.ask(question)
+        return await services.dry_runs.run(question)
     except GatehouseError as error:
         form.fail_with(error, tuple(FIELDS))
         return None

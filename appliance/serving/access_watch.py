@@ -1,7 +1,7 @@
-"""Ends running requests whose key or tenant may no longer ask: revoked, expired, suspended or archived. Applies the limits as
-they are now to the others, and to those that wait for room. Knows no engine.
+"""Ends running requests whose key was revoked or has expired, or whose tenant was suspended or archived. Applies changed limits
+to the other running requests and to those that wait for admission. Knows no engine.
 
-It looks whenever a change of keys or tenants is committed; an expiry that is known beforehand is a timer of the generation.
+Checks whenever a change of keys or tenants is committed. A known expiry time is a timer of the generation instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class AccessWatch:
-    """One task. `live` are the running generations, by request id; others wait in `admission`."""
+    """`live` returns the running generations; further requests wait in `admission`."""
 
     def __init__(
         self,
@@ -42,39 +42,39 @@ class AccessWatch:
         self._live = live
         self._admission = admission
         self._policies = policies
-        self._look = asyncio.Event()
+        self._check_due = asyncio.Event()
         self._watching = Background("access watch", self._run)
 
     def start(self) -> None:
-        """Begin to watch."""
-        self._db.principals.listeners.append(self._look.set)
+        """Start the task."""
+        self._db.principals.listeners.append(self._check_due.set)
         self._watching.start()
 
     async def stop(self) -> None:
-        """End."""
+        """Stop the task."""
         if self._watching.started:
-            self._db.principals.listeners.remove(self._look.set)
+            self._db.principals.listeners.remove(self._check_due.set)
         await self._watching.stop()
 
-    def began(self, generation: Generation, principal: Principal) -> None:
-        """Watch a generation that has just begun. Look again if anything may have changed since `principal` was read."""
-        generation.end_at(principal.key.expires_at)
+    def add(self, generation: Generation, principal: Principal) -> None:
+        """Watch a generation that has just started. Schedules a check if keys or tenants changed since `principal` was read."""
+        generation.set_expiry(principal.key.expires_at)
         if principal.change_count != self._db.principals.value:
-            self._look.set()
+            self._check_due.set()
 
     async def _run(self) -> None:
         while True:
-            await self._look.wait()
-            self._look.clear()
+            await self._check_due.wait()
+            self._check_due.clear()
             try:
                 await self.check()
-            except Exception:  # owned task: a database that is away for a moment must not let a revoked key go on for ever
+            except Exception:  # owned task: a short outage of the database must not let requests of a revoked key continue
                 log.exception("keys of running requests could not be checked")
                 await asyncio.sleep(RETRY_S)
-                self._look.set()
+                self._check_due.set()
 
     async def check(self) -> None:
-        """Read the keys of all requests: end those that may not go on, and tell admission what the others may use."""
+        """Read the keys of all requests; end those that are no longer allowed and pass the others' limits to admission."""
         running, waiting = list(self._live()), self._admission.waiting
         keys = {generation.live.key_id for generation in running} | {request.key_id for request in waiting}
         principals = await read_principals(self._db, keys)
@@ -83,8 +83,8 @@ class AccessWatch:
         now = self._clock.now()
         for generation in running:
             principal = principals.get(generation.live.key_id)
-            why = why_ended(principal, now)
-            if why is not None:
-                generation.end_early(why)
+            reason = why_ended(principal, now)
+            if reason is not None:
+                generation.end_early(reason)
             elif principal is not None:
-                generation.end_at(principal.key.expires_at)
+                generation.set_expiry(principal.key.expires_at)

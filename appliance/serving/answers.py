@@ -1,4 +1,4 @@
-"""The answers of one request, each as it grows: token events to text, what of it counts, how it ended. Knows no ledger and no
+"""The answers of one request: text from token events, which tokens count, and how each answer ended. Knows no ledger and no
 process."""
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from appliance.serving.chunks import Chunk, NamedLogprob
 from appliance.serving.prompting import Prompting
 from engine.protocol import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 
-SERVED = ("stop", "length")  # how an answer ends that its client gets
+COMPLETE = ("stop", "length")  # finish reasons of answers that were not cut off by an error or from outside
 
 
 class Answer:
-    """One answer. `finish_reason` is None while it grows; `completion_tokens` are those that count, of all `generated_tokens`
-    that the engine reported. `stopped` turns true when a stop string was found: then the answer is complete, whatever the
-    engine still says of it, and nothing is shown after it."""
+    """One answer. `finish_reason` is None while it is being generated. `completion_tokens` are billed; `generated_tokens` also
+    include what the engine generated past a stop string. `stopped` turns true when a stop string is found: the answer is then
+    complete, and later tokens are ignored."""
 
     def __init__(self, index: int, prompting: Prompting, sampling: SamplingParams) -> None:
         self.index = index
@@ -32,7 +32,7 @@ class Answer:
     def push(self, event: TokenEvent) -> Chunk:
         """Return what `event` adds. The token that completes a stop string is the last one that counts.
 
-        Log-probabilities are those of tokens of the text. A token that ended it, by itself or by a stop string, has none.
+        A token that ends the answer, as a stop token or by completing a stop string, has no log-probability in the chunk.
         """
         token_ids = event.token_ids
         ends_by_token = event.finish_reason is FinishReason.STOP
@@ -40,8 +40,9 @@ class Answer:
         self.stopped = self._text.matched is not None
         named: list[NamedLogprob] = []
         if event.logprobs:
-            ended = self.stopped or (ends_by_token and self._is_no_text(token_ids[-1]))
-            named = [self._name(*pair) for pair in zip(token_ids[: num_taken - ended], event.logprobs, strict=False)]
+            has_end_token = self.stopped or (ends_by_token and self._is_hidden(token_ids[-1]))
+            pairs = zip(token_ids[: num_taken - has_end_token], event.logprobs, strict=False)
+            named = [self._named_logprob(*pair) for pair in pairs]
         self.completion_tokens = event.num_output_tokens - len(token_ids) + num_taken
         return Chunk(
             text=text,
@@ -52,7 +53,7 @@ class Answer:
         )
 
     def finish(self, event: TokenEvent) -> Chunk:
-        """Return what was held back, at the end that `event` tells of: the answer's last chunk, which may be empty."""
+        """Return the answer's last chunk: the text held back so far, which may be empty. `event` is the final event."""
         rest = "" if self.stopped else self._text.flush()
         self.stopped = self._text.matched is not None
         self.finish_reason = "stop" if self.stopped else str(event.finish_reason)
@@ -65,24 +66,24 @@ class Answer:
         )
 
     def end(self, reason: str) -> None:
-        """Set how the answer ended that nobody gets in whole."""
+        """Set the finish reason of an incomplete answer."""
         self.finish_reason = reason
 
-    def _is_no_text(self, end_token_id: int) -> bool:
+    def _is_hidden(self, end_token_id: int) -> bool:
         return end_token_id in self._stop_token_ids or self._vocabulary.is_special(end_token_id)
 
-    def _name(self, token_id: int, entry: TokenLogprob) -> NamedLogprob:
-        likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        return self._single(token_id, entry.logprob, tuple(self._single(*pair) for pair in likeliest))
+    def _named_logprob(self, token_id: int, entry: TokenLogprob) -> NamedLogprob:
+        top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        return self._named(token_id, entry.logprob, tuple(self._named(*pair) for pair in top))
 
-    def _single(self, token_id: int, logprob: float, top: tuple[NamedLogprob, ...] = ()) -> NamedLogprob:
+    def _named(self, token_id: int, logprob: float, top: tuple[NamedLogprob, ...] = ()) -> NamedLogprob:
         token_bytes = self._vocabulary.token_bytes(token_id)
         return NamedLogprob(token=token_bytes.decode("utf-8", "replace"), token_bytes=token_bytes, logprob=logprob, top=top)
 
 
-def reason_of_all(answers: Sequence[Answer]) -> str:
-    """Return how a request ended whose answers have all ended: as the first that was not served, else `length` if one was cut
-    there, else `stop`."""
+def combined_finish_reason(answers: Sequence[Answer]) -> str:
+    """Return the finish reason of a request whose answers have all ended: that of the first incomplete one, else `length` if
+    any answer reached its length limit, else `stop`."""
     reasons = [answer.finish_reason or "error" for answer in answers]
-    unserved = [reason for reason in reasons if reason not in SERVED]
-    return (unserved or [reason for reason in reasons if reason == "length"] or ["stop"])[0]
+    incomplete = [reason for reason in reasons if reason not in COMPLETE]
+    return (incomplete or [reason for reason in reasons if reason == "length"] or ["stop"])[0]

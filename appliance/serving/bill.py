@@ -1,6 +1,6 @@
-"""What one request is billed: its reservation and its record, each begun before the work and ended once after it.
+"""Billing of one request: a reservation and a usage record, both opened before the work and closed exactly once after it.
 
-pending committed ─► what is generated counts ─► reservation ended ─► record committed
+pending record committed ─► tokens counted ─► reservation ended ─► settlement committed
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.reservations import Reservation
 from appliance.serving.answers import Answer
-from appliance.serving.endings import Ended
+from appliance.serving.endings import RequestEnd
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
 from appliance.telemetry.metrics import Metrics
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class Bill:
-    """The books of the request `live`. Nothing is billed before its prompt was computed or a token generated."""
+    """Reservation and usage record of `live`. Nothing is billed before its prompt was computed or a token generated."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Bill:
         self._metrics = metrics
         self._reservation_ended = False
         self._submitted = False
-        self._writing: asyncio.Task[None] | None = None
+        self._settling: asyncio.Task[None] | None = None
 
     @property
     def usage(self) -> Usage:
-        """Return what is billed as it is now."""
+        """Return the usage that would be billed if the request ended now."""
         if not self.billable:
             return Usage()
         live = self._live
@@ -66,7 +66,7 @@ class Bill:
         )
 
     async def open(self) -> GatehouseError | None:
-        """Commit the pending record; return why that failed. Without it the request must not reach the engine."""
+        """Commit the pending record; return the error if that fails. The request must not reach the engine without it."""
         try:
             await self._ledger.open(self._entry)
         except GatehouseError as refusal:
@@ -76,13 +76,13 @@ class Bill:
             return InternalError("the request could not be recorded and was not started")
         return None
 
-    def submitted(self) -> None:
-        """Note that the engine has the request: what it counts from now on must stand in a record."""
+    def note_submitted(self) -> None:
+        """Note that the request was submitted to the engine: from now on its tokens must appear in a record."""
         self._submitted = True
-        self._model.engine.figures.balance.opened()
+        self._model.engine.stats.reconciliation.note_submitted()
 
     def record_progress(self, event: TokenEvent) -> bool:
-        """Count what `event` has added to the live request; return whether a budget is spent with it."""
+        """Report the live request's counts after `event` to its limits; return whether they exhausted a budget."""
         live = self._live
         self.billable |= event.num_output_tokens > 0 or event.num_prompt_tokens_computed >= live.prompt_tokens
         return self.billable and self._reservation.record_progress(
@@ -90,7 +90,7 @@ class Bill:
         )
 
     def end_reservation(self) -> None:
-        """Replace what is reserved by what is billed, or put it back where that is nothing."""
+        """Replace the reserved amounts by the billed ones, or release them if nothing is billed."""
         self._reservation_ended = True
         if self.billable:
             usage = self.usage
@@ -103,44 +103,44 @@ class Bill:
         else:
             self._reservation.void()
 
-    def start_writing(self, ended: Ended, answers: Sequence[Answer]) -> asyncio.Task[None]:
-        """Begin to commit the record of the request, which is finished; the task never raises."""
-        return self._start_writing(ended, self._record(answers), answers)
+    def start_settlement(self, end: RequestEnd, answers: Sequence[Answer]) -> asyncio.Task[None]:
+        """Start to commit the record of the finished request; the returned task never raises."""
+        return self._start_settlement(end, self._record(answers), answers)
 
     async def settle_after_bug(self, answers: Sequence[Answer], *, is_recorded: bool) -> None:
-        """Where it was not done: end the reservation, and settle the record, if there is one, at the last known counts."""
+        """End the reservation and settle the record (if there is one) at the last known counts, unless that was done."""
         if not self._reservation_ended:
             self.end_reservation()
-        if is_recorded and self._writing is None:
+        if is_recorded and self._settling is None:
             record = RequestRecord(finished_at=self._clock.now(), error=InternalError.code)
-            self._start_writing(Ended(finish_reason="error", cause="internal_error"), record, answers)
-        if self._writing is not None:
-            await self._writing
+            self._start_settlement(RequestEnd(finish_reason="error", cause="internal_error"), record, answers)
+        if self._settling is not None:
+            await self._settling
 
-    def _start_writing(self, ended: Ended, record: RequestRecord, answers: Sequence[Answer]) -> asyncio.Task[None]:
+    def _start_settlement(self, end: RequestEnd, record: RequestRecord, answers: Sequence[Answer]) -> asyncio.Task[None]:
         settlement = Settlement(
             request_id=self._live.id,
             status="posted" if self.billable else "voided",
-            finish_reason=ended.finish_reason,
+            finish_reason=end.finish_reason,
             usage=self.usage,
             record=record,
-            cause=ended.cause,
+            cause=end.cause,
         )
-        self._writing = asyncio.create_task(self._write(settlement, answers), name=f"settle {self._live.id}")
-        return self._writing
+        self._settling = asyncio.create_task(self._write(settlement, answers), name=f"settle {self._live.id}")
+        return self._settling
 
     async def _write(self, settlement: Settlement, answers: Sequence[Answer]) -> None:
         usage = settlement.usage
         try:
             await self._ledger.settle(settlement, self._reservation.recorded)
-        except LedgerBroken:  # which has counted what the books are short of
+        except LedgerBroken:  # the ledger has counted these tokens as unrecorded
             log.exception("usage record was refused", request_id=self._live.id)
-        except Exception:  # owned task: the metric is what shows that the books are short
+        except Exception:  # owned task: the metric shows that the ledger lacks these tokens
             log.exception("usage record could not be written", request_id=self._live.id)
             self._metrics.unrecorded(usage.total_tokens)
             self._reservation.recorded()
         if self._submitted:
-            self._model.engine.figures.balance.closed(
+            self._model.engine.stats.reconciliation.note_settled(
                 generated_tokens=sum(answer.generated_tokens for answer in answers),
                 billed_completion=usage.completion_tokens,
                 billed_prompt=usage.prompt_tokens,
@@ -148,12 +148,12 @@ class Bill:
 
     def _record(self, answers: Sequence[Answer]) -> RequestRecord:
         assert self._live.finished_at is not None
-        known = {name: getattr(self._live, name) for name in RequestRecord.__struct_fields__}
-        return RequestRecord(**known | {"kv_blocks": max(self._live.kv_blocks_max, self._blocks_filled(answers))})
+        fields = {name: getattr(self._live, name) for name in RequestRecord.__struct_fields__}
+        return RequestRecord(**fields | {"kv_blocks": max(self._live.kv_blocks_max, self._kv_blocks_needed(answers))})
 
-    def _blocks_filled(self, answers: Sequence[Answer]) -> int:
-        """Return the KV blocks that the tokens filled: the engine reports them a few times per second, too seldom for short
-        requests. The last token was never written to the cache."""
+    def _kv_blocks_needed(self, answers: Sequence[Answer]) -> int:
+        """Return the KV blocks that the tokens need. The engine reports blocks a few times per second, which misses short
+        requests. The last token of an answer is never written to the cache."""
         info = self._model.engine.info
         if info is None or not self.billable:
             return 0

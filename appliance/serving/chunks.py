@@ -1,4 +1,4 @@
-"""The pieces in which the text of answers travels from the generation to the response. Values only."""
+"""Chunks: the pieces in which the text of answers travels from the generation to the response. Values only."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 
 
 class NamedLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A token as text and bytes with its natural log-probability, and the likeliest ones beside it.
+    """A token as text and bytes with its natural log-probability, and the likeliest alternatives in `top`.
 
-    There are up to 21 for each token, and a stream that nobody reads keeps all of its own: nothing for the collector to see.
+    There are up to 21 per token, and an unread stream keeps all of them: hence `gc=False`, which hides them from the collector.
     """
 
     token: str
@@ -17,9 +17,9 @@ class NamedLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     top: tuple[NamedLogprob, ...] = ()
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):  # one for each token of each stream: cheaper to make than a dataclass
-    """What one or more steps added to an answer. Token counts are those of the whole answer so far; `index` says which of the
-    request's answers it is. `finish_reason` is set on the last chunk of an answer that ends before its siblings."""
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):  # made for every token of every stream: cheaper than a dataclass
+    """What one or more engine steps added to the request's answer `index`. Token counts are those of the whole answer so far.
+    `finish_reason` is set on the last chunk of an answer that ends before its siblings."""
 
     text: str
     completion_tokens: int
@@ -29,8 +29,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):  # one for each token of
     finish_reason: str | None = None
 
 
-def joined(earlier: Chunk, later: Chunk) -> Chunk:
-    """Return one chunk that says what both chunks of one answer said."""
+def merge_chunks(earlier: Chunk, later: Chunk) -> Chunk:
+    """Return one chunk equivalent to two consecutive ones of the same answer."""
     return Chunk(
         text=earlier.text + later.text,
         completion_tokens=later.completion_tokens,

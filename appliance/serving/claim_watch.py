@@ -1,4 +1,4 @@
-"""Ends the service when the claim on its database is lost: what it answered from then on could not be billed."""
+"""Stops the service when the claim on its database is lost, because later requests could not be billed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from appliance.serving.services import Services
 log = structlog.get_logger()
 
 
-async def stop_when_lost(claim: DatabaseClaim, services: Services, stop: Callable[[], None]) -> str:
-    """Wait until `claim` is lost and return why; by then live requests were told to end, none can begin, and `stop` was called.
+async def stop_when_claim_lost(claim: DatabaseClaim, services: Services, stop: Callable[[], None]) -> str:
+    """Wait until `claim` is lost, end all requests, refuse new ones, call `stop`, and return why the claim was lost.
 
-    The same is done when the watch ends in any other way: nothing is served while nobody watches the claim.
+    Requests are also ended if the wait is cancelled or fails: nothing is served while the claim is not watched.
     """
 
-    async def go_on() -> bool:
-        # A command may have changed rows while nobody held the database.
+    async def may_continue() -> bool:
+        # A command may have changed rows while the database was unclaimed.
         for cached in (services.db.principals, services.db.webhooks):
             cached.bump()
         services.prices.forget()
         return await epochs.is_open(services.db, services.epoch_id)
 
     try:
-        reason = await claim.lost(go_on)
+        reason = await claim.lost(may_continue)
     finally:
         services.generations.end_all()
         stop()

@@ -1,4 +1,4 @@
-"""Whether the database takes writes, asked at most once per CHECK_INTERVAL_S however many ask."""
+"""Whether the database accepts writes, checked at most once per CHECK_INTERVAL_S however often it is asked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 class DatabaseWatch:
-    """Remembers the last check. `problem` is why writes fail, None when they do not."""
+    """Caches the result of the last check."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
@@ -28,18 +28,19 @@ class DatabaseWatch:
         self._lock = asyncio.Lock()
 
     async def problem(self) -> str | None:
-        """Return why the database takes no writes, or None. In the driver's words, which go to the log: they name paths."""
+        """Return why writes fail, or None if they succeed. For the log only: the driver's message may contain paths."""
         async with self._lock:
             now_s = self._clock.monotonic_s()
             if self._checked_s is None or now_s - self._checked_s >= CHECK_INTERVAL_S:
-                before, self._problem = self._problem, await self._check()
-                if self._problem != before:
-                    log.warning("database takes no writes" if self._problem else "database takes writes", reason=self._problem)
+                previous, self._problem = self._problem, await self._check()
+                if self._problem != previous:
+                    event = "database is not writable" if self._problem else "database is writable again"
+                    log.warning(event, reason=self._problem)
                 self._checked_s = now_s
             return self._problem
 
     async def reading(self) -> DatabaseReading:
-        """Return the same for the live pages."""
+        """Return kind and health of the database for the live pages."""
         return DatabaseReading(kind=self._db.kind, ok=await self.problem() is None)
 
     async def _check(self) -> str | None:

@@ -1,4 +1,4 @@
-"""How a request ends, above all before its answer is complete: what the ledger writes, why, and what its client is told."""
+"""How a request ends, especially before its answer is complete: finish reason, cause, and the error its client receives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RETRY_AFTER_DRAINING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a request ended. `cause` says why it was early, where `finish_reason` alone does not; `error` is for the client."""
+class RequestEnd:
+    """How a request ended. `cause` tells why it ended early if `finish_reason` does not. `error` is sent to the client."""
 
     finish_reason: str
     cause: str | None = None
@@ -31,8 +31,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a generation ended: `finish_reason` as in the ledger, `finish_reasons` of its answers in order, `error` when the
-    client must be told of a failure."""
+    """Result of a generation. `finish_reason` is the one of the ledger, `finish_reasons` are those of the answers in order.
+    `error` is what the client receives, None after success."""
 
     finish_reason: str
     usage: Usage
@@ -40,18 +40,18 @@ class Outcome:
     finish_reasons: tuple[str, ...] = ()
 
 
-def as_written(message: str, param: str, field_names: Mapping[str, str]) -> tuple[str, str]:
-    """Return the engine's refusal of its field `param`, and that field, both in the name that the client used for it."""
+def with_client_field_name(message: str, param: str, field_names: Mapping[str, str]) -> tuple[str, str]:
+    """Return the engine's error message about its field `param`, and the field, both under the name that the client used."""
     name = field_names.get(param, param)
     return (f"{name}{message.removeprefix(param)}" if message.startswith(f"{param} ") else message), name
 
 
-def _tenant_ended(how: str) -> TenantSuspended:
-    return TenantSuspended(f"the tenant of this key was {how} while the request ran; it was ended")
+def _tenant_error(change: str) -> TenantSuspended:
+    return TenantSuspended(f"the tenant of this key was {change} while the request ran; it was ended")
 
 
-# reason -> what the ledger writes as finish reason and as cause, and what the client is told: an error that is made each time,
-# because one that is kept would keep its traceback. One that has left is told nothing.
+# reason -> finish reason and cause in the ledger, and a factory of the client's error (a shared exception would keep its
+# traceback). A client that disconnected receives none.
 _EARLY_ENDS: Mapping[str, tuple[str, str, Callable[[], GatehouseError | None]]] = {
     "disconnected": ("disconnected", "client", lambda: None),
     "aborted": ("aborted", "administrator", lambda: RequestAborted("the request was ended by an administrator")),
@@ -75,8 +75,8 @@ _EARLY_ENDS: Mapping[str, tuple[str, str, Callable[[], GatehouseError | None]]] 
         "key_expired",
         lambda: ExpiredApiKey("the API key expired while the request ran; it was ended"),
     ),
-    "tenant_suspended": ("aborted", "tenant_suspended", lambda: _tenant_ended("suspended")),
-    "tenant_archived": ("aborted", "tenant_archived", lambda: _tenant_ended("archived")),
+    "tenant_suspended": ("aborted", "tenant_suspended", lambda: _tenant_error("suspended")),
+    "tenant_archived": ("aborted", "tenant_archived", lambda: _tenant_error("archived")),
     "budget_exceeded": (
         "aborted",
         "budget_exceeded",
@@ -86,7 +86,7 @@ _EARLY_ENDS: Mapping[str, tuple[str, str, Callable[[], GatehouseError | None]]] 
 EARLY_ENDS = tuple(_EARLY_ENDS)
 
 
-def early(reason: str) -> Ended:
-    """Return the end of a request that somebody or something ended from outside, for one of EARLY_ENDS. Raises KeyError."""
+def early_end(reason: str) -> RequestEnd:
+    """Return the end of a request that was ended from outside. `reason` is one of EARLY_ENDS; others raise KeyError."""
     finish_reason, cause, make_error = _EARLY_ENDS[reason]
-    return Ended(finish_reason=finish_reason, cause=cause, error=make_error())
+    return RequestEnd(finish_reason=finish_reason, cause=cause, error=make_error())

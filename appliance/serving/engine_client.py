@@ -1,6 +1,6 @@
-"""The gateway's end of one engine's socket: frames out, frames in, and which request each event belongs to.
+"""The gateway's end of one engine's socket: sends frames, receives frames, and routes each event to its request.
 
-Lives as long as one engine process. Everything that was asked for within one turn of the event loop leaves as one frame.
+Lives as long as one engine process. Submits and aborts of one iteration of the event loop are batched into frames.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from engine.transport import (
     encode_submits,
 )
 
-SUBMIT_BYTES_MAX = 16 * 1024 * 1024  # of one frame with several requests; FRAME_BYTES_MAX leaves room for a larger single one
-FINAL_EVENT_WAIT_S = 10.0  # an engine answers an abort in its next frame; only a hanging or confused one takes longer
+SUBMIT_BYTES_MAX = 16 * 1024 * 1024  # of a frame with several requests; FRAME_BYTES_MAX allows a single larger one
+FINAL_EVENT_WAIT_S = 10.0  # an engine answers an abort in its next frame; only one that hangs or is faulty takes longer
 
 
 class EngineClient:
-    """Submits and aborts requests; `run` is the one reader task. `fatal` holds the engine's last words, if it had any."""
+    """Submits and aborts requests; `run` is the only reader of the socket. `fatal` is the error that the engine reported
+    before it exited, if any."""
 
     def __init__(
         self,
@@ -35,20 +36,21 @@ class EngineClient:
         *,
         on_frame: Callable[[EngineFrame], None] = lambda _frame: None,
         on_discarded: Callable[[int], None] = lambda _tokens: None,
-        back_in_s: Callable[[], float | None] = lambda: None,
+        restart_eta_s: Callable[[], float | None] = lambda: None,
         final_event_wait_s: float | None = None,
     ) -> None:
-        """`back_in_s` tells, once the process has ended, when its successor is probably ready."""
+        """`restart_eta_s` is called once the process has ended and estimates the seconds until its successor is ready.
+        `on_discarded` is called with the number of tokens that arrived for a request that is no longer open."""
         self._socket = AsyncFrameSocket(connection)
         self._on_frame = on_frame
         self._on_discarded = on_discarded
-        self._back_in_s = back_in_s
+        self._restart_eta_s = restart_eta_s
         self._final_event_wait_s = FINAL_EVENT_WAIT_S if final_event_wait_s is None else final_event_wait_s
         self._queues: dict[str, EventQueue] = {}
         self._submits: dict[str, bytes] = {}
         self._aborts: list[str] = []
         self._answer_aborts: list[tuple[str, int]] = []
-        self._flush_planned = False
+        self._is_flush_scheduled = False
         self._closed_reason: str | None = None
         self.info: EngineInfo | None = None
         self.status: EngineStatus | None = None
@@ -57,49 +59,49 @@ class EngineClient:
 
     @property
     def open_requests(self) -> int:
-        """Return how many requests wait for their final event."""
+        """Return the number of requests that have not had their final event."""
         return len(self._queues)
 
     def submit(self, request: GenerationRequest) -> EventQueue:
         """Send `request` with the next frame. Raises EngineUnavailable when the engine is gone.
 
-        It is encoded here, so that what cannot be sent is told to its own caller, as TransportError, and to nobody else.
+        It is encoded here, so that the TransportError of a request that cannot be sent reaches its own caller only.
         """
         if self._closed_reason is not None:
-            raise EngineUnavailable(self._closed_reason, retry_after_s=self._back_in_s())
+            raise EngineUnavailable(self._closed_reason, retry_after_s=self._restart_eta_s())
         encoded = encode_request(request)
         queue = EventQueue(request.request_id, request.sampling.num_answers)
         self._queues[request.request_id] = queue
         self._submits[request.request_id] = encoded
-        self._plan_flush()
+        self._schedule_flush()
         return queue
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request with all its answers. An id that is not open is ignored.
 
-        Its final events still come; when they do not within `final_event_wait_s`, the queue ends in EngineUnavailable.
+        Its final events still arrive. If they do not within `final_event_wait_s`, the queue ends in EngineUnavailable.
         """
         if request_id in self._queues and self._closed_reason is None:
             self._aborts.append(request_id)
-            self._plan_flush()
-            self._expect_end(request_id, None)
+            self._schedule_flush()
+            self._set_end_timeout(request_id, None)
 
     def abort_answer(self, request_id: str, index: int) -> None:
         """Ask the engine to end one answer of a request, as `abort` does; the others go on."""
         queue = self._queues.get(request_id)
         if queue is not None and index in queue.open_answers and self._closed_reason is None:
             self._answer_aborts.append((request_id, index))
-            self._plan_flush()
-            self._expect_end(request_id, index)
+            self._schedule_flush()
+            self._set_end_timeout(request_id, index)
 
     def shut_down(self) -> None:
-        """Ask the engine for an orderly exit."""
+        """Ask the engine to shut down."""
         if self._closed_reason is None:
             self._flush()
             self._write(GatewayFrame(shutdown=True))
 
     async def run(self) -> None:
-        """Read frames until the engine closes its end. Every open queue then ends in EngineUnavailable."""
+        """Read frames until the engine closes its end. All open queues then end in EngineUnavailable."""
         reason = "the engine process ended"
         try:
             while True:
@@ -136,14 +138,14 @@ class EngineClient:
                 queue.put_token(index, token_id)
         self._on_frame(frame)
 
-    def _plan_flush(self) -> None:
-        if not self._flush_planned:
-            self._flush_planned = True
+    def _schedule_flush(self) -> None:
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Write what was asked for. An abort never overtakes its own submit, nor does it share a frame with it."""
-        self._flush_planned = False
+        """Send pending submits and aborts. Aborts go into a frame of their own behind the submits, so none precedes its own."""
+        self._is_flush_scheduled = False
         if self._closed_reason is not None:
             return
         unsent, self._submits = self._submits, {}
@@ -154,7 +156,7 @@ class EngineClient:
                 self._socket.send(encode_submits([unsent[request_id] for request_id in batch]))
                 for request_id in batch:
                     del unsent[request_id]
-        finally:  # this is a callback of the event loop: an error in it reaches nobody but those who are told here
+        finally:  # an error in this event-loop callback reaches no caller, so the unsent requests are failed here
             for request_id in unsent:
                 self._fail(request_id, "the request could not be sent to the engine")
         if aborts or answer_aborts:
@@ -163,8 +165,8 @@ class EngineClient:
     def _write(self, frame: GatewayFrame) -> None:
         self._socket.send(encode_frame(frame))
 
-    def _expect_end(self, request_id: str, index: int | None) -> None:
-        """Bound the wait for the end of an answer (of all, if None) to `final_event_wait_s`."""
+    def _set_end_timeout(self, request_id: str, index: int | None) -> None:
+        """Fail the request unless answer `index` (all answers, if None) has ended within `final_event_wait_s`."""
         asyncio.get_running_loop().call_later(self._final_event_wait_s, self._fail_if_open, request_id, index)
 
     def _fail_if_open(self, request_id: str, index: int | None) -> None:
@@ -173,7 +175,7 @@ class EngineClient:
             self._fail(request_id, "the engine did not end the request")
 
     def _fail(self, request_id: str, reason: str) -> None:
-        """End a queue whose final event will not come; a queue that has ended stays as it is."""
+        """End a queue whose final event will not arrive. Does nothing if the queue has ended."""
         queue = self._queues.pop(request_id, None)
         if queue is not None:
             queue.fail(reason)
@@ -182,18 +184,18 @@ class EngineClient:
         self._closed_reason = reason
         queues, self._queues = self._queues, {}
         for queue in queues.values():
-            queue.fail(reason, retry_after_s=self._back_in_s())
+            queue.fail(reason, retry_after_s=self._restart_eta_s())
         self._socket.close()
 
 
 def _batches(submits: Mapping[str, bytes]) -> list[list[str]]:
-    """Split the ids of `submits` in order: no frame carries more than SUBMIT_BYTES_MAX, or one request."""
+    """Split the request ids in order into batches for one frame each: at most SUBMIT_BYTES_MAX, or a single larger request."""
     batches: list[list[str]] = []
-    room = 0
+    bytes_left = 0
     for request_id, encoded in submits.items():
-        if not batches or len(encoded) > room:
+        if not batches or len(encoded) > bytes_left:
             batches.append([])
-            room = SUBMIT_BYTES_MAX
+            bytes_left = SUBMIT_BYTES_MAX
         batches[-1].append(request_id)
-        room -= len(encoded)
+        bytes_left -= len(encoded)
     return batches

@@ -1,4 +1,4 @@
-"""Copies what an engine prints into our log, each line at the level that the engine gave it. Knows no process."""
+"""Copies an engine's output into the gateway's log, each line at the level that the engine logged it with. Knows no process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = structlog.get_logger()
 
 
 async def forward_log(output: asyncio.StreamReader, *, model: str, pid: int) -> None:
-    """Copy `output` to its end; lines over LINE_BYTES_MAX are cut.
+    """Copy `output` to its end; lines over LINE_BYTES_MAX are split.
 
-    A line without a level continues the one before, as a traceback does. Before any, it is what no logger printed: a warning.
+    A line without a level gets that of the line before it, as in a traceback. Before the first level it is a warning.
     """
     level, logger = logging.WARNING, ENGINE
     while True:
@@ -31,8 +31,8 @@ async def forward_log(output: asyncio.StreamReader, *, model: str, pid: int) -> 
         except asyncio.LimitOverrunError:
             line = await output.read(LINE_BYTES_MAX)
         text = line.decode("utf-8", "replace").rstrip()
-        if found := _LINE.fullmatch(text):
-            level, logger, text = logging.getLevelNamesMapping()[found["level"]], found["logger"], found["text"]
+        if match := _LINE.fullmatch(text):
+            level, logger, text = logging.getLevelNamesMapping()[match["level"]], match["logger"], match["text"]
         if text:
-            named = {} if logger == ENGINE else {"logger": logger}
-            log.log(level, text, role="engine", model=model, pid=pid, **named)
+            fields = {} if logger == ENGINE else {"logger": logger}
+            log.log(level, text, role="engine", model=model, pid=pid, **fields)

@@ -1,4 +1,4 @@
-"""What the live pages show of an engine and of the tenants that it serves."""
+"""Readings for the live pages: the state of an engine and of the tenants that it serves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.protocol import TenantProgress
 
 
 def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, str]) -> EngineReading:
-    """Return what the live pages show of a model's engine. `tenant_names` are those with live requests."""
+    """Return the reading of a model's engine. `tenant_names`: id to name, of tenants with live requests."""
     engine = model.engine
     return EngineReading(
         model=model.name,
@@ -23,16 +23,17 @@ def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, 
         pid=engine.pid,
         started_at=engine.started_at,
         restarts=engine.restarts,
-        tokens_per_second=engine.figures.tokens_per_second(clock.monotonic_s()),
-        probe_prompt_tokens=engine.figures.probe_prompt_tokens,
-        ttft_p50_s=engine.figures.ttft_quantile_s(0.5),
-        ttft_p95_s=engine.figures.ttft_quantile_s(0.95),
-        tenants=tenant_readings(engine.figures.tenants if engine.state == "ready" else [], tenant_names),
+        tokens_per_second=engine.stats.tokens_per_second(clock.monotonic_s()),
+        probe_prompt_tokens=engine.stats.probe_prompt_tokens,
+        ttft_p50_s=engine.stats.ttft_quantile_s(0.5),
+        ttft_p95_s=engine.stats.ttft_quantile_s(0.95),
+        tenants=tenant_readings(engine.stats.tenants if engine.state == "ready" else [], tenant_names),
     )
 
 
 def tenant_readings(tenants: Sequence[TenantProgress], names: Mapping[str, str]) -> list[TenantReading]:
-    """Return who holds and waits for what. Without a name: our own probe, or one whose last request was settled just now."""
+    """Return what each tenant has running and waiting, most KV blocks first. Tenants without a name are left out: they are the
+    readiness probe, or their last request was settled just now."""
     readings = [
         TenantReading(
             tenant_id=tenant.tenant_id,

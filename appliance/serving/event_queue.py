@@ -1,6 +1,6 @@
-"""The events of one request on their way from the reader task to the task that owns the generation.
+"""Queue of one request's token events between the socket reader and the task that owns the generation.
 
-The reader never waits: when the owner is slow, events are merged, so the queue holds few objects and never more tokens than
+Never blocks the reader: when the owner is slow, events are merged, so the queue holds few objects and never more tokens than
 the request's answers may have.
 """
 
@@ -18,9 +18,9 @@ EVENTS_MAX = 256
 
 
 class EventQueue:
-    """A queue of events with one writer and one reader. After the final event of each answer, or a failure, nothing more comes.
+    """For one writer and one reader. Ends with the final event of every answer, or with a failure.
 
-    `open_answers` holds the indices of the answers whose final event has not come yet.
+    `open_answers` holds the indices of the answers whose final event has not arrived.
     """
 
     def __init__(self, request_id: str, num_answers: int = 1) -> None:
@@ -35,27 +35,27 @@ class EventQueue:
     def put(self, event: TokenEvent) -> None:
         """Add `event`; merge it into the last one of its answer when the queue is full."""
         self._last[event.index] = event
-        if len(self._events) < EVENTS_MAX or not self._merged_into_last(event):
+        if len(self._events) < EVENTS_MAX or not self._merge_into_last(event):
             self._events.append(event)
         if event.finish_reason is not None:
             self.open_answers.discard(event.index)
         self._reader.wake()
 
     def put_token(self, index: int, token_id: int) -> None:
-        """Add the event of one more token, of which the engine has said nothing else. Raises MalformedFrame for the first one
-        of an answer."""
+        """Add the event of one more token for which the engine reported nothing else. Raises MalformedFrame if the answer has
+        had no event before."""
         last = self._last.get(index)
         if last is None:
-            raise MalformedFrame(f"answer {index} of request {self.request_id} goes on without a beginning")
-        self.put(one_more(last, token_id))
+            raise MalformedFrame(f"answer {index} of request {self.request_id} continues without a first event")
+        self.put(next_token_event(last, token_id))
 
     def fail(self, reason: str, *, retry_after_s: float | None = None) -> None:
-        """End the queue: the engine is gone, maybe back in `retry_after_s`. Events that came before are still delivered."""
+        """End the queue with EngineUnavailable(`reason`). Events that are already in it are still delivered first."""
         self._failure, self._retry_after_s = reason, retry_after_s
         self._reader.wake()
 
     async def take(self) -> list[TokenEvent]:
-        """Wait for events and return all of them, in order. Raises EngineUnavailable when the engine ended first."""
+        """Wait for events and return all there are, in order. Raises EngineUnavailable when the queue has failed."""
         while not self._events:
             if self._failure is not None:
                 raise EngineUnavailable(self._failure, retry_after_s=self._retry_after_s)
@@ -64,17 +64,17 @@ class EventQueue:
         self._events.clear()
         return events
 
-    def _merged_into_last(self, event: TokenEvent) -> bool:
+    def _merge_into_last(self, event: TokenEvent) -> bool:
         """Merge `event` into the last one of its answer; return whether there was one."""
-        for place in range(len(self._events) - 1, -1, -1):
-            if self._events[place].index == event.index:
-                self._events[place] = merged(self._events[place], event)
+        for position in range(len(self._events) - 1, -1, -1):
+            if self._events[position].index == event.index:
+                self._events[position] = merge_events(self._events[position], event)
                 return True
         return False
 
 
-def one_more(last: TokenEvent, token_id: int) -> TokenEvent:
-    """Return the event of a token behind that of `last`, when nothing else has changed."""
+def next_token_event(last: TokenEvent, token_id: int) -> TokenEvent:
+    """Return the event of the next token after `last`, with every other field unchanged."""
     return TokenEvent(
         last.request_id,
         [token_id],
@@ -88,15 +88,15 @@ def one_more(last: TokenEvent, token_id: int) -> TokenEvent:
     )
 
 
-def merged(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
-    """Return one event that says what both events of one answer said: tokens in order, the rest as the later one has it."""
+def merge_events(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
+    """Return one event equivalent to two consecutive ones of the same answer: tokens concatenated, other fields of `later`."""
     return dataclasses.replace(
         later,
         token_ids=[*earlier.token_ids, *later.token_ids],
-        logprobs=_in_order(earlier.logprobs, later.logprobs),
-        prompt_logprobs=_in_order(earlier.prompt_logprobs, later.prompt_logprobs),
+        logprobs=_concatenated(earlier.logprobs, later.logprobs),
+        prompt_logprobs=_concatenated(earlier.prompt_logprobs, later.prompt_logprobs),
     )
 
 
-def _in_order(earlier: list[TokenLogprob] | None, later: list[TokenLogprob] | None) -> list[TokenLogprob] | None:
+def _concatenated(earlier: list[TokenLogprob] | None, later: list[TokenLogprob] | None) -> list[TokenLogprob] | None:
     return None if earlier is None and later is None else [*(earlier or ()), *(later or ())]

@@ -1,4 +1,4 @@
-"""All generations of the gateway: starts them in the right order, knows the live ones, checkpoints them, drains them."""
+"""All generations of the gateway: admits and starts them, lists the live ones, checkpoints and drains them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.open_requests import OpenRequests
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.access import Access
@@ -32,7 +32,7 @@ from appliance.tenancy.roles import Action
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, RequestProgress
 
-CHECKPOINT_INTERVAL_S = 0.75  # a death leaves at most a second unbilled: the rest of it is for writing them
+CHECKPOINT_INTERVAL_S = 0.75  # with the time to write one, a crash leaves at most a second of tokens unbilled
 RETRY_AFTER_OVERLOADED_S = 1.0
 ABORT_WAIT_S = 5.0
 
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 
 class Generations:
-    """Starts generations and keeps those that live. `draining` refuses new ones."""
+    """Starts generations and keeps the live ones. While `draining`, new requests are refused."""
 
     def __init__(
         self,
@@ -70,15 +70,15 @@ class Generations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._checkpoints = Background(
             "checkpoints",
-            lambda: repeat(self._checkpoint, CHECKPOINT_INTERVAL_S, failure="how far running requests are could not be noted"),
+            lambda: repeat(self._checkpoint, CHECKPOINT_INTERVAL_S, failure="running requests could not be checkpointed"),
         )
         self._idle = asyncio.Event()
         self._idle.set()
 
     def live(self, *, access: Access) -> Mapping[str, LiveRequest]:
-        """Return the requests that are not yet settled and that `access` shows, by id, oldest first."""
-        lives = (generation.live for generation in self._generations.values())
-        return {live.id: live for live in lives if access.sees(live.tenant_id)}
+        """Return the unsettled requests that `access` may see, by id, oldest first."""
+        requests = (generation.live for generation in self._generations.values())
+        return {request.id: request for request in requests if access.sees(request.tenant_id)}
 
     @property
     def tenant_names(self) -> dict[str, str]:
@@ -86,41 +86,41 @@ class Generations:
         return {generation.live.tenant_id: generation.live.tenant_name for generation in self._generations.values()}
 
     def find(self, request_id: str, *, access: Access, action: Action = Action.READ) -> LiveRequest | None:
-        """Return one live request; None when there is none, or none that `access` shows. Raises RoleNotAllowed."""
+        """Return a live request, or None if there is none that `access` may see. Raises RoleNotAllowed."""
         generation = self._generations.get(request_id)
         if generation is None or not access.sees(generation.live.tenant_id):
             return None
         access.require(action, generation.live.tenant_id)
         return generation.live
 
-    def check_open(self, model: ServedModel, tenant_id: str) -> None:
-        """Raise Draining, ModelLoading, EngineUnavailable or Overloaded when a request of the tenant could not be taken now."""
+    def check_can_accept(self, model: ServedModel, tenant_id: str) -> None:
+        """Raise Draining, ModelLoading, EngineUnavailable or Overloaded if a request of the tenant cannot be accepted now."""
         if self.draining:
             raise _draining()
         if not self._ledger.healthy:
             raise Overloaded("the usage ledger cannot be written now", retry_after_s=RETRY_AFTER_OVERLOADED_S)
         model.engine.check_ready()
-        if not self._open.has_place(model.name, tenant_id, self._limits.max_waiting_requests + self._seats(model)):
+        if not self._open.has_room(model.name, tenant_id, self._limits.max_waiting_requests + self._seats(model)):
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
     def _seats(self, model: ServedModel) -> int:
-        """Return how many requests of `model` run at a time, as its engine says."""
+        """Return how many requests the engine of `model` runs at a time; 0 before it is ready."""
         return 0 if model.engine.info is None else model.engine.info.max_num_seqs
 
-    async def start(self, order: Order) -> Generation:
-        """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing.
+    async def start(self, prepared: PreparedRequest) -> Generation:
+        """Admit the request, commit its pending record and submit it to the engine. Refusals raise and consume nothing.
 
-        The caller is cancelled when its client leaves: then the request ends, admitted or not.
+        If the caller is cancelled because its client disconnected, the request ends, whether admitted yet or not.
         """
-        self.check_open(order.model, order.principal.tenant.id)
-        reservation = await self._admit(order)
+        self.check_can_accept(prepared.model, prepared.principal.tenant.id)
+        reservation = await self._admit(prepared)
         try:
-            generation = self._generation(order, reservation)
+            generation = self._create(prepared, reservation)
         except BaseException:
             reservation.void()
             raise
-        self._own(generation)
-        self._watch.began(generation, order.principal)
+        self._run(generation)
+        self._watch.add(generation, prepared.principal)
         try:
             await asyncio.shield(generation.admitted)
         except asyncio.CancelledError:
@@ -128,72 +128,72 @@ class Generations:
             raise
         return generation
 
-    async def _admit(self, order: Order) -> Reservation:
-        """Return what the request holds, at the price that is in force now that it does."""
-        tier = await self._tiers.get(order.principal.tenant.tier)
-        currency = order.principal.tenant.currency
+    async def _admit(self, prepared: PreparedRequest) -> Reservation:
+        """Reserve the request's limits at the price that is in force at admission, and return the reservation."""
+        tier = await self._tiers.get(prepared.principal.tenant.tier)
+        currency = prepared.principal.tenant.currency
         while True:
-            price = await self._prices.current(order.model.name, self._clock.now(), currency=currency)
+            price = await self._prices.current(prepared.model.name, self._clock.now(), currency=currency)
             if price is None and self._limits.refuse_unpriced:
-                raise not_priced(order.model.name, currency)
-            policy = await self._policies.find(order.model.name)
-            request = order.admission_request(price, policy)
+                raise not_priced(prepared.model.name, currency)
+            policy = await self._policies.find(prepared.model.name)
+            request = prepared.admission_request(price, policy)
             reservation = await self._admission.admit(request, tier.admission_wait_ms / 1000)
             try:
-                self.check_open(order.model, order.principal.tenant.id)  # it may have waited
-                if await self._prices.current(order.model.name, reservation.admitted_at, currency=currency) == price:
+                self.check_can_accept(prepared.model, prepared.principal.tenant.id)  # again, because admission may have waited
+                if await self._prices.current(prepared.model.name, reservation.admitted_at, currency=currency) == price:
                     self._note_overlooked(reservation)
                     if price is None:
-                        self._metrics.unpriced(order.model.name)
+                        self._metrics.unpriced(prepared.model.name)
                     return reservation
             except BaseException:
                 reservation.void()
                 raise
-            reservation.void()  # another price came into force while it waited
+            reservation.void()  # the price changed while the request waited: admit it again
 
     def _note_overlooked(self, reservation: Reservation) -> None:
         for decision in reservation.overlooked:
             self._metrics.overlooked(decision.scope, decision.kind)
 
     def abort(self, request_id: str, *, access: Access) -> LiveRequest:
-        """End a live request on somebody's behalf and return it.
+        """End a live request and return it.
 
-        Raises NotFound when it does not live or is another tenant's, and RoleNotAllowed.
+        Raises NotFound if it is not live or `access` may not see it, and RoleNotAllowed.
         """
         return self._abort(request_id, access).live
 
     async def abort_and_wait(self, request_id: str, *, access: Access) -> LiveRequest:
-        """Do the same and return the request when it has ended, or after ABORT_WAIT_S as it is then."""
+        """End a live request and return it once it has ended, or after ABORT_WAIT_S in its current state. Raises as `abort`."""
         generation = self._abort(request_id, access)
         await asyncio.wait({generation.outcome}, timeout=ABORT_WAIT_S)
         return generation.live
 
     def note_frame(self, frame: EngineFrame) -> None:
-        """Take over what an engine says of its live requests."""
+        """Apply the progress that an engine reports about its live requests."""
         if frame.status is None or frame.status.requests is None:
             return
-        answers: dict[str, list[RequestProgress]] = {}
+        by_request: dict[str, list[RequestProgress]] = {}
         for progress in frame.status.requests:
-            answers.setdefault(progress.request_id, []).append(progress)
-        for request_id, rows in answers.items():
+            by_request.setdefault(progress.request_id, []).append(progress)
+        for request_id, answers in by_request.items():
             generation = self._generations.get(request_id)
             if generation is not None and generation.live.state != "finished":
-                generation.live.apply_progress(rows)
+                generation.live.apply_progress(answers)
 
     def start_watching(self) -> None:
-        """Begin to record, about once a second, what live requests have used, and to end those whose key may not go on."""
+        """Start the tasks that checkpoint live requests about once a second and end those whose key was revoked or the like."""
         self._watch.start()
         self._checkpoints.start()
 
     def checkpoint(self) -> None:
-        """Tell the ledger how far the live requests are."""
+        """Checkpoint the current usage of live requests in the ledger."""
         running = [generation for generation in self._generations.values() if generation.live.state != "finished"]
         usages = {generation.request_id: generation.usage for generation in running if generation.live.completion_tokens > 0}
         if usages:
             self._ledger.checkpoint(usages)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and those that wait for room, wait for the live ones, and return whether all ended in time."""
+        """Refuse new and waiting requests, wait for the live ones to end, and return whether all did so in time."""
         self._refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
@@ -203,13 +203,13 @@ class Generations:
         return True
 
     def end_all(self) -> None:
-        """Refuse new requests, and end the live ones because the appliance shuts down: who asked is told to send them again."""
+        """Refuse new requests and end the live ones because of the shutdown; their clients are told to retry."""
         self._refuse_new()
         for generation in list(self._generations.values()):
             generation.end_early("shutdown")
 
     async def stop(self, timeout_s: float) -> None:
-        """End what still lives and wait until it is settled, at most `timeout_s`."""
+        """End live requests, wait at most `timeout_s` until they are settled, and stop the background tasks."""
         self.end_all()
         if not await self.drain(timeout_s):
             log.error("requests left unsettled at stop", requests=list(self._generations))
@@ -228,13 +228,13 @@ class Generations:
         generation.end_early("aborted")
         return generation
 
-    def _generation(self, order: Order, reservation: Reservation) -> Generation:
-        tenant_open = self._open.requests_of(order.model.name, order.principal.tenant.id)
-        live = order.live_request(reservation.admitted_at, self._clock.monotonic_s(), tenant_open=tenant_open)
+    def _create(self, prepared: PreparedRequest, reservation: Reservation) -> Generation:
+        tenant_open = self._open.requests_of(prepared.model.name, prepared.principal.tenant.id)
+        live = prepared.live_request(reservation.admitted_at, self._clock.monotonic_s(), tenant_open=tenant_open)
         bill = Bill(
             live=live,
-            model=order.model,
-            entry=order.pending_entry(reservation),
+            model=prepared.model,
+            entry=prepared.pending_entry(reservation),
             reservation=reservation,
             ledger=self._ledger,
             clock=self._clock,
@@ -242,27 +242,27 @@ class Generations:
         )
         return Generation(
             live=live,
-            order=order,
+            prepared=prepared,
             bill=bill,
             clock=self._clock,
             metrics=self._metrics,
             limits=self._limits,
-            on_end=self._forget,
+            on_end=self._remove,
         )
 
-    def _own(self, generation: Generation) -> None:
+    def _run(self, generation: Generation) -> None:
         self._generations[generation.request_id] = generation
         live = generation.live
-        self._open.began(live.model, live.tenant_id, live.num_answers)
+        self._open.add(live.model, live.tenant_id, live.num_answers)
         self._idle.clear()
         task = asyncio.create_task(generation.run(), name=f"generation {generation.request_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _forget(self, generation: Generation) -> None:
+    def _remove(self, generation: Generation) -> None:
         del self._generations[generation.request_id]
         live = generation.live
-        self._open.ended(live.model, live.tenant_id, live.num_answers)
+        self._open.remove(live.model, live.tenant_id, live.num_answers)
         if not self._generations:
             self._idle.set()
 

@@ -1,4 +1,4 @@
-"""The task that does what nobody waits for: it writes when keys were last used, and forgets old requests and alerts."""
+"""Background upkeep: saves when keys were last used, and deletes old requests and alerts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = structlog.get_logger()
 
 
 class Housekeeping:
-    """Works every INTERVAL_S, a bounded amount at a time."""
+    """Runs every INTERVAL_S and does a bounded amount of work each time."""
 
     def __init__(self, keys: Keys, requests: RequestHistory, alerts: OutboxHistory) -> None:
         self._keys = keys
         self._requests = requests
         self._alerts = alerts
         self._rounds = Background(
-            "housekeeping", lambda: repeat(self.work, INTERVAL_S, failure="housekeeping failed; it is tried again")
+            "housekeeping", lambda: repeat(self.work, INTERVAL_S, failure="housekeeping failed; it will be retried")
         )
 
     def start(self) -> None:
@@ -30,13 +30,13 @@ class Housekeeping:
         self._rounds.start()
 
     async def stop(self) -> None:
-        """End."""
+        """Stop the task."""
         await self._rounds.stop()
 
     async def work(self) -> None:
-        """Do once what there is to do."""
+        """Do one round of upkeep."""
         await self._keys.flush_last_used()
         for what, history in (("requests", self._requests), ("alerts", self._alerts)):
             pruned = await history.prune()
             if pruned:
-                log.info("old records forgotten", of=what, count=pruned)
+                log.info("old records deleted", of=what, count=pruned)

@@ -1,4 +1,4 @@
-"""What is known of a request while it lives: the row of the request table, updated by the task that owns the generation."""
+"""The state of a request while it is live, as shown in the request table. Updated by the task that owns the generation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from appliance.metering.ledger.rows import tokens_per_second
 from appliance.serving.explanation import Timeline, explain
 from engine.protocol import FinishReason, RequestProgress, TokenEvent
 
-INTERVALS_MAX = 4096  # enough for a median; longer answers keep their latest ones
-STATES = ("queued", "prefill", "decode", "finished")  # the further, the later
+INTERVALS_MAX = 4096  # enough for a median; of longer answers the latest ones are kept
+STATES = ("queued", "prefill", "decode", "finished")  # in order of progress
 
 
 @dataclass(slots=True)
-class _AnswerFigures:
-    """What is known of one answer of a request."""
+class _AnswerCounts:
+    """Counts of one answer of a request."""
 
     completion_tokens: int = 0
     rejected_tokens: int = 0
@@ -30,9 +30,9 @@ class _AnswerFigures:
 class LiveRequest:
     """One admitted request. States: queued → prefill → decode → finished; a preemption leads back to queued or prefill.
 
-    Its answers count together: tokens, blocks and preemptions are sums, the state is the furthest of any. What the prompt
-    took is told by the first answer, whose blocks the others share. `tenant_open` is how many requests of the same tenant
-    were open with this model when it was admitted.
+    Tokens, blocks and preemptions are sums over its answers; the state is that of the most advanced answer. Figures of the
+    prompt are taken from the first answer, whose blocks the others share. `tenant_open` is the number of the tenant's requests
+    that were open for this model at admission.
     """
 
     id: str
@@ -65,7 +65,7 @@ class LiveRequest:
     finish_reason: str | None = None
     error: str | None = None
     _first_token_monotonic_s: float | None = None
-    _answers: dict[int, _AnswerFigures] = field(default_factory=dict)
+    _answers: dict[int, _AnswerCounts] = field(default_factory=dict)
     _intervals_s: array[float] = field(default_factory=lambda: array("d"))
 
     @property
@@ -80,27 +80,27 @@ class LiveRequest:
 
     @property
     def explanation(self) -> str:
-        """Return one sentence that says where the time went so far."""
+        """Return one sentence that explains where the time went so far."""
         return explain(Timeline.of(self, is_queued=self.state == "queued"))
 
     def apply_progress(self, answers: Sequence[RequestProgress]) -> None:
-        """Show what the engine says of this request's live answers a few times per second."""
+        """Apply the engine's progress report on this request's live answers; it comes a few times per second."""
         self.state = max((answer.state for answer in answers), key=STATES.index)
         positions = [answer.queue_position for answer in answers if answer.queue_position is not None]
         self.queue_position = min(positions, default=None) if self.state == "queued" else None
         self.kv_blocks = sum(answer.kv_blocks for answer in answers)
         self.kv_blocks_max = max(self.kv_blocks_max, self.kv_blocks)
         for answer in answers:
-            self._count_preemptions(self._figures(answer.index), answer.num_preemptions)
+            self._count_preemptions(self._counts(answer.index), answer.num_preemptions)
 
     def apply_event(self, event: TokenEvent, *, now: datetime, monotonic_s: float) -> list[float]:
-        """Apply the counts of `event`; return the inter-token intervals (seconds) that it closed."""
-        figures = self._figures(event.index)
-        self._set_completion(figures, event.num_output_tokens)
-        self._count_preemptions(figures, event.num_preemptions)
+        """Apply the counts of `event`; return the inter-token intervals (seconds) that its tokens ended."""
+        counts = self._counts(event.index)
+        self._set_completion(counts, event.num_output_tokens)
+        self._count_preemptions(counts, event.num_preemptions)
         if event.num_rejected_draft_tokens:
-            self.rejected_tokens += event.num_rejected_draft_tokens - figures.rejected_tokens
-            figures.rejected_tokens = event.num_rejected_draft_tokens
+            self.rejected_tokens += event.num_rejected_draft_tokens - counts.rejected_tokens
+            counts.rejected_tokens = event.num_rejected_draft_tokens
         if event.index == 0:
             self.cached_tokens = event.num_cached_tokens
             if event.num_prompt_tokens_computed or event.token_ids:
@@ -111,18 +111,18 @@ class LiveRequest:
             return []
         self.state = "decode"
         self.queue_position = None
-        return self._count_tokens(figures, len(event.token_ids), now, monotonic_s, event.decode_s)
+        return self._count_tokens(counts, len(event.token_ids), now, monotonic_s, event.decode_s)
 
     def set_completion(self, index: int, completion_tokens: int) -> None:
-        """Set how many tokens of answer `index` count."""
-        self._set_completion(self._figures(index), completion_tokens)
+        """Set the number of billed tokens of answer `index`."""
+        self._set_completion(self._counts(index), completion_tokens)
 
-    def _set_completion(self, figures: _AnswerFigures, completion_tokens: int) -> None:
-        self.completion_tokens += completion_tokens - figures.completion_tokens
-        figures.completion_tokens = completion_tokens
+    def _set_completion(self, counts: _AnswerCounts, completion_tokens: int) -> None:
+        self.completion_tokens += completion_tokens - counts.completion_tokens
+        counts.completion_tokens = completion_tokens
 
     def finish(self, reason: str, *, now: datetime, error: str | None = None) -> None:
-        """Set the end; the first reason stays."""
+        """Set how the request ended. Only the first call counts."""
         if self.finish_reason is None:
             self.state = "finished"
             self.queue_position = None
@@ -130,31 +130,31 @@ class LiveRequest:
             self.finished_at = now
             self.error = error
 
-    def _figures(self, index: int) -> _AnswerFigures:
-        figures = self._answers.get(index)
-        if figures is None:
-            figures = self._answers[index] = _AnswerFigures()
-        return figures
+    def _counts(self, index: int) -> _AnswerCounts:
+        counts = self._answers.get(index)
+        if counts is None:
+            counts = self._answers[index] = _AnswerCounts()
+        return counts
 
-    def _count_preemptions(self, figures: _AnswerFigures, preemptions: int) -> None:
-        """The number never falls: a token that was under way when its answer was preempted tells the former one."""
-        if preemptions > figures.preemptions:
-            self.preemptions += preemptions - figures.preemptions
-            figures.preemptions = preemptions
+    def _count_preemptions(self, counts: _AnswerCounts, preemptions: int) -> None:
+        """Raise the count, never lower it: a token in flight at a preemption still carries the older count."""
+        if preemptions > counts.preemptions:
+            self.preemptions += preemptions - counts.preemptions
+            counts.preemptions = preemptions
 
     def _count_tokens(
-        self, figures: _AnswerFigures, count: int, now: datetime, monotonic_s: float, engine_decode_s: float
+        self, counts: _AnswerCounts, num_tokens: int, now: datetime, monotonic_s: float, engine_decode_s: float
     ) -> list[float]:
-        last_s, figures.last_token_monotonic_s = figures.last_token_monotonic_s, monotonic_s
+        last_s, counts.last_token_monotonic_s = counts.last_token_monotonic_s, monotonic_s
         if self._first_token_monotonic_s is None:
             self._first_token_monotonic_s = monotonic_s
             self.first_token_at = now
             self.ttft_s = monotonic_s - self.admitted_monotonic_s
-        # What was read in one burst took the engine longer.
+        # Tokens that arrived in one burst took the engine longer than the gateway saw.
         self.decode_s = max(self.decode_s or 0.0, monotonic_s - self._first_token_monotonic_s, engine_decode_s)
         if last_s is None:
             return []
-        intervals = [(monotonic_s - last_s) / count] * count
+        intervals = [(monotonic_s - last_s) / num_tokens] * num_tokens
         self._intervals_s.extend(intervals)
         del self._intervals_s[:-INTERVALS_MAX]
         return intervals

@@ -1,4 +1,4 @@
-"""Builds the served models from the settings: one folder, one tokenizer, one supervised engine process each."""
+"""Builds the served models from the settings: each has a folder, a tokenizer and a supervised engine process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MS_PER_S = 1000
 
 
 def model_folders(settings: Settings) -> list[ModelFolder]:
-    """Return the folders that the settings name, checked. Raises NotAModel."""
+    """Return the checked model folders of the settings, or that of the demo model if there are none. Raises NotAModel."""
     return [ModelFolder.check(model.path) for model in settings.models] or [ModelFolder.check(DEMO_MODEL)]
 
 
 def build_models(
     settings: Settings, *, clock: Clock, metrics: Metrics, on_frame: Callable[[EngineFrame], None]
 ) -> ModelRegistry:
-    """Return the registry, with engines that are not started yet. Raises NotAModel."""
+    """Return the registry of models; their engines are not started yet. Raises NotAModel."""
     created = clock.now()
     return ModelRegistry(
         _serve(folder, settings, clock=clock, metrics=metrics, on_frame=on_frame, created=created)
@@ -39,8 +39,8 @@ def build_models(
 
 
 def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
-    """Return the command line of an engine process that speaks on the inherited socket `fd`. All engines use the same GPU, if
-    there is one: each learns of the others, and leaves them memory."""
+    """Return the command line of an engine process that uses the inherited socket `fd`. All engines share the GPU, if there is
+    one: each is told of the others, so that it leaves them memory."""
     engines = {model.path: settings.of_model(model).engine_options() for model in settings.models}
     own = engines.pop(folder.path, None) or settings.engine_options()
     others = [{"model": str(path), **_without_prefixes(options)} for path, options in engines.items()]
@@ -49,7 +49,8 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str
 
 
 def _without_prefixes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The paths of shared prefixes may be so long that one argument cannot hold them twice. They take no memory of a GPU."""
+    """Leave out the paths of shared prefixes: repeated, they could exceed the length of an argument, and they use no GPU memory
+    of the other engines."""
     return {name: value for name, value in options.items() if name != "shared_prefixes"}
 
 
@@ -67,7 +68,7 @@ def _serve(
         name=folder.name,
         command=lambda fd: engine_command(folder, settings, fd),
         clock=clock,
-        on_frame=_observed(on_frame, metrics, folder.name),
+        on_frame=_with_step_metrics(on_frame, metrics, folder.name),
         on_restart=lambda: metrics.engine_restarted(folder.name),
         switched_off=settings.switched_off,
     )
@@ -82,8 +83,9 @@ def _serve(
     )
 
 
-def _observed(on_frame: Callable[[EngineFrame], None], metrics: Metrics, model: str) -> Callable[[EngineFrame], None]:
-    """Return `on_frame` that also counts each engine step once; idle status frames repeat the last step."""
+def _with_step_metrics(on_frame: Callable[[EngineFrame], None], metrics: Metrics, model: str) -> Callable[[EngineFrame], None]:
+    """Return `on_frame` that also records each engine step once in the metrics; status frames of an idle engine repeat the last
+    step."""
     last_step = 0
 
     def observe(frame: EngineFrame) -> None:

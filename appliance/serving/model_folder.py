@@ -1,4 +1,4 @@
-"""A folder with a model in it: finds out before anything starts whether it is one, and what its files say about serving it."""
+"""A folder that holds a model: checked before anything starts, and read for the settings that serving needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 class NotAModel(Exception):
-    """A path does not hold a model that can be served. The message names what is missing."""
+    """A path does not hold a model that can be served. The message says why."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelFolder:
-    """A folder that was checked: it has every file that serving needs."""
+    """A checked model folder: every file that serving needs is there."""
 
     name: str
     path: Path
@@ -28,7 +28,7 @@ class ModelFolder:
 
     @classmethod
     def check(cls, path: Path) -> ModelFolder:
-        """Return the folder under the name of its directory. Raises NotAModel."""
+        """Check the folder at `path`; the model is named after its directory. Raises NotAModel."""
         path = path.expanduser().absolute()
         if not path.is_dir():
             raise NotAModel(f"{path} is not a model: there is no such folder, and nothing is downloaded")
@@ -46,14 +46,14 @@ class ModelFolder:
 
     @property
     def context_len(self) -> int | None:
-        """Return the context that the model's own configuration names, if need be in the part for text."""
+        """Return the context length in tokens from `config.json` (from its `text_config` if there is one), None if missing."""
         text = self.config.get("text_config")
         value = (text if isinstance(text, dict) else self.config).get("max_position_embeddings")
         return value if isinstance(value, int) else None
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Return the sampling values that the model's makers recommend; a request's own values come first."""
+        """Return the sampling parameters recommended in `generation_config.json`, used where a request gives none."""
         if self.generation_config.get("do_sample") is False:
             return {}
         return {
@@ -62,7 +62,7 @@ class ModelFolder:
 
 
 def _check_name(path: Path) -> None:
-    """Refuse what could not be typed, or shows as another name than it is. Raises NotAModel."""
+    """Raise NotAModel for names that cannot be typed or that display as another name."""
     try:
         name = check_name(path.name)
     except InvalidValue as error:

@@ -1,4 +1,4 @@
-"""The models that are served: name, folder, tokenizer, engine."""
+"""The served models: name, folder, tokenizer and engine of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.protocol import EngineInfo
 
 @dataclass(slots=True, kw_only=True)
 class ServedModel:
-    """One model under its public name."""
+    """One served model. `name` is the public one; `context_len` and `sampling_defaults` come from its folder."""
 
     name: str
     path: Path
@@ -29,17 +29,17 @@ class ServedModel:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Return the engine's facts, or None before it was ready."""
+        """Return what the engine reports about the loaded model, or None before it was ready."""
         return self.engine.info
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the longest prompt plus output in tokens; before the engine is ready, what the folder says."""
+        """Return the context length in tokens; before the engine is ready, the one of the model's configuration."""
         return self.info.max_model_len if self.info is not None else self.context_len
 
 
 class ModelRegistry:
-    """Served models by name. Filled once at start."""
+    """The served models by name, fixed at start. Raises NotAModel for two models of the same name."""
 
     def __init__(self, models: Iterable[ServedModel] = ()) -> None:
         self._models: dict[str, ServedModel] = {}
@@ -52,7 +52,7 @@ class ModelRegistry:
         """Return the model. Raises ModelNotFound."""
         model = self._models.get(name)
         if model is None:
-            raise no_such_model(name)
+            raise model_not_found(name)
         return model
 
     def list(self) -> list[ServedModel]:
@@ -60,6 +60,6 @@ class ModelRegistry:
         return list(self._models.values())
 
 
-def no_such_model(name: str) -> ModelNotFound:
-    """Return what is told of a name that nobody serves, or that this key does not learn of."""
+def model_not_found(name: str) -> ModelNotFound:
+    """Return the error for a model that is not served, or that the key may not know of."""
     return ModelNotFound(f"the model {name!r} does not exist here; GET /v1/models lists those that do", param="model")

@@ -1,4 +1,4 @@
-"""How many requests of each model and tenant are open, and whether there is a place for one more. Knows no request."""
+"""Counts the open requests of each model and tenant, and decides whether one more may be opened. Knows no request."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from appliance.base.shared_places import has_place
 
 
 class OpenRequests:
-    """Every answer of a request takes a place of its model."""
+    """Every answer of a request takes one place of its model."""
 
     def __init__(self) -> None:
         self._answers: Counter[str] = Counter()  # by model
         self._answers_of: Counter[tuple[str, str]] = Counter()  # by model and tenant
         self._requests_of: Counter[tuple[str, str]] = Counter()
 
-    def has_place(self, model: str, tenant_id: str, places: int) -> bool:
-        """Return whether the tenant may open one more request of a model with so many `places`, which all tenants share."""
+    def has_room(self, model: str, tenant_id: str, places: int) -> bool:
+        """Return whether the tenant may open one more request of a model whose tenants share `places`."""
         return has_place(self._answers_of[model, tenant_id], self._answers[model], places)
 
     def requests_of(self, model: str, tenant_id: str) -> int:
-        """Return how many requests of a tenant are open."""
+        """Return how many requests of the tenant are open for the model."""
         return self._requests_of[model, tenant_id]
 
-    def began(self, model: str, tenant_id: str, num_answers: int) -> None:
-        """Count a request that begins."""
+    def add(self, model: str, tenant_id: str, num_answers: int) -> None:
+        """Count a new request with `num_answers` answers."""
         self._count(model, tenant_id, 1, num_answers)
 
-    def ended(self, model: str, tenant_id: str, num_answers: int) -> None:
-        """Count it no more."""
+    def remove(self, model: str, tenant_id: str, num_answers: int) -> None:
+        """Undo `add` for a request that has ended."""
         self._count(model, tenant_id, -1, -num_answers)
         if not self._requests_of[model, tenant_id]:
             del self._requests_of[model, tenant_id], self._answers_of[model, tenant_id]

@@ -1,4 +1,4 @@
-"""Messages to prompt token ids: the model's own chat template, then its own tokenizer. Exact, because it is ours."""
+"""Turns messages into prompt token ids with the model's own chat template and tokenizer, so the token count is exact."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue
+from appliance.serving.fair_semaphore import FairSemaphore
 from appliance.serving.model_folder import NotAModel
-from appliance.serving.turns import Turns
 from appliance.serving.vocabulary import Vocabulary
 from engine.text.bad_words import bad_words_token_ids
 from engine.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
@@ -21,13 +21,13 @@ from engine.text.length import fewest_tokens
 
 T = TypeVar("T")
 
-# Longer ones are rendered, and tokenised, in a thread, so that nobody's stream stutters.
+# Longer prompts are rendered and tokenised in a thread, so that other requests' streams do not stall.
 RENDERED_INLINE_CHARS_MAX = 20_000
-RENDERED_INLINE_MESSAGES_MAX = 64  # a template may look at every pair of them
-TOKENISED_INLINE_CHARS_MAX = 4_000  # one millisecond; 20,000 characters take up to 25
-BAD_WORDS_INLINE_MAX, BAD_WORDS_INLINE_CHARS_MAX = 16, 1_000  # some 15 µs each, twice
-LONG_AT_A_TIME = 2  # threads
-LONG_WAITING_MAX = 1024  # for a thread, of all tenants
+RENDERED_INLINE_MESSAGES_MAX = 64  # a template may compare every pair of messages
+TOKENISED_INLINE_CHARS_MAX = 4_000  # takes 1 ms; 20,000 characters take up to 25 ms
+BAD_WORDS_INLINE_MAX, BAD_WORDS_INLINE_CHARS_MAX = 16, 1_000  # about 15 µs per word, twice
+THREADS_MAX = 2
+WAITING_MAX = 1024  # requests of all tenants that wait for a thread
 RETRY_AFTER_S = 1.0
 
 
@@ -37,10 +37,10 @@ class Prompting:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._threads = ThreadPoolExecutor(LONG_AT_A_TIME, thread_name_prefix="tokenise")
-        self._turns = Turns(
-            LONG_AT_A_TIME,
-            LONG_WAITING_MAX,
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="tokenise")
+        self._free_threads = FairSemaphore(
+            THREADS_MAX,
+            WAITING_MAX,
             refusal="too many long prompts are waiting to be tokenised",
             retry_after_s=RETRY_AFTER_S,
         )
@@ -48,7 +48,7 @@ class Prompting:
 
     @classmethod
     def load(cls, folder: Path) -> Prompting:
-        """Read the tokenizer and the chat template of a model folder. Raises NotAModel, naming the file that is wrong."""
+        """Read the tokenizer and the chat template of a model folder. Raises NotAModel, naming the faulty file."""
         try:
             template = ChatTemplate.load(folder)
         except NoChatTemplate:
@@ -58,10 +58,10 @@ class Prompting:
         return cls(_read_tokenizer(folder / "tokenizer.json"), template)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, max_model_len: int, tenant_id: str) -> list[int]:
-        """Return the prompt's token ids; their number is left to the caller to check. Tenants take turns with long ones.
+        """Return the prompt's token ids. The caller checks their number. Tenants take turns with long prompts.
 
-        Raises InvalidValue when the model's template does not take the messages, ContextLengthExceeded when the text is so
-        long that it need not be tokenised to know that it does not fit, and Overloaded when too many long ones wait.
+        Raises InvalidValue when the template rejects the messages, ContextLengthExceeded when the text is certainly too long
+        even before it is tokenised, and Overloaded when too many long prompts wait.
         """
         size = sum(len(str(value or "")) for message in messages for value in message.values())
         if size > RENDERED_INLINE_CHARS_MAX or len(messages) > RENDERED_INLINE_MESSAGES_MAX:
@@ -74,11 +74,14 @@ class Prompting:
         return await self._in_thread(tenant_id, self._encode_long, text)
 
     def answer_text(self, *, stop: Sequence[str], stop_token_ids: Sequence[int], min_tokens: int) -> AnswerText:
-        """Return what makes the text of one answer from its tokens."""
+        """Return the incremental detokeniser of one answer, which also finds stop strings."""
         return AnswerText(self._decode, stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
 
     async def bad_words_token_ids(self, words: Sequence[str], *, tenant_id: str) -> list[list[int]]:
-        """Return the tokens of words that an answer must not contain. Tenants take turns with many. Raises Overloaded."""
+        """Return the token ids of words that an answer must not contain. Tenants take turns with long lists.
+
+        Raises Overloaded.
+        """
         if len(words) <= BAD_WORDS_INLINE_MAX and sum(map(len, words)) <= BAD_WORDS_INLINE_CHARS_MAX:
             return self._encode_words(words)
         return await self._in_thread(tenant_id, self._encode_words, words)
@@ -86,11 +89,12 @@ class Prompting:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    async def _in_thread(self, tenant_id: str, work: Callable[[Any], T], what: object) -> T:
-        """Return what `work` returns. Where the caller is cancelled, its turn ends no sooner than the thread is free."""
-        await self._turns.take(tenant_id)
-        done = asyncio.get_running_loop().run_in_executor(self._threads, work, what)
-        done.add_done_callback(lambda _done: self._turns.give_back())
+    async def _in_thread(self, tenant_id: str, function: Callable[[Any], T], argument: object) -> T:
+        """Return `function(argument)`, run in a thread. If the caller is cancelled, the thread still counts as busy until it is
+        free."""
+        await self._free_threads.acquire(tenant_id)
+        done = asyncio.get_running_loop().run_in_executor(self._threads, function, argument)
+        done.add_done_callback(lambda _done: self._free_threads.release())
         return await asyncio.shield(done)
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -102,18 +106,18 @@ class Prompting:
             raise InvalidValue(str(error), param="messages") from error
 
     def _encode_long(self, text: str) -> list[int]:
-        """Return the token ids. `encode` keeps the interpreter to itself while it runs; `encode_batch_fast` lets it go."""
+        """Return the token ids. `encode` holds the GIL while it runs; `encode_batch_fast` releases it."""
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _encode_words(self, words: Sequence[str]) -> list[list[int]]:
         return bad_words_token_ids(words, self._encode_long)
 
     def _check_could_fit(self, text: str, max_model_len: int) -> None:
-        """Raise ContextLengthExceeded when even the longest tokens could not cover `text`."""
+        """Raise ContextLengthExceeded when `text` would not fit even if all its tokens were the longest in the vocabulary."""
         fewest = fewest_tokens(text, longest_token_chars=self.vocabulary.longest_token_chars)
         if fewest >= max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt is too long: it has at least {fewest} tokens, and {_longest(max_model_len)}",
+                f"the prompt is too long: it has at least {fewest} tokens, and {_context_limit(max_model_len)}",
                 param="messages",
             )
 
@@ -121,26 +125,26 @@ class Prompting:
 def output_room(*, prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
     """Return how many tokens may be generated: `max_tokens`, or the rest of the context when it is None.
 
-    Raises ContextLengthExceeded, with the numbers, when prompt and output do not fit.
+    Raises ContextLengthExceeded, with the numbers, when prompt and output together do not fit.
     """
     room = max_model_len - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
             f"the prompt is too long: it has {prompt_tokens} tokens, which leaves no room for an answer, and"
-            f" {_longest(max_model_len)}",
+            f" {_context_limit(max_model_len)}",
             param="messages",
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} were asked for, {prompt_tokens + max_tokens} in total, and"
-            f" {_longest(max_model_len)}",
+            f"the prompt has {prompt_tokens} tokens and {max_tokens} more were requested, {prompt_tokens + max_tokens} in"
+            f" total, and {_context_limit(max_model_len)}",
             param="max_tokens",
         )
     return room if max_tokens is None else max_tokens
 
 
-def _longest(max_model_len: int) -> str:
-    """Return the context in the words of OpenAI's: client libraries tell such a refusal from others by them."""
+def _context_limit(max_model_len: int) -> str:
+    """Return the context length in OpenAI's wording, by which client libraries recognise this error."""
     return f"this model's maximum context length is {max_model_len} tokens"
 
 
@@ -149,7 +153,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except OSError as error:
         raise NotAModel(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # whatever the library finds wrong in the text
+    except ValueError as error:  # raised by the library for any invalid content
         raise NotAModel(f"{path} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,6 +1,6 @@
-"""Whether each model really answers: a token generated within the last probe interval, by traffic or by a probe of our own.
+"""Whether each model really answers: it has generated a token within the last probe interval, for a request or for a probe.
 
-A probe is one greedy token for nobody: it is not admitted, not billed, has no record and stands in no figure.
+A probe generates one greedy token for no tenant: it is not admitted, billed or recorded, and left out of all statistics.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = structlog.get_logger()
 
 
 class Readiness:
-    """Keeps every model's last token fresh; `problem` says why a model does not count as ready.
+    """Probes models that have not generated a token for half an interval; `problem` says why a model is not ready.
 
-    Probes run twice per interval, so that one probe that takes long does not turn readiness red by itself.
+    Half an interval, so that a single slow probe does not make a model unready.
     """
 
     def __init__(self, models: ModelRegistry, clock: Clock, *, interval_s: float) -> None:
@@ -39,19 +39,19 @@ class Readiness:
         self._probes: list[Background] = []
 
     def start(self) -> None:
-        """Probe each model in a task of its own."""
+        """Start one probing task per model."""
         for model in self._models.list():
             probe = Background(f"probe {model.name}", partial(self._keep_fresh, model))
             probe.start()
             self._probes.append(probe)
 
     async def stop(self) -> None:
-        """End the probes."""
+        """Stop the probing tasks."""
         await asyncio.gather(*(probe.stop() for probe in self._probes))
         self._probes.clear()
 
     def problem(self, model: ServedModel) -> str | None:
-        """Return why `model` is not ready, or None when it is. What the engine said stays with administrators and the log."""
+        """Return why `model` is not ready, or None when it is. Without the engine's error, which only administrators see."""
         if model.engine.state != "ready":
             return f"engine of {model.name} is {model.engine.state}"
         age_s = self._token_age_s(model)
@@ -86,39 +86,39 @@ class Readiness:
             prompt_token_ids=[info.eos_token_ids[0] if info.eos_token_ids else 0],
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True),
         )
-        counted, figures = _Counted(), model.engine.figures
-        figures.probe_id = request.request_id
+        counts, stats = _ProbeCounts(), model.engine.stats
+        stats.probe_id = request.request_id
         try:
             events = model.engine.submit(request)
         except GatehouseError as error:
             log.warning("probe failed", model=model.name, reason=error.message)
             return
-        figures.balance.opened()
+        stats.reconciliation.note_submitted()
         try:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    await _until_final(model, events, counted)
+                    await _wait_for_final_event(model, events, counts)
             except TimeoutError:
                 model.engine.abort(request.request_id)
                 log.warning("probe unanswered", model=model.name, timeout_s=PROBE_TIMEOUT_S)
-                await _until_final(model, events, counted)  # comes soon: an engine that does not answer is given up
+                await _wait_for_final_event(model, events, counts)  # bounded: the client fails aborts without an answer
         except GatehouseError as error:
             log.warning("probe failed", model=model.name, reason=error.message)
         finally:
-            figures.balance.closed(generated_tokens=counted.tokens, billed_completion=0, billed_prompt=0)
+            stats.reconciliation.note_settled(generated_tokens=counts.tokens, billed_completion=0, billed_prompt=0)
 
 
 @dataclass(slots=True)
-class _Counted:
-    """What the engine counted for a probe: nobody is billed for it."""
+class _ProbeCounts:
+    """Prompt and output tokens that the engine counted for a probe. They are billed to nobody."""
 
     tokens: int = 0
 
 
-async def _until_final(model: ServedModel, events: EventQueue, counted: _Counted) -> None:
+async def _wait_for_final_event(model: ServedModel, events: EventQueue, counts: _ProbeCounts) -> None:
     while True:
         for event in await events.take():
-            counted.tokens = event.num_prompt_tokens_computed + event.num_output_tokens
+            counts.tokens = event.num_prompt_tokens_computed + event.num_output_tokens
             if event.finish_reason is FinishReason.ERROR:
                 log.warning("probe failed", model=model.name, reason=event.error)
             if event.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""What the operator allows of requests that are served: how many, how long, and whether at no price. Knows no request."""
+"""The operator's limits on requests: how many may wait, how long they may take, and whether unpriced models are refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from appliance.base.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Up to `buffer_chunks` of an answer wait for its reader. A model may have `max_waiting_requests` open beyond those that
-    its engine runs at a time, all of one tenant if no other asks. `queue_deadline_s` (None: none) bounds the wait in the
-    engine, `deadline_s` the whole request.
+    """Limits of every request. About `buffer_chunks` chunks are buffered for a slow reader. A model may have
+    `max_waiting_requests` open beyond those that its engine runs at a time, all of one tenant if no other has any.
+    `queue_deadline_s` bounds the wait in the engine (None: unbounded), `deadline_s` the whole request. `refuse_unpriced`:
+    refuse requests to models without a price.
     """
 
     buffer_chunks: int
@@ -22,7 +23,7 @@ class RequestLimits:
 
     @classmethod
     def of(cls, settings: Settings) -> RequestLimits:
-        """Return the limits that the settings name."""
+        """Return the limits of the settings."""
         return cls(
             buffer_chunks=settings.stream_buffer_events,
             max_waiting_requests=settings.max_waiting_requests,

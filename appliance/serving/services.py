@@ -1,4 +1,4 @@
-"""Everything that the HTTP interface and the console are given. A value: `app.py` fills it, nobody else builds parts."""
+"""The parts of a running appliance that the HTTP interface and the console use. Only `app.py` builds them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.database_watch import DatabaseWatch
-from appliance.serving.forecasts import Forecasts
+from appliance.serving.dry_runs import DryRuns
+from appliance.serving.fair_semaphore import FairSemaphore
 from appliance.serving.generations import Generations
 from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
-from appliance.serving.turns import Turns
 from appliance.telemetry.metrics import Metrics
 from appliance.telemetry.sampler import SystemSampler
 from appliance.tenancy.admin_tokens import AdminTokens
@@ -45,14 +45,14 @@ from appliance.tenancy.tiers import Tiers
 LONG_BODIES_WAITING_MAX = 1024  # of all tenants
 
 
-def _body_turns() -> Turns:
-    return Turns(1, LONG_BODIES_WAITING_MAX, refusal="too many long requests are waiting to be read", retry_after_s=1.0)
+def _body_semaphore() -> FairSemaphore:
+    return FairSemaphore(1, LONG_BODIES_WAITING_MAX, refusal="too many long requests are waiting to be read", retry_after_s=1.0)
 
 
 @dataclass(slots=True, kw_only=True)
 class Services:
-    """The parts of a running appliance. `control_token` is the owner's token of this run, for the local command line.
-    `body_turns` lets tenants take turns with long bodies, of which one is read in a turn of the event loop."""
+    """The parts of a running appliance. `control_token` gives the local command line the role of owner during this run.
+    `body_semaphore` admits tenants in turn to the decoding of long request bodies, one per iteration of the event loop."""
 
     settings: Settings
     clock: Clock
@@ -60,12 +60,12 @@ class Services:
     epoch_id: str
     db: Database
     database_watch: DatabaseWatch
-    # whose requests are served
+    # tenants and their keys
     tenants: Tenants
     keys: Keys
     tiers: Tiers
     model_policies: ModelPolicies
-    # who signs in, and may do what
+    # members, sign-in and roles
     members: Members
     memberships: Memberships
     sessions: Sessions
@@ -76,10 +76,10 @@ class Services:
     oidc: OidcProvider | None
     admin_tokens: AdminTokens
     audit: AuditLog
-    # what may be used, was used and is owed
+    # limits, usage and billing
     admission: Admission
     limit_levels: LimitLevels
-    forecasts: Forecasts
+    dry_runs: DryRuns
     ledger: Ledger
     corrections: Corrections
     prices: PriceBook
@@ -89,7 +89,7 @@ class Services:
     free_allowances: FreeAllowances
     invoices: Invoices
     economics: EconomicsReport
-    # what serves
+    # serving and telemetry
     housekeeping: Housekeeping
     alerts: Alerts
     models: ModelRegistry
@@ -98,8 +98,8 @@ class Services:
     sampler: SystemSampler
     metrics: Metrics
     control_token: str = field(repr=False)
-    body_turns: Turns = field(default_factory=_body_turns)
+    body_semaphore: FairSemaphore = field(default_factory=_body_semaphore)
 
     def __deepcopy__(self, _memo: object) -> Services:
-        """Return the same services: the framework copies routers with everything in them, and these are shared."""
+        """Return `self`: the framework deep-copies routers with everything they refer to, and services are shared."""
         return self

@@ -1,4 +1,4 @@
-"""Keeps one engine process running. Knows how to start, watch and restart it; not what is asked of it.
+"""Keeps one engine process running: starts, watches and restarts it. Knows nothing of what requests contain.
 
        ┌─────────┐ ready  ┌───────┐
 start ►│ loading ├───────►│ ready │
@@ -29,18 +29,18 @@ from appliance.base.clock import Clock
 from appliance.base.errors import EngineUnavailable, ModelLoading
 from appliance.base.settings import ENVIRONMENT_PREFIX
 from appliance.serving.engine_client import EngineClient
-from appliance.serving.engine_figures import EngineFigures
 from appliance.serving.engine_log import LINE_BYTES_MAX, forward_log
+from appliance.serving.engine_stats import EngineStats
 from appliance.serving.event_queue import EventQueue
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GenerationRequest
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-STEADY_S = 60.0  # ready for this long, an engine starts again with the first backoff
+STEADY_S = 60.0  # an engine that crashes later than this after its start is restarted with the first backoff
 CRASHES_BEFORE_READY_MAX = 5
 EXIT_GRACE_S = 5.0
-SILENCE_MAX_S = 120.0  # an engine sends a frame per step, and twice a second when idle; the longest step takes far less
-LOADING_STALL_MAX_S = 600.0  # without progress; one part of a large model from a slow disk, or compiling, takes minutes
+SILENCE_MAX_S = 120.0  # an engine sends a frame per step, and two per second when idle; the longest step takes far less
+LOADING_STALL_MAX_S = 600.0  # without progress; reading one part of a large model from a slow disk, or compiling, takes minutes
 SILENCE_POLL_S = 1.0
 RETRY_AFTER_LOADING_S = 2.0
 
@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 
 class Supervisor:
-    """One engine process and its successors. `state` is loading, ready, restarting, failed or stopped."""
+    """One engine process and its restarts. `state` is loading, ready, restarting, failed or stopped."""
 
     def __init__(
         self,
@@ -60,21 +60,22 @@ class Supervisor:
         on_restart: Callable[[], None] = lambda: None,
         switched_off: Sequence[str] = (),
     ) -> None:
-        """`switched_off`: which of `settings.ENGINE_SWITCHES` are."""
+        """`command` returns the engine's command line for the descriptor of its socket. `switched_off`: those of
+        `settings.ENGINE_SWITCHES` that are off."""
         self.name = name
         self.state = "stopped"
         self.error: str | None = None
         self.pid: int | None = None
         self.started_at: datetime | None = None
         self.restarts = 0
-        self.figures = EngineFigures()
+        self.stats = EngineStats()
         self.last_token_monotonic_s: float | None = None
         self.ready_monotonic_s: float | None = None
         self._last_frame_monotonic_s = 0.0
         self._progress_monotonic_s = 0.0
-        self._loaded: float | None = None
+        self._load_fraction: float | None = None
         self._starts_monotonic_s = 0.0  # when the last process was started, or the next one will be
-        self._start_s: float | None = None  # how long the last start took that succeeded
+        self._start_s: float | None = None  # duration of the last successful start
         self._backoff_s = BACKOFF_FIRST_S
         self._command = command
         self._clock = clock
@@ -83,17 +84,17 @@ class Supervisor:
         self._switched_off = switched_off
         self._client: EngineClient | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._keeping = Background(f"engine supervisor {name}", self._keep_running)
-        self._changed = asyncio.Event()
+        self._supervision = Background(f"engine supervisor {name}", self._keep_running)
+        self._state_changed = asyncio.Event()
 
     @property
     def info(self) -> EngineInfo | None:
-        """Return the facts of the loaded model, or None before it is ready."""
+        """Return what the engine reports about the loaded model, or None before it is ready."""
         return self._client.info if self._client is not None else None
 
     @property
     def status(self) -> EngineStatus | None:
-        """Return the last status frame of the running process."""
+        """Return the last status of the running process, or None before the first."""
         return self._client.status if self._client is not None else None
 
     @property
@@ -102,18 +103,18 @@ class Supervisor:
         return self._client.load_fraction if self._client is not None and self.state != "ready" else None
 
     def start(self) -> None:
-        """Start the engine in the background; `state` tells how far it is."""
+        """Start the engine in the background; `state` shows its progress."""
         self._set_state("loading")
-        self._keeping.start()
+        self._supervision.start()
 
     async def stop(self) -> None:
-        """End the engine in order, then by force after EXIT_GRACE_S."""
+        """Ask the engine to exit, and kill it if it has not done so after EXIT_GRACE_S."""
         self._set_state("stopped")
         if self._client is not None:
             self._client.shut_down()
         if self._process is not None:
-            await _end(self._process, grace_s=EXIT_GRACE_S)
-        await self._keeping.stop()
+            await _wait_or_kill(self._process, grace_s=EXIT_GRACE_S)
+        await self._supervision.stop()
 
     def check_ready(self) -> None:
         """Raise ModelLoading or EngineUnavailable unless a request can be submitted now."""
@@ -125,25 +126,25 @@ class Supervisor:
         retry_after_s = self._ready_in_s(self._starts_monotonic_s) if self.state == "restarting" else BACKOFF_MAX_S
         raise EngineUnavailable(f"the engine of {self.name} is {self.state}{reason}", retry_after_s=retry_after_s)
 
-    def _back_in_s(self) -> float | None:
-        """Return when the successor of a process that has just ended is probably ready; None when there will be none."""
+    def _restart_eta_s(self) -> float | None:
+        """Return the estimated seconds until the successor of a process that has just ended is ready; None if there is none."""
         if self.state == "stopped":
             return None
         return self._ready_in_s(self._clock.monotonic_s() + self._pause_s())
 
     def _ready_in_s(self, starts_monotonic_s: float) -> float:
-        """Return when an engine that starts then is probably ready: its last start tells how long one takes."""
+        """Return the estimated seconds until an engine started at that time is ready, from the duration of its last start."""
         if self._start_s is None:
             return RETRY_AFTER_LOADING_S
         return max(starts_monotonic_s + self._start_s - self._clock.monotonic_s(), RETRY_AFTER_LOADING_S)
 
     def _pause_s(self) -> float:
-        """Return how long after the end of this process the next one starts."""
+        """Return the backoff between the end of this process and the start of the next one."""
         was_steady = self._clock.monotonic_s() - self._starts_monotonic_s >= STEADY_S
         return BACKOFF_FIRST_S if was_steady else self._backoff_s
 
     def submit(self, request: GenerationRequest) -> EventQueue:
-        """Hand `request` to the engine. Raises like `check_ready`."""
+        """Submit `request` to the engine. Raises as `check_ready`."""
         self.check_ready()
         assert self._client is not None
         return self._client.submit(request)
@@ -154,19 +155,19 @@ class Supervisor:
             self._client.abort(request_id)
 
     def abort_answer(self, request_id: str, index: int) -> None:
-        """Ask the engine to end one answer of a request; unknown ones are ignored."""
+        """Ask the engine to end one answer of a request; unknown ids are ignored."""
         if self._client is not None:
             self._client.abort_answer(request_id, index)
 
     async def wait_for_state(self, *states: str) -> None:
         """Return as soon as the state is one of `states`."""
         while self.state not in states:
-            await self._changed.wait()
+            await self._state_changed.wait()
 
     def _set_state(self, state: str) -> None:
         self.state = state
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
 
     async def _keep_running(self) -> None:
         crashes_before_ready = 0
@@ -189,41 +190,45 @@ class Supervisor:
             self._on_restart()
 
     async def _run_process(self) -> tuple[bool, str | None]:
-        """Run one engine process to its end; return whether it was ever ready, and its last words."""
+        """Run one engine process to its end; return whether it was ever ready, and the fatal error it reported, if any."""
         ours, theirs = socket.socketpair()
         self._starts_monotonic_s = self._clock.monotonic_s()
         try:
             process = await self._spawn(theirs)
         except BaseException:
-            ours.close()  # a process that has been started already sees the end of its socket and exits
+            ours.close()  # if the process was started already, it sees its socket close and exits
             raise
         finally:
             theirs.close()
-        discarded = self.figures.balance.discarded
-        client = EngineClient(ours, on_frame=self._receive, on_discarded=discarded, back_in_s=self._back_in_s)
+        client = EngineClient(
+            ours,
+            on_frame=self._on_engine_frame,
+            on_discarded=self.stats.reconciliation.note_discarded,
+            restart_eta_s=self._restart_eta_s,
+        )
         self._process, self._client = process, client
-        self._progress_monotonic_s, self._loaded = self._clock.monotonic_s(), None
+        self._progress_monotonic_s, self._load_fraction = self._clock.monotonic_s(), None
         self.pid, self.started_at = process.pid, self._clock.now()
         assert process.stdout is not None
         logging_task = asyncio.create_task(forward_log(process.stdout, model=self.name, pid=process.pid))
         watchdog = asyncio.create_task(self._kill_when_silent(process))
         try:
             await client.run()
-            exit_status = await _end(process, grace_s=EXIT_GRACE_S)
+            exit_status = await _wait_or_kill(process, grace_s=EXIT_GRACE_S)
         finally:
             watchdog.cancel()
             if process.returncode is None:
                 process.kill()
             await logging_task
             self.pid = None
-        self.error = client.fatal or f"the process ended with {_exit_name(exit_status)}"
+        self.error = client.fatal or f"the process ended with {_describe_exit(exit_status)}"
         return client.info is not None, client.fatal
 
     async def _kill_when_silent(self, process: asyncio.subprocess.Process) -> None:
-        """Kill an engine that hangs, or its requests would wait for ever.
+        """Kill an engine that hangs, because its requests would otherwise wait for ever.
 
-        A ready one hangs when it says nothing for SILENCE_MAX_S, a loading one when it gets no further for LOADING_STALL_MAX_S.
-        Silence counts when it is seen twice: after a pause of the gateway itself the frames of that time are read first.
+        A ready engine hangs if it sends nothing for SILENCE_MAX_S, a loading one if it makes no progress for
+        LOADING_STALL_MAX_S. Silence must be seen in two polls: after a pause of the gateway, pending frames are read first.
         """
         was_silent = False
         while True:
@@ -238,7 +243,7 @@ class Supervisor:
             was_silent = is_silent
 
     async def _spawn(self, theirs: socket.socket) -> asyncio.subprocess.Process:
-        """Start the process in a session of its own, so that Ctrl-C in a terminal reaches the gateway alone."""
+        """Start the process in its own session, so that Ctrl-C in a terminal reaches only the gateway."""
         return await asyncio.create_subprocess_exec(
             *self._command(theirs.fileno()),
             stdin=asyncio.subprocess.DEVNULL,
@@ -250,16 +255,16 @@ class Supervisor:
             start_new_session=True,
         )
 
-    def _receive(self, frame: EngineFrame) -> None:
+    def _on_engine_frame(self, frame: EngineFrame) -> None:
         now_s = self._clock.monotonic_s()
         self._last_frame_monotonic_s = now_s
-        if frame.load_fraction is not None and frame.load_fraction != self._loaded:
-            self._loaded, self._progress_monotonic_s = frame.load_fraction, now_s
+        if frame.load_fraction is not None and frame.load_fraction != self._load_fraction:
+            self._load_fraction, self._progress_monotonic_s = frame.load_fraction, now_s
         if frame.ready is not None:
-            self.figures.balance.process_ready()
-        self.figures.note_tokens(frame)
+            self.stats.reconciliation.note_process_ready()
+        self.stats.note_tokens(frame)
         if frame.status is not None:
-            self.figures.note_status(frame.status, now_s)
+            self.stats.note_status(frame.status, now_s)
         if frame.decoded or any(event.token_ids for event in frame.events):
             self.last_token_monotonic_s = now_s
         if frame.ready is not None and self.state in ("loading", "restarting"):
@@ -271,9 +276,9 @@ class Supervisor:
 
 
 def engine_environment(switched_off: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment of a process of the engine: ours with the folder of our packages on the path, and without our
-    settings, because an engine gets what it needs as arguments and secrets are not among it. The switches that are off are
-    said here, as kernels look for them where they know no arguments."""
+    """Return the environment of an engine process: the gateway's, with the folder of our packages on PYTHONPATH and without
+    Gatehouse settings, which may be secret; an engine gets its options as arguments. Only switches that are off are set,
+    because kernels read them from the environment."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     inherited |= {f"{ENVIRONMENT_PREFIX}{switch.upper()}": "0" for switch in switched_off}
     root = str(Path(appliance.__file__).resolve().parent.parent)
@@ -281,12 +286,12 @@ def engine_environment(switched_off: Iterable[str] = ()) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
-def _exit_name(exit_status: int) -> str:
+def _describe_exit(exit_status: int) -> str:
     return f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
 
 
-async def _end(process: asyncio.subprocess.Process, *, grace_s: float) -> int:
-    """Wait for `process` to exit by itself, kill it after `grace_s`, and return its exit status."""
+async def _wait_or_kill(process: asyncio.subprocess.Process, *, grace_s: float) -> int:
+    """Wait for `process` to exit, kill it after `grace_s`, and return its exit status."""
     try:
         async with asyncio.timeout(grace_s):
             return await process.wait()

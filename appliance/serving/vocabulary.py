@@ -1,4 +1,4 @@
-"""What a token is as bytes, one token at a time; used where single tokens are shown (log-probabilities)."""
+"""The bytes of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Vocabulary:
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether the token is left out of an answer's text."""
+        """Return whether the token is a special one, which is left out of an answer's text."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token stands for; may be part of a character."""
+        """Return the token's bytes, which may be part of a character. Empty for an unknown id."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""
@@ -41,7 +41,7 @@ class Vocabulary:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return each letter of byte-level BPE with its byte: printable Latin-1 is itself, the rest lie from U+0100 on (GPT-2)."""
+    """Return the byte of each character of GPT-2's byte-level BPE: printable Latin-1 is itself, other bytes are U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

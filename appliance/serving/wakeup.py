@@ -1,4 +1,4 @@
-"""Waits of one task for another in the same event loop, one for each token of each stream: cheaper than `asyncio.Event`."""
+"""Lets one task wait for another in the same event loop. Used for every token of every stream; cheaper than `asyncio.Event`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import asyncio
 
 
 class Wakeup:
-    """Wakes one waiting task. What it waited for is for the two to agree on: look, and wait while it is not there."""
+    """Wakes one waiting task. Carries no state: the waiting task checks its own condition before and after `wait`."""
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline_s = 0.0
 
     def wake(self) -> None:
-        """Wake whoever waits, if anybody does."""
+        """Wake the waiting task, if there is one."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Return at the next `wake`, or after `timeout_s`. One task at a time.
+        """Return at the next `wake`, or after `timeout_s`. Only one task may wait at a time.
 
-        A timer that was set for an earlier wait is left running, and set again only when it fires: most waits are short.
+        The timer of an earlier wait is left running and only rescheduled when it fires, because most waits are short.
         """
         assert self._waiter is None, "one task waits at a time"
         loop = asyncio.get_running_loop()
         if timeout_s is not None:
-            self._until_s = loop.time() + timeout_s
-            if self._alarm is None or self._alarm.when() > self._until_s:
+            self._deadline_s = loop.time() + timeout_s
+            if self._timer is None or self._timer.when() > self._deadline_s:
                 self.clear()
-                self._alarm = loop.call_at(self._until_s, self._ring, loop)
+                self._timer = loop.call_at(self._deadline_s, self._on_timer, loop)
         self._waiter = loop.create_future()
         try:
             await self._waiter
@@ -37,16 +37,16 @@ class Wakeup:
             self._waiter = None
 
     def clear(self) -> None:
-        """Stop the timer, when nobody will wait any more."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        """Cancel the timer. Call it when no task will wait any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._alarm = None
+    def _on_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
         if self._waiter is None:
             return
-        if loop.time() < self._until_s:
-            self._alarm = loop.call_at(self._until_s, self._ring, loop)
+        if loop.time() < self._deadline_s:
+            self._timer = loop.call_at(self._deadline_s, self._on_timer, loop)
         else:
             self.wake()

@@ -350,7 +350,7 @@ def _wrap_serving(reaper: Reaper) -> None:
             reaper.reached("abort asked" if reason == "aborted" else "client left")
 
     Generation.end_early = left  # type: ignore[method-assign]
-    count = Generation._count
+    count = Generation._apply_counts
 
     def counted(self: Generation, event: Any) -> None:
         count(self, event)
@@ -358,7 +358,7 @@ def _wrap_serving(reaper: Reaper) -> None:
             reaper.reached("first token" if event.num_output_tokens == 1 else "")
             reaper.reached("tenth token" if event.num_output_tokens == 10 else "")
 
-    Generation._count = counted  # type: ignore[method-assign]
+    Generation._apply_counts = counted  # type: ignore[method-assign]
 
 
 def _wrap_stop(reaper: Reaper) -> None:

@@ -31,7 +31,7 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
-from appliance.serving.forecasts import Forecasts
+from appliance.serving.dry_runs import DryRuns
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.request_limits import RequestLimits
 from appliance.serving.services import Services
@@ -367,7 +367,7 @@ def _services(
         "tiers": tiers,
         "model_policies": policies,
         "admission": admission,
-        "forecasts": Forecasts(
+        "dry_runs": DryRuns(
             admission,
             prices=prices,
             tiers=tiers,

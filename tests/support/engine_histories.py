@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from appliance.serving.event_queue import one_more
+from appliance.serving.event_queue import next_token_event
 from engine.grammar.lark import to_lark
 from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
 from engine.grammar.spec import GrammarSpec
@@ -206,7 +206,7 @@ def run_history(engine: Engine, requests: list[PlannedRequest], *, preempt_at: i
             outputs.decoded, outputs.as_events()[len(outputs.others) :], strict=True
         ):
             last = next(event for event in reversed(events[request_id]) if event.index == index)
-            gateway_event = one_more(last, token_id)
+            gateway_event = next_token_event(last, token_id)
             events[request_id].append(gateway_event)
             assert gateway_event == replace(expected, num_preemptions=gateway_event.num_preemptions), (
                 "the gateway would hear something else"

@@ -20,12 +20,12 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.usage import UsageReports
 from appliance.serving.engine_client import EngineClient
-from appliance.serving.engine_figures import EngineFigures
+from appliance.serving.engine_stats import EngineStats
 from appliance.serving.event_queue import EventQueue
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ServedModel
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.prompting import Prompting
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
@@ -46,7 +46,7 @@ class InProcessEngine:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self.figures = EngineFigures()
+        self.stats = EngineStats()
         self.unavailable: str | None = None
 
     @property
@@ -92,7 +92,7 @@ class Serving:
         field_names, batch = sampling.pop("field_names", {}), sampling.pop("batch", False)
         options = {"max_tokens": len(ids), "seed": 1, **sampling}
         return await self.generations.start(
-            Order(
+            PreparedRequest(
                 request_id=new_id("req"),
                 principal=person.principal,
                 model=self.model,

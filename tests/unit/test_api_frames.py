@@ -20,7 +20,7 @@ from appliance.api.sse import EventStream, chat_frames
 from appliance.base.db import Database
 from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.rate_limits import RateLimit, RateLimitState
-from appliance.serving.chunk_queue import LOGPROBS_JOINED_MAX, ChunkQueue
+from appliance.serving.chunk_queue import LOGPROBS_MERGED_MAX, ChunkQueue
 from appliance.serving.chunks import Chunk, NamedLogprob
 from appliance.serving.endings import Outcome
 from tests.support.cast import Cast
@@ -227,7 +227,7 @@ def test_log_probabilities_of_a_slow_reader_are_joined_to_pieces_of_a_bounded_si
     queue.close()
     pieces = asyncio.run(queue.take(1.0))
 
-    assert max(len(piece.logprobs) for piece in pieces) == LOGPROBS_JOINED_MAX
+    assert max(len(piece.logprobs) for piece in pieces) == LOGPROBS_MERGED_MAX
     assert sum(len(piece.logprobs) for piece in pieces) == 1000
     assert len(pieces) < 50
 

@@ -18,7 +18,7 @@ from appliance.api.bodies import DECODED_OUT_OF_TURN_BYTES_MAX, decode_body, in_
 from appliance.api.json_structure import STRUCTURE_MAX, StructureCount, check_structure
 from appliance.api.schemas import MESSAGES_MAX, PARTS_MAX, ChatCompletionRequest, check_messages
 from appliance.base.errors import RequestTooLarge
-from appliance.serving.turns import Turns
+from appliance.serving.fair_semaphore import FairSemaphore
 from engine.sampling_params import GUIDED_CHARS_MAX
 from tests.support.api_box import open_api_box
 from tests.support.loop_iterations import count_iterations
@@ -133,13 +133,13 @@ async def test_what_has_more_strings_than_json_could_part_is_not_counted_to_its_
 
 
 async def test_long_bodies_are_counted_one_at_a_time_and_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, ended = Turns(1, 100, refusal="too many", retry_after_s=1.0), []
+    semaphore, ended = FairSemaphore(1, 100, refusal="too many", retry_after_s=1.0), []
     floods = [b'"' + rb"\"" * 500_000 + b"a" * number + b'"' for number in range(20)]
     monkeypatch.setattr(json_structure, "_TURN_S", 0.0)
     counted = _slices_taken(monkeypatch)
 
     async def ask(tenant_id: str, body: bytes) -> None:
-        await in_turn(body, lambda _body: ended.append(tenant_id), turns=turns, tenant_id=tenant_id)
+        await in_turn(body, lambda _body: ended.append(tenant_id), semaphore=semaphore, tenant_id=tenant_id)
 
     await asyncio.gather(*[ask("flood", body) for body in floods], ask("neighbour", b'"' + b"a" * STRUCTURE_MAX + b'"'))
     assert ended.index("neighbour") <= 2, "the neighbour's body waits behind the whole flood"
@@ -161,11 +161,11 @@ async def test_a_chat_is_counted_too(migrated_sqlite_file: Path, tmp_path: Path)
 
 
 async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turns() -> None:
-    turns, read = Turns(1, 100, refusal="too many", retry_after_s=1.0), []
+    semaphore, read = FairSemaphore(1, 100, refusal="too many", retry_after_s=1.0), []
     long, short = b"x" * (DECODED_OUT_OF_TURN_BYTES_MAX + 1), b"x"
 
     async def ask(tenant_id: str, body: bytes) -> None:
-        await in_turn(body, lambda _body: read.append((tenant_id, now.count)), turns=turns, tenant_id=tenant_id)
+        await in_turn(body, lambda _body: read.append((tenant_id, now.count)), semaphore=semaphore, tenant_id=tenant_id)
 
     async with count_iterations() as now:
         asked = [ask("flood", long) for _ in range(20)] + [ask("neighbour", long), ask("neighbour", short)]
@@ -179,7 +179,7 @@ async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turn
 
 
 async def test_a_body_that_cannot_be_read_gives_its_turn_back() -> None:
-    turns = Turns(1, 100, refusal="too many", retry_after_s=1.0)
+    semaphore = FairSemaphore(1, 100, refusal="too many", retry_after_s=1.0)
     long = b"x" * (DECODED_OUT_OF_TURN_BYTES_MAX + 1)
 
     def fail(_body: bytes) -> None:
@@ -187,4 +187,4 @@ async def test_a_body_that_cannot_be_read_gives_its_turn_back() -> None:
 
     for _ in range(2):
         with pytest.raises(ValueError, match="no JSON"):
-            await asyncio.wait_for(in_turn(long, fail, turns=turns, tenant_id="a"), 5)
+            await asyncio.wait_for(in_turn(long, fail, semaphore=semaphore, tenant_id="a"), 5)

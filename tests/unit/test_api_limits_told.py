@@ -17,7 +17,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.sampling import field_names, sampling_params
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.base.errors import BadRequest
-from appliance.serving.endings import as_written
+from appliance.serving.endings import with_client_field_name
 from appliance.tenancy.access import WHOLE_BOX
 from engine.grammar.spec import GrammarError, grammar_spec
 from tests.support.api_box import ApiBox, open_api_box
@@ -340,7 +340,7 @@ async def test_chats_are_refused_beyond_the_limits_of_the_document_and_not_befor
         except BadRequest as error:
             param = error.param or "nothing"
         except GrammarError as error:  # of the engine, at its first glance
-            _, param = as_written(str(error), error.param, field_names(read))
+            _, param = with_client_field_name(str(error), error.param, field_names(read))
         assert names_field(param, trial.path) != trial.accepted, f"{trial.path}: {str(trial.value)[:80]}: {param}"
 
 

@@ -13,7 +13,7 @@ from appliance.api.sampling import field_names
 from appliance.api.schemas import ChatCompletionRequest
 from appliance.api.structured_output import ANY_OBJECT, Constraint, constraint
 from appliance.base.errors import BadRequest
-from appliance.serving.endings import as_written
+from appliance.serving.endings import with_client_field_name
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": 10**30}}}
 ALL_OF_VLLM = {
@@ -126,11 +126,14 @@ def test_a_blamed_field_is_called_what_the_client_called_it() -> None:
 def test_a_refusal_says_the_name_that_the_client_wrote_where_it_begins_with_the_engines() -> None:
     names = {"guided_json": "response_format"}
 
-    assert as_written("guided_json takes at most 9 bytes", "guided_json", names) == (
+    assert with_client_field_name("guided_json takes at most 9 bytes", "guided_json", names) == (
         "response_format takes at most 9 bytes", "response_format",
     )  # fmt: skip
-    assert as_written("the schema has guided_json", "guided_json", names) == ("the schema has guided_json", "response_format")
-    assert as_written("n must be at least 1", "n", names) == ("n must be at least 1", "n")
+    assert with_client_field_name("the schema has guided_json", "guided_json", names) == (
+        "the schema has guided_json",
+        "response_format",
+    )
+    assert with_client_field_name("n must be at least 1", "n", names) == ("n must be at least 1", "n")
 
 
 def test_the_description_of_the_interface_can_be_made() -> None:

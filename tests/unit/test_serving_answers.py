@@ -286,7 +286,7 @@ async def test_every_answer_is_reserved_and_counts_as_waiting(box: Serving, data
 
     assert state is not None
     assert state.remaining == 1000 - 2 - 3 * 100
-    assert [box.generations._open.has_place("tiny", dora.tenant.id, places) for places in (3, 4)] == [False, True]
+    assert [box.generations._open.has_room("tiny", dora.tenant.id, places) for places in (3, 4)] == [False, True]
     generation.end_early("disconnected")
     await generation.outcome
 

@@ -100,7 +100,7 @@ async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_t
 ) -> None:
     script = [{"num_prompt_tokens_computed": computed, "num_output_tokens": output} for computed, output in counts]
     noted: list[float] = []
-    monkeypatch.setattr(box.client.figures, "note_ttft", noted.append)
+    monkeypatch.setattr(box.client.stats, "note_ttft", noted.append)
     monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
     generation = await box.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome

@@ -8,7 +8,7 @@ from typing import cast as typed
 
 from appliance.base.database_claim import GoOn
 from appliance.base.db import Database
-from appliance.serving.claim_watch import stop_when_lost
+from appliance.serving.claim_watch import stop_when_claim_lost
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_prices
@@ -40,6 +40,6 @@ async def test_a_price_that_a_command_added_while_nobody_held_the_database_is_ch
 
     claim, generations = TakenAgain(), SimpleNamespace(end_all=lambda: None)
     parts = SimpleNamespace(db=database, epoch_id=cast.epoch_id, prices=of_gateway, generations=generations)
-    await stop_when_lost(claim, typed("Any", parts), lambda: None)
+    await stop_when_claim_lost(claim, typed("Any", parts), lambda: None)
     assert claim.goes_on
     assert await of_gateway.current("demo", clock.now()) == second

@@ -20,5 +20,5 @@ async def test_a_change_is_logged_once_with_its_reason(database: Database, clock
             await watch.problem()
             clock.advance(CHECK_INTERVAL_S)
 
-    assert [line["event"] for line in lines] == ["database takes no writes", "database takes writes"]
+    assert [line["event"] for line in lines] == ["database is not writable", "database is writable again"]
     assert "disk full" in lines[0]["reason"]

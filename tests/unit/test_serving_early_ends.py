@@ -13,7 +13,7 @@ import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, InternalError, RequestExceedsLimit
-from appliance.serving.endings import EARLY_ENDS, early
+from appliance.serving.endings import EARLY_ENDS, early_end
 from appliance.serving.generation import Generation
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
@@ -66,7 +66,7 @@ async def test_at_every_position_of_an_early_end_the_tokens_are_the_engines(box:
     for position in POSITIONS:
         generation = await begun(box, cast.bob, position)
         generation.end_early(why)
-        await check(box, generation, early(why).finish_reason, early(why).cause)
+        await check(box, generation, early_end(why).finish_reason, early_end(why).cause)
 
 
 async def test_tokens_that_cross_the_end_on_their_way_count_too(box: Serving, cast: Cast) -> None:
@@ -178,7 +178,7 @@ async def test_an_expiry_that_has_come_ends_a_request_without_delay(
     box: Serving, clock: FakeClock, cast: Cast, ago_s: int
 ) -> None:
     generation = await begun(box, cast.bob, 2)
-    generation.end_at(clock.now() - timedelta(seconds=ago_s))
+    generation.set_expiry(clock.now() - timedelta(seconds=ago_s))
     timer = generation._expiry
     assert timer is not None
     assert timer.when() <= asyncio.get_running_loop().time()
@@ -187,8 +187,8 @@ async def test_an_expiry_that_has_come_ends_a_request_without_delay(
 
 async def test_an_expiry_that_was_put_off_ends_nothing(box: Serving, clock: FakeClock, cast: Cast) -> None:
     generation = await begun(box, cast.bob, 2)
-    generation.end_at(clock.now())
-    generation.end_at(clock.now() + timedelta(days=1))
+    generation.set_expiry(clock.now())
+    generation.set_expiry(clock.now() + timedelta(days=1))
     for _turn in range(5):
         await asyncio.sleep(0)
     generation.end_early("disconnected")
@@ -324,4 +324,4 @@ async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
             box.generations.start_watching()
             await poll_until(lambda: len(calls) > 1)
             await box.generations.stop(5.0)
-    assert [line["event"] for line in logs] == ["how far running requests are could not be noted"]
+    assert [line["event"] for line in logs] == ["running requests could not be checkpointed"]

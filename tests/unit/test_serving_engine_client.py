@@ -158,7 +158,7 @@ async def test_an_answer_cannot_go_on_before_it_has_begun() -> None:
     async with connected() as (client, engine, _):
         queue = client.submit(wanted("req_1", [STALL]))
         engine._writer.write(encode_frame(EngineFrame(decoded=[("req_1", 0, 5)])))
-        with pytest.raises(EngineUnavailable, match="without a beginning"):
+        with pytest.raises(EngineUnavailable, match="without a first event"):
             await queue.take()
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from appliance.serving.engine_figures import RATE_WINDOW_S, EngineFigures
+from appliance.serving.engine_stats import RATE_WINDOW_S, EngineStats
 from appliance.serving.explanation import Timeline, explain
 from engine.protocol import EngineFrame, FinishReason, TokenEvent
 from tests.support.fake_engine import engine_status
@@ -82,41 +82,41 @@ def test_preemptions_are_explained(count: int, words: str) -> None:
 
 
 def test_the_rate_is_over_the_last_window() -> None:
-    figures = EngineFigures()
+    stats = EngineStats()
     for second in range(10):
-        figures.note_status(engine_status(generation_tokens_total=second * 50), float(second))
+        stats.note_status(engine_status(generation_tokens_total=second * 50), float(second))
 
-    assert figures.tokens_per_second(9.0) == 50.0
-    assert figures.tokens_per_second(9.0 + 10 * RATE_WINDOW_S) == 0.0
+    assert stats.tokens_per_second(9.0) == 50.0
+    assert stats.tokens_per_second(9.0 + 10 * RATE_WINDOW_S) == 0.0
 
 
 def test_a_new_engine_process_counts_from_zero() -> None:
-    figures = EngineFigures()
-    figures.note_status(engine_status(generation_tokens_total=1000), 0.0)
-    figures.note_status(engine_status(generation_tokens_total=0), 1.0)
-    figures.note_status(engine_status(generation_tokens_total=20), 2.0)
+    stats = EngineStats()
+    stats.note_status(engine_status(generation_tokens_total=1000), 0.0)
+    stats.note_status(engine_status(generation_tokens_total=0), 1.0)
+    stats.note_status(engine_status(generation_tokens_total=20), 2.0)
 
-    assert figures.tokens_per_second(2.0) == 20.0
+    assert stats.tokens_per_second(2.0) == 20.0
 
 
 def test_a_probe_is_in_no_rate() -> None:
-    figures = EngineFigures()
+    stats = EngineStats()
     for second in range(4):
-        figures.probe_id = f"probe_{second}"
+        stats.probe_id = f"probe_{second}"
         token = TokenEvent(f"probe_{second}", [7], 1, 1, finish_reason=FinishReason.LENGTH)
         told, others = [token, TokenEvent("req_1", [7], 1, 1)], [("req_2", 0, 8)]
-        figures.note_tokens(EngineFrame(events=told, decoded=others))
-        figures.note_status(engine_status(generation_tokens_total=2 * second + 2), float(second))
+        stats.note_tokens(EngineFrame(events=told, decoded=others))
+        stats.note_status(engine_status(generation_tokens_total=2 * second + 2), float(second))
 
-    assert figures.tokens_per_second(3.0) == 1.0
-    assert figures.probe_prompt_tokens == 4
+    assert stats.tokens_per_second(3.0) == 1.0
+    assert stats.probe_prompt_tokens == 4
 
 
 def test_quantiles_are_of_recent_requests() -> None:
-    figures = EngineFigures()
-    assert figures.ttft_quantile_s(0.5) is None
+    stats = EngineStats()
+    assert stats.ttft_quantile_s(0.5) is None
     for milliseconds in range(1, 101):
-        figures.note_ttft(milliseconds / 1000)
+        stats.note_ttft(milliseconds / 1000)
 
-    assert figures.ttft_quantile_s(0.5) == 0.051
-    assert figures.ttft_quantile_s(0.95) == 0.096
+    assert stats.ttft_quantile_s(0.5) == 0.051
+    assert stats.ttft_quantile_s(0.95) == 0.096

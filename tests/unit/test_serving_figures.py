@@ -9,7 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.metering.past_requests import PastRequests
-from appliance.serving.event_queue import merged
+from appliance.serving.event_queue import merge_events
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_BOX
 from engine.protocol import FinishReason, TokenEvent
@@ -43,7 +43,7 @@ def test_an_answer_read_in_one_burst_has_the_speed_of_the_engine() -> None:
 
 def test_an_answer_merged_while_nobody_read_it_has_a_speed() -> None:
     live = _live()
-    whole = merged(_event(1), _event(2, finish_reason=FinishReason.LENGTH, decode_s=0.02))
+    whole = merge_events(_event(1), _event(2, finish_reason=FinishReason.LENGTH, decode_s=0.02))
     live.apply_event(whole, now=NOW, monotonic_s=1.0)
     assert live.tokens_per_second == pytest.approx(50.0)
 

@@ -20,7 +20,7 @@ from appliance.serving.answers import Answer
 from appliance.serving.bill import Bill
 from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.prompting import Prompting
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
@@ -141,7 +141,7 @@ async def test_how_long_a_request_took_is_measured_once(
     box: Serving, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[float] = []
-    monkeypatch.setattr(box.client.figures, "note_ttft", noted.append)
+    monkeypatch.setattr(box.client.stats, "note_ttft", noted.append)
     box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT)
     clock.advance(2.5)
@@ -165,15 +165,15 @@ async def test_how_long_a_request_took_is_measured_once(
 
 
 async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
-    balance = box.model.engine.figures.balance
-    balance.note_status(engine_status())
+    reconciliation = box.model.engine.stats.reconciliation
+    reconciliation.note_status(engine_status())
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
     event = await box.event(generation)
     for unrecorded in (0, 7):
         total = event.prompt_tokens + event.completion_tokens + unrecorded
-        balance.note_status(engine_status(generation_tokens_total=total))
-        assert balance.unexplained_tokens == unrecorded
+        reconciliation.note_status(engine_status(generation_tokens_total=total))
+        assert reconciliation.unexplained_tokens == unrecorded
 
 
 class Merged:
@@ -341,7 +341,7 @@ async def test_who_leaves_and_whose_abort_comes_too_late_ends_as_the_engine_says
 
 async def test_no_timer_of_a_request_outlives_it(box: Serving, cast: Cast, clock: FakeClock) -> None:
     generation = await box.start(cast.bob, TEXT)
-    generation.end_at(clock.now() + timedelta(hours=1))
+    generation.set_expiry(clock.now() + timedelta(hours=1))
     planned: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
     await poll_until(lambda: len([each for each in planned if each._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
     timers = [each for each in planned if each._callback == generation.end_early]  # type: ignore[attr-defined]
@@ -465,15 +465,15 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
         box.generations.abort(entry.request_id, access=WHOLE_BOX)
 
     monkeypatch.setattr(box.ledger, "open", left)
-    balance = box.model.engine.figures.balance
-    balance.note_status(engine_status())
+    reconciliation = box.model.engine.stats.reconciliation
+    reconciliation.note_status(engine_status())
     with structlog.testing.capture_logs() as logs:
         generation = await box.start(cast.bob, TEXT)
         await generation.outcome
         assert await box.generations.drain(5.0)
-    balance.note_status(engine_status(generation_tokens_total=7))
+    reconciliation.note_status(engine_status(generation_tokens_total=7))
 
-    assert (logs, balance.unexplained_tokens) == ([], 7)
+    assert (logs, reconciliation.unexplained_tokens) == ([], 7)
     event = await box.event(generation)
     assert (event.status, event.finish_reason, event.cause) == ("voided", "aborted", "administrator")
     assert [frame for frame in box.engine.frames if frame.submit] == []
@@ -590,7 +590,9 @@ async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> 
         assert (await box.event(generation)).tenant_id == person.tenant.id
 
 
-@pytest.mark.parametrize(("owner", "broken", "reason"), [(Bill, "_record", "error"), (Generation, "_observe", "disconnected")])
+@pytest.mark.parametrize(
+    ("owner", "broken", "reason"), [(Bill, "_record", "error"), (Generation, "_observe_metrics", "disconnected")]
+)
 async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, owner: type[object], broken: str, reason: str
 ) -> None:
@@ -618,7 +620,7 @@ async def test_a_fault_beside_the_engine_ends_the_request_there_too_and_bills_wh
 ) -> None:
     box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
-    monkeypatch.setattr(generation, "_show", None)
+    monkeypatch.setattr(generation, "_emit_text", None)
     box.engine.allow_steps(3)
     outcome = await generation.outcome
 
@@ -660,7 +662,7 @@ async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast:
 async def test_a_fault_before_anybody_owns_the_generation_gives_the_reservation_back(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Order, "live_request", None)
+    monkeypatch.setattr(PreparedRequest, "live_request", None)
     with pytest.raises(TypeError):
         await box.start(cast.bob, TEXT)
     assert num_running(box.admission, cast.bob.tenant.id) == 0

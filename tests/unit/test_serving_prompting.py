@@ -185,7 +185,7 @@ async def test_everybody_else_is_served_while_a_long_prompt_is_tokenised(tmp_pat
 async def test_two_long_prompts_are_tokenised_at_a_time_and_whoever_floods_gives_way_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompting, "LONG_WAITING_MAX", 3)
+    monkeypatch.setattr(prompting, "WAITING_MAX", 3)
     model = loaded(tmp_path, "{{ messages[0].content }}")
     running, running_most = 0, 0
     begun, may_end = threading.Semaphore(0), threading.Event()

@@ -74,11 +74,11 @@ async def test_probes_stand_in_no_figure(model: ServedModel, clock: FakeClock) -
     await poll_until(lambda: readiness.problem(model) is None)
     await poll_until(lambda: (model.engine.status or engine_status()).generation_tokens_total == 1)
     clock.advance(1.0)
-    await poll_until(lambda: len(model.engine.figures._totals) > 1)
+    await poll_until(lambda: len(model.engine.stats._totals) > 1)
     await readiness.stop()
 
-    assert model.engine.figures.tokens_per_second(clock.monotonic_s()) == 0.0
-    assert model.engine.figures.probe_prompt_tokens == 1
+    assert model.engine.stats.tokens_per_second(clock.monotonic_s()) == 0.0
+    assert model.engine.stats.probe_prompt_tokens == 1
 
 
 async def test_a_probe_comes_before_the_interval_is_over(model: ServedModel, clock: FakeClock) -> None:

@@ -15,7 +15,7 @@ from appliance.api.queries import AdminRequest
 from appliance.api.shapes import Shape
 from appliance.base.errors import NotFound
 from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_work
-from appliance.serving.forecasts import Question, Verdict
+from appliance.serving.dry_runs import DryRunRequest, DryRunResult
 from appliance.tenancy.fields import LIMIT_MAX, check_name, check_whole
 from appliance.tenancy.roles import Action
 
@@ -83,7 +83,7 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
     key = None if body.key_id is None else await services.keys.get(check_name(body.key_id, "key_id"), access=access)
     if key is not None and key.tenant_id != tenant.id:
         raise NotFound("no such key", param="key_id")
-    question = Question(
+    question = DryRunRequest(
         tenant=tenant,
         key=key,
         model=check_name(body.model, "model"),
@@ -92,10 +92,10 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
         answers=check_whole(body.n, "n", 1, ANSWERS_MAX),
         batch=body.service_tier is not None and is_batch_work(body.service_tier),
     )
-    return _shape(await services.forecasts.ask(question))
+    return _shape(await services.dry_runs.run(question))
 
 
-def _shape(verdict: Verdict) -> LimitCheckShape:
+def _shape(verdict: DryRunResult) -> LimitCheckShape:
     return LimitCheckShape.of(
         verdict,
         reserved_tokens=verdict.forecast.tokens,

@@ -1,9 +1,9 @@
-"""A request that may be served: decoded, authenticated and tokenised; and what the other parts are told of it.
+"""A request that is ready for admission: decoded, authenticated and tokenised. Other parts receive values derived from it:
 
-Order ─┬─► AdmissionRequest    what it asks of limits: answered by a Reservation, or refused
-       ├─► PendingEntry        its record before the engine starts; its Settlement ends it
-       ├─► LiveRequest         its row among the live requests, kept up to date until it ends
-       └─► GenerationRequest   what the engine is sent; answered by TokenEvents
+PreparedRequest ─┬─► AdmissionRequest    for the limits, which answer with a Reservation or refuse
+                 ├─► PendingEntry        for the ledger before the engine starts; a Settlement closes it
+                 ├─► LiveRequest         for the table of live requests; updated until the request ends
+                 └─► GenerationRequest   for the engine, which answers with TokenEvents
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.protocol import GenerationRequest, Priority, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What was ordered. `max_output_tokens` is as asked, None when it was not.
+class PreparedRequest:
+    """A checked request. `max_output_tokens` is the client's value, None if it gave none.
 
-    `field_names` says what the client calls a sampling field whose own name it did not use. `batch` work is served in the
-    lowest class of priority, whatever its tenant's tier, and pays the batch share of the price.
+    `field_names` maps sampling fields to the names that the client used for them. `batch` work is served in the lowest priority
+    class, whatever its tenant's tier, and is billed at the batch share of the price.
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class Order:
     batch: bool = False
 
     def admission_request(self, price: Price | None, policy: ModelPolicy | None) -> AdmissionRequest:
-        """Return what is asked of the limits."""
+        """Return the request for the limits."""
         return AdmissionRequest(
             principal=self.principal,
             model=self.model.name,
@@ -57,7 +57,7 @@ class Order:
         )
 
     def pending_entry(self, reservation: Reservation) -> PendingEntry:
-        """Return the record of the admitted request."""
+        """Return the pending record of the admitted request."""
         tenant = self.principal.tenant
         return PendingEntry(
             request_id=self.request_id,
@@ -76,7 +76,7 @@ class Order:
         )
 
     def live_request(self, admitted_at: datetime, monotonic_s: float, *, tenant_open: int) -> LiveRequest:
-        """Return the row of the request that was admitted just now, while `tenant_open` others of its tenant were open."""
+        """Return the live request just admitted. `tenant_open`: how many others of its tenant are open."""
         tenant, key = self.principal.tenant, self.principal.key
         return LiveRequest(
             id=self.request_id,
@@ -96,8 +96,8 @@ class Order:
         )
 
     def generation_request(self, queue_deadline_s: float | None) -> GenerationRequest:
-        """Return what the engine is sent. Whose it is comes from the key that was authenticated, never from the body, which can
-        only ask to be served later than its tenant's tier would be."""
+        """Return the request for the engine. Tenant and weight come from the authenticated key, never from the body; the body
+        can only lower the priority."""
         tenant = self.principal.tenant
         return GenerationRequest(
             request_id=self.request_id,

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from appliance.base.errors import Overloaded
-from appliance.serving.turns import Turns
+from appliance.serving.fair_semaphore import FairSemaphore
 
 
-def make_turns(at_a_time: int, waiting_max: int = 100) -> Turns:
-    return Turns(at_a_time, waiting_max, refusal="too many wait", retry_after_s=1.0)
+def make_semaphore(at_a_time: int, waiting_max: int = 100) -> FairSemaphore:
+    return FairSemaphore(at_a_time, waiting_max, refusal="too many wait", retry_after_s=1.0)
 
 
 async def settle() -> None:
@@ -22,34 +22,34 @@ async def settle() -> None:
 
 
 async def test_tenants_take_turns() -> None:
-    turns, order = make_turns(1), []
+    semaphore, order = make_semaphore(1), []
 
     async def work(name: str) -> None:
-        await turns.take(name[0])
+        await semaphore.acquire(name[0])
         order.append(name)
 
     tasks = [asyncio.create_task(work(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "b2")]
     for _ in tasks:
         await settle()
-        turns.give_back()
+        semaphore.release()
     assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
 async def test_the_longest_line_gives_way_and_nobody_is_driven_out_for_his_equal() -> None:
-    turns = make_turns(1, waiting_max=3)
-    await turns.take("alice")
-    flood = [asyncio.create_task(turns.take("alice")) for _ in range(3)]
+    semaphore = make_semaphore(1, waiting_max=3)
+    await semaphore.acquire("alice")
+    flood = [asyncio.create_task(semaphore.acquire("alice")) for _ in range(3)]
     await settle()
     with pytest.raises(Overloaded, match="too many wait"):
-        await turns.take("alice")
-    waiting = asyncio.create_task(turns.take("bob"))
+        await semaphore.acquire("alice")
+    waiting = asyncio.create_task(semaphore.acquire("bob"))
     await settle()
     assert [task.done() for task in flood] == [False, False, True]
     assert isinstance(flood[2].exception(), Overloaded)
     with pytest.raises(Overloaded):
-        await turns.take("bob")
-    turns.give_back()
-    turns.give_back()
+        await semaphore.acquire("bob")
+    semaphore.release()
+    semaphore.release()
     await waiting
     for task in flood[:2]:
         task.cancel()
@@ -58,12 +58,12 @@ async def test_the_longest_line_gives_way_and_nobody_is_driven_out_for_his_equal
 async def test_no_turn_is_lost_whoever_leaves_when() -> None:
     chance = random.Random(3)
     for _ in range(200):
-        turns = make_turns(2, waiting_max=6)
+        semaphore = make_semaphore(2, waiting_max=6)
         holding = 0
 
-        async def hold(tenant_id: str, turns: Turns = turns) -> None:
+        async def hold(tenant_id: str, semaphore: FairSemaphore = semaphore) -> None:
             nonlocal holding
-            await turns.take(tenant_id)
+            await semaphore.acquire(tenant_id)
             holding += 1
             assert holding <= 2
             try:
@@ -71,7 +71,7 @@ async def test_no_turn_is_lost_whoever_leaves_when() -> None:
                     await asyncio.sleep(0)
             finally:
                 holding -= 1
-                turns.give_back()
+                semaphore.release()
 
         tasks = [asyncio.create_task(hold(chance.choice("abc"))) for _ in range(8)]
         for task in tasks:
@@ -80,5 +80,5 @@ async def test_no_turn_is_lost_whoever_leaves_when() -> None:
             if chance.random() < 0.5:
                 await asyncio.sleep(0)
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(each is None or isinstance(each, asyncio.CancelledError | Overloaded) for each in ended)
-        assert (turns._free, turns._lines) == (2, {})
+        assert all(result is None or isinstance(result, asyncio.CancelledError | Overloaded) for result in ended)
+        assert (semaphore._free, semaphore._queues) == (2, {})

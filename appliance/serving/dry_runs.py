@@ -1,4 +1,4 @@
-"""Would this request pass? What a key's next request would meet, asked by a person: nothing is taken and nothing is started."""
+"""Dry-run admission checks: would a key's next request be admitted? Reserves nothing and starts nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import known_wait_s
 from appliance.metering.limits.refusals import not_priced, refusal
 from appliance.metering.prices import PriceBook
-from appliance.serving.model_registry import ModelRegistry, ServedModel, no_such_model
+from appliance.serving.model_registry import ModelRegistry, ServedModel, model_not_found
 from appliance.serving.prompting import output_room
 from appliance.serving.request_limits import RequestLimits
 from appliance.tenancy.fields import DEFAULT_SCOPES, INFERENCE_SCOPE
@@ -21,9 +21,8 @@ from appliance.tenancy.tiers import Tiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A request that somebody thinks of, `batch` work or not. Without a `key` the limits of its tenant and model alone are
-    asked."""
+class DryRunRequest:
+    """A hypothetical request. Without a `key`, only the limits of its tenant and model are checked."""
 
     tenant: Tenant
     key: ApiKey | None
@@ -35,10 +34,10 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What would come of it. `error` is what its client would be told, at once when it would not wait. `wait_s` is after how
-    long the limits have room, None when no waiting helps. `admission_wait_ms` is the patience of its tier. Of a model that is
-    not here no limit is asked."""
+class DryRunResult:
+    """Outcome of a dry run. `error` is the error the client would receive. `wait_s` is the time until the limits have room,
+    None if waiting cannot help. `admission_wait_ms` is how long the tenant's tier may wait. For an unknown model no limits are
+    checked."""
 
     forecast: Forecast
     error: GatehouseError | None
@@ -47,17 +46,17 @@ class Verdict:
 
     @property
     def would_wait(self) -> bool:
-        """Return whether it would stand in the admission queue, and probably pass then."""
+        """Return whether the request would wait in the admission queue and then probably be admitted."""
         return self.error is None and self.forecast.would_wait
 
     @property
     def allowed(self) -> bool:
-        """Return whether it would begin at once."""
+        """Return whether the request would start at once."""
         return self.error is None and not self.forecast.refusals
 
 
-class Forecasts:
-    """Asks the same admission that serves."""
+class DryRuns:
+    """Runs hypothetical requests through the admission that real requests use."""
 
     def __init__(
         self,
@@ -78,54 +77,56 @@ class Forecasts:
         self._clock = clock
         self._limits = limits
 
-    async def ask(self, question: Question) -> Verdict:
-        """Return what would come of the request now."""
-        tenant, model = question.tenant, question.model
-        principal = Principal(tenant=tenant, key=question.key or _no_key(tenant))
+    async def run(self, hypothetical: DryRunRequest) -> DryRunResult:
+        """Return what would happen to the request now."""
+        tenant, model = hypothetical.tenant, hypothetical.model
+        principal = Principal(tenant=tenant, key=hypothetical.key or _limitless_key(tenant))
         tier = await self._tiers.get(tenant.tier)
-        error = self._barred(principal, question)
-        if error is not None and self._served(model) is None:  # before anybody remembers a name that somebody made up
-            nothing = Forecast(decisions=(), tokens=0, would_wait=False)
-            return Verdict(forecast=nothing, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
+        error = self._precheck_error(principal, hypothetical)
+        if error is not None and self._find_model(model) is None:  # so that made-up model names never reach caches or counters
+            empty = Forecast(decisions=(), tokens=0, would_wait=False)
+            return DryRunResult(forecast=empty, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
         request = AdmissionRequest(
             principal=principal,
             model=model,
-            prompt_tokens=question.prompt_tokens,
-            max_output_tokens=question.max_tokens,
+            prompt_tokens=hypothetical.prompt_tokens,
+            max_output_tokens=hypothetical.max_tokens,
             price=await self._prices.current(model, self._clock.now(), currency=tenant.currency),
-            output_room=question.max_tokens or self._room(model, question.prompt_tokens),
-            answers=question.answers,
-            batch=question.batch,
+            output_room=hypothetical.max_tokens or self._remaining_context(model, hypothetical.prompt_tokens),
+            answers=hypothetical.answers,
+            batch=hypothetical.batch,
             policy=await self._policies.find(model),
         )
         forecast = await self._admission.forecast(request, tier.admission_wait_ms / 1000)
         if error is None and request.price is None and self._limits.refuse_unpriced:
             error = not_priced(model, tenant.currency)
-        wait_s = _wait_s(forecast) if error is None else None  # what stops it before its limits does not free with time
+        wait_s = _wait_s(forecast) if error is None else None  # waiting does not cure an error of the prechecks
         if error is None and forecast.refusals and not forecast.would_wait:
             error = refusal(forecast.refusals)
-        return Verdict(forecast=forecast, error=error, wait_s=wait_s, admission_wait_ms=tier.admission_wait_ms)
+        return DryRunResult(forecast=forecast, error=error, wait_s=wait_s, admission_wait_ms=tier.admission_wait_ms)
 
-    def _room(self, model: str, prompt_tokens: int) -> int | None:
-        """Return how long an answer may get for which nobody asked a length."""
-        served = self._served(model)
+    def _remaining_context(self, model: str, prompt_tokens: int) -> int | None:
+        """Return the tokens left for an answer without `max_tokens`; None if the context length is unknown."""
+        served = self._find_model(model)
         return None if served is None or served.max_model_len is None else max(served.max_model_len - prompt_tokens, 0)
 
-    def _served(self, model: str) -> ServedModel | None:
-        return next((each for each in self._models.list() if each.name == model), None)
+    def _find_model(self, name: str) -> ServedModel | None:
+        return next((model for model in self._models.list() if model.name == name), None)
 
-    def _barred(self, principal: Principal, question: Question) -> GatehouseError | None:
-        """Return why the request would not come as far as the limits, by the checks of those who would refuse it."""
+    def _precheck_error(self, principal: Principal, hypothetical: DryRunRequest) -> GatehouseError | None:
+        """Return the error of the checks that precede the limits, or None."""
         try:
             principal.check_usable(self._clock.now())
             principal.check_scope(INFERENCE_SCOPE)
-            served = self._served(question.model)
+            served = self._find_model(hypothetical.model)
             if served is None:
-                return no_such_model(question.model)
-            principal.check_model(question.model)
+                return model_not_found(hypothetical.model)
+            principal.check_model(hypothetical.model)
             if served.max_model_len is not None:
                 output_room(
-                    prompt_tokens=question.prompt_tokens, max_tokens=question.max_tokens, max_model_len=served.max_model_len
+                    prompt_tokens=hypothetical.prompt_tokens,
+                    max_tokens=hypothetical.max_tokens,
+                    max_model_len=served.max_model_len,
                 )
         except GatehouseError as error:
             return error
@@ -139,8 +140,8 @@ def _wait_s(forecast: Forecast) -> float | None:
     return known or max((decision.wait_s or 0.0 for decision in forecast.refusals), default=0.0)
 
 
-def _no_key(tenant: Tenant) -> ApiKey:
-    """Return a key without limits of its own."""
+def _limitless_key(tenant: Tenant) -> ApiKey:
+    """Return a stand-in for requests without a key: it has no limits of its own."""
     return ApiKey(
         id="",
         tenant_id=tenant.id,

@@ -1,32 +1,32 @@
-"""Running figures of one model for the live pages: tokens per second and recent times to first token."""
+"""Live statistics of one model's engine: tokens per second, recent times to first token, and what each tenant has running."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from appliance.serving.usage_balance import UsageBalance
+from appliance.serving.usage_reconciliation import UsageReconciliation
 from engine.protocol import EngineFrame, EngineStatus, TenantProgress
 
 RATE_WINDOW_S = 2.0
 TTFTS_MAX = 256
 
 
-class EngineFigures:
-    """Fed with every status frame and every first token; asked once a second."""
+class EngineStats:
+    """Updated with every status frame and every first token; read about once a second."""
 
     def __init__(self) -> None:
         self._totals: deque[tuple[float, int]] = deque(maxlen=1024)
         self._ttfts_s: deque[float] = deque(maxlen=TTFTS_MAX)
-        self.balance = UsageBalance()
+        self.reconciliation = UsageReconciliation()
         self.tenants: list[TenantProgress] = []
-        """Who held and waited for what when the engine last said so, a few times per second."""
+        """What each tenant has running and waiting, as the engine last reported it (a few times per second)."""
         self.probe_id: str | None = None
-        """The request of a probe on its way: its tokens are no tenant's traffic and count in no rate."""
+        """Request id of the latest readiness probe. Its tokens are no tenant's traffic and are left out of rates."""
         self.probe_prompt_tokens = 0
         self._probe_output_tokens = 0
 
     def note_tokens(self, frame: EngineFrame) -> None:
-        """Count what a probe took; called before the status of the same frame, whose totals hold it."""
+        """Count the probe's tokens. Called before `note_status` of the same frame, whose totals include them."""
         if self.probe_id is None:
             return
         self._probe_output_tokens += sum(request_id == self.probe_id for request_id, _, _ in frame.decoded)
@@ -37,17 +37,17 @@ class EngineFigures:
                     self.probe_prompt_tokens += event.num_prompt_tokens_computed
 
     def note_status(self, status: EngineStatus, monotonic_s: float) -> None:
-        """Remember how many tokens the engine had generated at that moment, without those of probes."""
+        """Record the engine's generated tokens at this moment, without those of probes."""
         total = status.generation_tokens_total - self._probe_output_tokens
         if self._totals and total < self._totals[-1][1]:
-            self._totals.clear()  # a new engine process counts from zero
+            self._totals.clear()  # a new engine process counts from 0
         self._totals.append((monotonic_s, total))
-        self.balance.note_status(status)
+        self.reconciliation.note_status(status)
         if status.tenants is not None:
             self.tenants = status.tenants
 
     def note_ttft(self, ttft_s: float) -> None:
-        """Remember the time to first token of one request."""
+        """Record the time to first token of one request."""
         self._ttfts_s.append(ttft_s)
 
     def tokens_per_second(self, monotonic_s: float) -> float:

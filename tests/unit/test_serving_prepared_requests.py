@@ -1,4 +1,4 @@
-"""What the other parts are told of a request that may be served: its room, its currency, what it holds, and its key."""
+"""What a prepared request passes to limits, ledger and live requests: output room, reservation, currency and key prefix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
-from appliance.serving.orders import Order
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.tenancy.principals import Principal
 from engine.protocol import SamplingParams
 from tests.support.clock import START, FakeClock
@@ -15,9 +15,9 @@ from tests.support.factories import principal
 from tests.support.ledgers import utc_admission
 
 
-def order_of(who: Principal) -> Order:
-    """An order of a prompt of three tokens that says nothing of how long its answer may get, which is 50 tokens."""
-    return Order(
+def prepared_by(who: Principal) -> PreparedRequest:
+    """A prompt of three tokens without a requested length; the answer may have 50 tokens."""
+    return PreparedRequest(
         request_id="req_a",
         principal=who,
         model=cast(Any, SimpleNamespace(name="demo")),
@@ -30,23 +30,23 @@ def order_of(who: Principal) -> Order:
 
 
 def test_limits_hear_how_long_an_answer_may_get_also_when_nothing_was_asked_for() -> None:
-    asked = order_of(principal()).admission_request(None, None)
+    asked = prepared_by(principal()).admission_request(None, None)
     assert (asked.max_output_tokens, asked.output_room) == (None, 50)
 
 
 async def test_the_record_of_a_request_has_what_it_holds(clock: FakeClock) -> None:
-    order = order_of(principal())
-    held = await utc_admission(clock, EmptySums()).admit(order.admission_request(None, None))
-    assert order.pending_entry(held).reserved_tokens == held.tokens_reserved > 0
+    prepared = prepared_by(principal())
+    held = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
+    assert prepared.pending_entry(held).reserved_tokens == held.tokens_reserved > 0
 
 
 async def test_the_record_of_a_request_without_a_price_has_the_currency_of_its_tenant(clock: FakeClock) -> None:
     bob = principal()
-    order = order_of(dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, currency="USD")))
-    held = await utc_admission(clock, EmptySums()).admit(order.admission_request(None, None))
-    assert order.pending_entry(held).currency == "USD"
+    prepared = prepared_by(dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, currency="USD")))
+    held = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
+    assert prepared.pending_entry(held).currency == "USD"
 
 
 def test_among_the_live_requests_a_key_is_seen_by_its_prefix() -> None:
     bob = principal()
-    assert order_of(bob).live_request(START, 0.0, tenant_open=0).key_prefix == bob.key.prefix != bob.key.id
+    assert prepared_by(bob).live_request(START, 0.0, tenant_open=0).key_prefix == bob.key.prefix != bob.key.id
