@@ -26,7 +26,7 @@ from appliance.api.field_types import (
     Scopes,
     TierName,
     Weight,
-    mailbox,
+    email_address,
     within,
 )
 from appliance.api.queries import PAGING, AdminRequest, flag, paging, parse_moment
@@ -65,7 +65,7 @@ class BillingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Name | None = None
     address: Lines | None = None
     country: Country | None = None
-    email: Annotated[str, mailbox(NAME_CHARS_MAX)] | None = None
+    email: Annotated[str, email_address(NAME_CHARS_MAX)] | None = None
     tax_id: Name | None = None
     reference: Name | None = None
 
