@@ -16,7 +16,7 @@ from appliance.api.admin.member_shapes import (
     member_shape,
 )
 from appliance.api.auth import authenticate_administrator, authenticate_anybody
-from appliance.api.bodies import OMITTED, Omittable, decode_body, named
+from appliance.api.bodies import OMITTED, Omittable, decode_body, given_fields
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import ApplianceRole, Email, RoleInTenant
 from appliance.api.queries import PAGING, AdminRequest, paging
@@ -91,7 +91,7 @@ async def change_member(request: AdminRequest, member_id: FromPath[str]) -> Memb
     """Change a member's role on the appliance, or disable them. A disabled member is signed out everywhere at once."""
     access = await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), MemberPatch)
-    await services_of(request).members.change(member_id, **named(body))
+    await services_of(request).members.change(member_id, **given_fields(body))
     return await _member(request, member_id, access)
 
 
