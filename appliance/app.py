@@ -14,8 +14,8 @@ from litestar import Litestar
 from litestar.datastructures import State
 from sqlalchemy.exc import SQLAlchemyError
 
-from appliance.api.error_responses import answer_error
-from appliance.api.exchange import ExchangeWrapper, WholeRequest
+from appliance.api.error_responses import error_response
+from appliance.api.exchange import CheckedRequest, ExchangeWrapper
 from appliance.api.http_server import CannotStart, HttpServer, control_file, data_dir_lock, listening_socket
 from appliance.api.implied_methods import CompleteOptions, HeadLikeGet
 from appliance.api.openapi import openapi_config
@@ -296,11 +296,11 @@ def create_app(appliance: Appliance) -> Litestar:
     app = Litestar(
         route_handlers=[*api_routers(), create_console_router(services)],
         state=State({"services": services}),
-        exception_handlers={GatehouseError: answer_error, Exception: answer_unknown_path(services, otherwise=answer_error)},
+        exception_handlers={GatehouseError: error_response, Exception: answer_unknown_path(services, otherwise=error_response)},
         openapi_config=openapi_config(services.version),
         request_max_body_size=services.settings.max_body_bytes,
         logging_config=None,
-        request_class=WholeRequest,
+        request_class=CheckedRequest,
     )
     app.asgi_handler = ExchangeWrapper(CompleteOptions(HeadLikeGet(app.asgi_handler), app.routes))
     return app

@@ -21,7 +21,7 @@ from importlib.metadata import version
 from litestar import Litestar, get
 from litestar.response import Stream
 
-from appliance.api.chat_answers import ChunkFramer
+from appliance.api.chat_responses import ChunkFramer
 from appliance.api.sse import EventStream
 from appliance.serving.chunks import Chunk
 from bench.ports import free_port

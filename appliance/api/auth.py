@@ -53,8 +53,8 @@ async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
     act_as(_actor("key", principal.key.prefix, principal.key.id))
     structlog.contextvars.bind_contextvars(tenant_id=principal.tenant.id, key_id=principal.key.id)
     exchange = exchange_of(request)
-    exchange.headers.append(lambda: rate_limit_headers(services.admission.snapshot(principal, exchange.model)))
-    exchange.headers.append(lambda: {"openai-processing-ms": str(exchange.elapsed_ms)})
+    exchange.header_sources.append(lambda: rate_limit_headers(services.admission.snapshot(principal, exchange.model)))
+    exchange.header_sources.append(lambda: {"openai-processing-ms": str(exchange.elapsed_ms)})
     return principal
 
 

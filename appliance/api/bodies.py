@@ -1,4 +1,4 @@
-"""Decodes request bodies. Every fault in one becomes a 400 that names the field, in this API's own words."""
+"""Decodes request bodies. Every fault becomes a 400 that names the field, with our own message instead of the decoder's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from appliance.serving.fair_semaphore import FairSemaphore
 T = TypeVar("T")
 OMITTED = msgspec.UNSET
 Omittable = msgspec.UnsetType
-"""The type of a field that the body of a change left out: null would be a value."""
+"""The type of a field that an update omits, as opposed to a field that it sets to null."""
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -31,38 +31,40 @@ _WORDS = {
 }  # fmt: skip
 # Possessive quantifiers keep no state for backtracking, which would otherwise grow with each character of a string.
 _STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]')
-_LEVELS_MANY = 200  # fewer than the decoder takes, and more than any real request has
-_SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 20_000  # some 10 ms at most: all other clients wait for this search
+_DEPTH_SUSPICIOUS = 200  # less than the decoder's limit, and more than any real request has
+_SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 20_000  # some 10 ms at most: this search blocks all other clients
 _OPENINGS = {
     b"\x1f\x8b": "it is compressed; send it uncompressed",
     b"\xef\xbb\xbf": "it begins with a byte order mark",
 }
-DECODED_OUT_OF_TURN_BYTES_MAX = 16 * 1024  # two milliseconds at most, whatever it holds
+SHORT_BODY_BYTES_MAX = 16 * 1024  # decoded in two milliseconds at most, whatever it contains
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
-def decode_body(body: bytes, kind: type[T]) -> T:
-    """Return `body` (JSON) as `kind`. Raises UnknownParameter or InvalidValue."""
+def decode_body(body: bytes, body_type: type[T]) -> T:
+    """Return `body` (JSON) as `body_type`. Raises UnknownParameter or InvalidValue."""
     try:
         with without_collections():
-            return msgspec.json.decode(body, type=kind)
+            return msgspec.json.decode(body, type=body_type)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from error
+        raise _validation_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if not body.strip():
             raise InvalidValue("the body is empty; send a JSON object") from error
-        raise InvalidValue(f"the body is not valid UTF-8 JSON: {_fault(body, error)}", param=_field_at_fault(body)) from error
+        raise InvalidValue(
+            f"the body is not valid UTF-8 JSON: {_json_fault(body, error)}", param=_field_with_surrogate(body)
+        ) from error
     except RecursionError as error:
-        name = _deep_field(body)
+        name = _deepest_field(body)
         raise InvalidValue(f"{name or 'the body'} is nested too deeply", param=name) from error
 
 
-async def in_turn(body: bytes, read: Callable[[bytes], T], *, semaphore: FairSemaphore, tenant_id: str) -> T:
-    """Return `read(body)`. Long bodies pass `check_structure` first and are read one at a time; tenants take turns.
+async def read_in_turn(body: bytes, read: Callable[[bytes], T], *, semaphore: FairSemaphore, tenant_id: str) -> T:
+    """Return `read(body)`. Long bodies first pass `check_structure` and are read one at a time; tenants take turns.
 
-    Raises Overloaded when too many wait, and what `check_structure` and `read` raise.
+    Raises Overloaded if too many wait, and what `check_structure` and `read` raise.
     """
-    if len(body) <= DECODED_OUT_OF_TURN_BYTES_MAX:
+    if len(body) <= SHORT_BODY_BYTES_MAX:
         return read(body)
     await semaphore.acquire(tenant_id)
     try:
@@ -72,12 +74,12 @@ async def in_turn(body: bytes, read: Callable[[bytes], T], *, semaphore: FairSem
         asyncio.get_running_loop().call_soon(semaphore.release)
 
 
-def named(body: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields that the body of a change names."""
+def given_fields(body: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields that the body of an update contains."""
     return {name: value for name, value in msgspec.structs.asdict(body).items() if value is not OMITTED}
 
 
-def _fault(body: bytes, error: Exception) -> str:
+def _json_fault(body: bytes, error: Exception) -> str:
     for opening, fault in _OPENINGS.items():
         if body.startswith(opening):
             return fault
@@ -88,34 +90,34 @@ def _fault(body: bytes, error: Exception) -> str:
     return str(error).removeprefix("JSON is malformed: ")
 
 
-def _field_at_fault(body: bytes) -> str | None:
-    """Return the field that holds half of a surrogate pair; any other fault of JSON cannot be pinned to a field."""
+def _field_with_surrogate(body: bytes) -> str | None:
+    """Return the field that contains an unpaired surrogate, or None. Other faults of JSON cannot be attributed to a field."""
     if not _SURROGATE.search(body):
         return None
     try:
-        fields = json.loads(body)  # accepts such halves, unlike msgspec
+        fields = json.loads(body)  # accepts unpaired surrogates, unlike msgspec
     except (RecursionError, ValueError):
         return None
     names = fields if isinstance(fields, dict) else {}
     return next((name for name, value in names.items() if not _is_text(name) or not _is_text(value)), None)
 
 
-def _deep_field(body: bytes) -> str | None:
+def _deepest_field(body: bytes) -> str | None:
     """Return the most deeply nested field of the body, if a search of limited length finds it."""
     if body[:_SEARCHED_BYTES].lstrip()[:1] != b"{":
         return None
-    depth, text = 0, b""
-    deepest, name = _LEVELS_MANY, None
-    for token in islice(_STRUCTURE.finditer(body, 0, _SEARCHED_BYTES), _SEARCHED_TOKENS):
-        found = token[0]
-        if found in b"[{":
+    depth, last_string = 0, b""
+    deepest, name = _DEPTH_SUSPICIOUS, None
+    for match in islice(_STRUCTURE.finditer(body, 0, _SEARCHED_BYTES), _SEARCHED_TOKENS):
+        token = match[0]
+        if token in b"[{":
             depth += 1
-        elif found in b"]}":
+        elif token in b"]}":
             depth -= 1
         elif depth == 1:
-            text = found  # at this level the last string before a value is the field's name
+            last_string = token  # at this level the last string before a value is the field's name
         if depth > deepest:
-            deepest, name = depth, text
+            deepest, name = depth, last_string
     try:
         return None if name is None else json.loads(name) or None
     except ValueError:
@@ -130,30 +132,31 @@ def _is_text(value: object) -> bool:
     return True
 
 
-def _refusal(message: str) -> InvalidValue | UnknownParameter:
-    found = _PATH.search(message)
-    path = found.group("path") if found else ""
+def _validation_error(message: str) -> InvalidValue | UnknownParameter:
+    """Return the error for a `message` of the decoder."""
+    location = _PATH.search(message)
+    path = location.group("path") if location else ""
     subject = f"each value of {path.removesuffix('[...]')}" if path.endswith("[...]") else path
     path = path.replace("[...]", "")
-    problem = message[: found.start()] if found else message
+    problem = message[: location.start()] if location else message
     unknown, missing = _UNKNOWN.match(problem), _MISSING.match(problem)
     if unknown:
-        name = _joined(path, unknown.group("name"))
+        name = _join_path(path, unknown.group("name"))
         return UnknownParameter(f"unknown parameter: {name}", param=name)
     if missing:
-        name = _joined(path, missing.group("name"))
+        name = _join_path(path, missing.group("name"))
         return InvalidValue(f"missing parameter: {name}", param=name)
     expected = _NOT_OF_TYPE.match(problem)
     if expected:
-        return InvalidValue(f"{subject or 'the body'} must be {_one_of(expected.group('types'))}", param=path or None)
+        return InvalidValue(f"{subject or 'the body'} must be {_in_words(expected.group('types'))}", param=path or None)
     return InvalidValue(f"{subject or 'the body'}: {problem[:1].lower()}{problem[1:]}", param=path or None)
 
 
-def _one_of(types: str) -> str:
-    """Return the types of a decoder's message in words: `str | null` is `a string or null`."""
+def _in_words(types: str) -> str:
+    """Return the types in a decoder's message in words: `str | null` becomes `a string or null`."""
     *others, last = [word for name in types.split(" | ") for word in _WORDS.get(name, (name,))]
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: auth, decode, prompt, admission, then an answer in one piece or as a stream."""
+"""`POST /v1/chat/completions`: authenticate, decode, build the prompt, admit, then respond as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from litestar import Response, post
 
 from appliance.api.auth import authenticate_tenant
-from appliance.api.bodies import decode_body, in_turn
-from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
+from appliance.api.bodies import decode_body, read_in_turn
+from appliance.api.chat_responses import ChatCompletion, ChunkFramer, CompletionBuilder
 from appliance.api.connection_services import services_of
 from appliance.api.error_responses import MEDIA_TYPE
-from appliance.api.exchange import Exchange, WholeRequest, exchange_of
-from appliance.api.pieces import PIECE_BYTES, long_body
-from appliance.api.sampling import asked_max_tokens, field_names, sampling_params, with_bad_words
+from appliance.api.exchange import CheckedRequest, Exchange, exchange_of
+from appliance.api.pieces import PIECE_BYTES, long_json_response
+from appliance.api.sampling import field_names, requested_max_tokens, sampling_params, with_bad_words
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames
 from appliance.base.errors import GatehouseError
@@ -38,32 +38,31 @@ COLLECT_WAIT_S = 3600.0
         "errors": (404, 429, 503),
     },
 )
-async def create_chat_completion(request: WholeRequest) -> Response[Any]:
+async def create_chat_completion(request: CheckedRequest) -> Response[Any]:
     """Generate the next message of a conversation.
 
-    With `stream` true the answer is sent as server-sent events. The last one is `data: [DONE]`, or an error object if the
-    stream cannot go on.
+    With `stream` true the response is a stream of server-sent events. The last one is `data: [DONE]`, or an error object if the
+    stream fails.
     """
     services, exchange = services_of(request), exchange_of(request)
     try:
         principal = await authenticate_tenant(request)
-        content = await request.uncounted_body()
+        content = await request.unchecked_body()
         exchange.cancel_on_disconnect(request.receive)
-        checked = await in_turn(
-            content, partial(_read, exchange), semaphore=services.body_semaphore, tenant_id=principal.tenant.id
-        )
+        read = partial(_decode_and_check, exchange)
+        checked = await read_in_turn(content, read, semaphore=services.body_semaphore, tenant_id=principal.tenant.id)
         prepared = await _prepare(exchange.request_id, checked, principal, services)
         generation = await services.generations.start(prepared)
     except GatehouseError as refusal:
         services.metrics.rejected(refusal.code)
         raise
-    exchange.closers.append(lambda: generation.end_early("disconnected"))
+    exchange.on_end.append(lambda: generation.end_early("disconnected"))
     created = int(generation.live.admitted_at.timestamp())
     if prepared.stream:
         if prepared.sampling.is_guided:
             await _wait_for_first_text(generation)
         return EventStream(chat_frames(generation, _framer(generation, checked, created)))
-    return await _answer_whole(generation, checked, created)
+    return await _whole_response(generation, checked, created)
 
 
 class _CheckedBody(NamedTuple):
@@ -74,7 +73,7 @@ class _CheckedBody(NamedTuple):
     service_tier: str | None
 
 
-def _read(exchange: Exchange, content: bytes) -> _CheckedBody:
+def _decode_and_check(exchange: Exchange, content: bytes) -> _CheckedBody:
     body = decode_body(content, ChatCompletionRequest)
     exchange.model = body.model
     check_supported(body)
@@ -82,13 +81,13 @@ def _read(exchange: Exchange, content: bytes) -> _CheckedBody:
 
 
 async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal, services: Services) -> PreparedRequest:
-    """Return the checked and tokenised request. Nothing is reserved yet."""
+    """Return the request with its model, prompt tokens and sampling parameters, all checked. Nothing is reserved yet."""
     body, messages, service_tier = checked
-    max_output_tokens, _ = asked_max_tokens(body)
+    max_output_tokens, _ = requested_max_tokens(body)
     model = services.models.get(body.model)
     principal.check_model(model.name)
     services.generations.check_can_accept(model, principal.tenant.id)
-    assert model.max_model_len is not None, "an engine that is ready has told its context"
+    assert model.max_model_len is not None, "a ready engine has reported its context length"
     prompt_token_ids = await model.prompting.chat_prompt(
         messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id
     )
@@ -124,25 +123,25 @@ def _framer(generation: Generation, checked: _CheckedBody, created: int) -> Chun
 
 
 async def _wait_for_first_text(generation: Generation) -> None:
-    """Wait for the first text, which comes only after a schema has been compiled. Raises the error of a request that failed.
+    """Wait for the first text, which follows the compilation of the schema. Raises the error of a request that has failed.
 
-    Before the stream begins such an error gets its own status; afterwards it could only be an error frame. After PING_AFTER_S
-    the stream begins all the same.
+    Until the stream begins, an error can still set the HTTP status; afterwards it could only be an error frame. After
+    PING_AFTER_S the stream begins in any case.
     """
     await generation.chunks.wait(PING_AFTER_S)
     if generation.chunks.ended and (outcome := await generation.outcome).error is not None:
         raise outcome.error
 
 
-async def _answer_whole(generation: Generation, checked: _CheckedBody, created: int) -> Response[Any]:
-    answer = WholeAnswer(generation.live.num_answers, logprobs=bool(checked.body.logprobs))
+async def _whole_response(generation: Generation, checked: _CheckedBody, created: int) -> Response[Any]:
+    completion = CompletionBuilder(generation.live.num_answers, logprobs=bool(checked.body.logprobs))
     while not generation.chunks.ended:
         for chunk in await generation.chunks.take(COLLECT_WAIT_S):
-            answer.add(chunk)
+            completion.add(chunk)
     outcome = await generation.outcome
     if outcome.error is not None:
         raise outcome.error
-    parts, length = answer.body(
+    parts, length = completion.body(
         request_id=generation.request_id,
         created=created,
         model=generation.live.model,
@@ -150,5 +149,5 @@ async def _answer_whole(generation: Generation, checked: _CheckedBody, created: 
         service_tier=checked.service_tier,
     )
     if length > PIECE_BYTES:
-        return long_body(parts, length)
+        return long_json_response(parts, length)
     return Response(b"".join(parts), media_type=MEDIA_TYPE)

@@ -1,4 +1,4 @@
-"""Where handlers find the appliance's services: in the state of the application, put there by the composition root."""
+"""How handlers get the appliance's services: from the application's state, where the composition root puts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error of the HTTP interface in one shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses of the HTTP interface, all in one shape: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.base.errors import GatehouseError, InternalError
 
 MEDIA_TYPE = "application/json"
 
-# Errors that the framework itself raises, by status: the type and the code that callers see.
+# The `type` and `code` of errors that the framework itself raises, by status.
 _FRAMEWORK_ERRORS = {
     400: ("invalid_request_error", "invalid_value"),
     404: ("invalid_request_error", "not_found"),
@@ -26,7 +26,7 @@ _FRAMEWORK_ERRORS = {
 }
 
 CHAT_PATH = "/chat/completions"
-# First path segments that similar servers offer besides chat completions.
+# First path segments of endpoints that similar servers offer and this version does not.
 _UNSUPPORTED_PATHS = frozenset({
     "audio", "batches", "completions", "detokenize", "embeddings", "files", "images", "messages", "moderations", "rerank",
     "responses", "score", "tokenize",
@@ -51,28 +51,27 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 
 
 def encode_error(error: GatehouseError) -> bytes:
-    """Return the body of `error`, also the payload of an error frame in a stream."""
+    """Return the JSON of `error`: the body of an error response, or the payload of an error frame in a stream."""
     return _encode(error.message, error.type, error.param, error.code)
 
 
-def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """Return the answer to any exception that left a handler, or that the framework raised before one was found."""
+def error_response(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Return the response to any exception that left a handler, or that the framework raised before it found one."""
     if isinstance(error, GatehouseError):
-        return Response(encode_error(error), status_code=error.status, media_type=MEDIA_TYPE, headers=_headers(error))
+        return Response(encode_error(error), status_code=error.status, media_type=MEDIA_TYPE, headers=_retry_headers(error))
     if isinstance(error, HTTPException) and error.status_code in _FRAMEWORK_ERRORS:
-        return _answer_framework_error(request, error)
+        return _framework_error_response(request, error)
     log.error("request failed", path=request.scope["path"], exc_info=error)
     outage = as_outage(error, request.scope["method"])
-    shown = outage or InternalError("an internal error occurred; look up the request id in the log")
-    return answer_error(request, shown)
+    return error_response(request, outage or InternalError("an internal error occurred; look up the request id in the log"))
 
 
-def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+def _framework_error_response(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     kind, code = _FRAMEWORK_ERRORS[error.status_code]
     method, path = request.scope["method"], request.scope["path"]
     limit = request.app.request_max_body_size
     messages = {
-        404: _no_such_path(method, path),
+        404: _unknown_path_message(method, path),
         405: f"{path} does not accept {method}",
         413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
     }
@@ -81,15 +80,15 @@ def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPExceptio
     return Response(content, status_code=error.status_code, media_type=MEDIA_TYPE, headers=headers)
 
 
-def _no_such_path(method: str, path: str) -> str:
-    """Return why there is nothing at `path`, with a hint for users whose library calls another path than it should here."""
+def _unknown_path_message(method: str, path: str) -> str:
+    """Return the message of a 404, with a hint for users whose client library calls the wrong path."""
     if path.removeprefix("/v1").removeprefix("/").split("/")[0] in _UNSUPPORTED_PATHS:
-        return f"{path} is not supported by this version; ask for chat completions, POST /v1{CHAT_PATH}"
-    where = "a client's base URL ends in /v1" if path.endswith(CHAT_PATH) else "GET /schema/openapi.json lists those that exist"
-    return f"no such path: {method} {path}; {where}"
+        return f"{path} is not supported by this version; use chat completions, POST /v1{CHAT_PATH}"
+    hint = "use a base URL that ends in /v1" if path.endswith(CHAT_PATH) else "GET /schema/openapi.json lists all paths"
+    return f"no such path: {method} {path}; {hint}"
 
 
-def _headers(error: GatehouseError) -> dict[str, str]:
+def _retry_headers(error: GatehouseError) -> dict[str, str]:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = retry_after(error.retry_after_s)
@@ -102,7 +101,7 @@ def _headers(error: GatehouseError) -> dict[str, str]:
 
 
 def retry_after(wait_s: float) -> str:
-    """Return whole seconds, rounded up so that the limit really has room after them."""
+    """Return the value of a `retry-after` header: whole seconds, rounded up so that the limit has room by then."""
     return str(max(1, math.ceil(wait_s)))
 
 

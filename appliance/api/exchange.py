@@ -1,6 +1,6 @@
-"""One HTTP exchange seen from outside Litestar: its id, the headers of its answer, and what must happen when it ends.
+"""State of one HTTP exchange, kept outside Litestar: request id, response headers, and what must happen when it ends.
 
-The wrapper sits around the whole application, so that answers to unknown paths and after crashes carry the id too.
+The wrapper surrounds the whole application, so that responses to unknown paths and after crashes carry the request id too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from appliance.base.errors import GatehouseError, InternalError, InvalidValue
 from appliance.base.ids import new_id
 
 QUIET_PATHS = ("/health", "/metrics", "/static")
-CLIENT_CLOSED_REQUEST = 499  # is sent to nobody; the log line says what happened
+CLIENT_CLOSED_REQUEST = 499  # never sent, only logged
 MS_PER_S = 1000
 
 log = structlog.get_logger()
@@ -34,43 +34,41 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Exchange:
-    """What handlers may add to the answer. `headers` are called when the answer starts, `closers` at its end.
-
-    `model` is the requested model, once that is known.
-    """
+    """One request and what handlers add to its response. `header_sources` are called when the response starts, `on_end` when it
+    has ended. `model`: the requested model, once it is known."""
 
     request_id: str
     started_s: float
     model: str | None = None
-    headers: list[Callable[[], Mapping[str, str]]] = field(default_factory=list)
-    closers: list[Callable[[], None]] = field(default_factory=list)
+    header_sources: list[Callable[[], Mapping[str, str]]] = field(default_factory=list)
+    on_end: list[Callable[[], None]] = field(default_factory=list)
     status: int | None = None
     client_left: bool = False
-    _listening: asyncio.Task[None] | None = None
+    _disconnect_listener: asyncio.Task[None] | None = None
 
     def cancel_on_disconnect(self, receive: Receive) -> None:
-        """Cancel the current task, which answers, when the client leaves or has its whole answer, which a HEAD has at once.
+        """Cancel the current task when the client disconnects or has received the whole response (for HEAD, at once).
 
-        Call it when the whole body has been read: from then on nobody else may call `receive`.
+        Call this only after the whole body has been read: from then on nothing else may call `receive`.
         """
-        answering = asyncio.current_task()
-        assert answering is not None, "requests are answered by tasks"
-        self._listening = asyncio.create_task(self._listen(receive, answering))
+        task = asyncio.current_task()
+        assert task is not None, "requests are served by tasks"
+        self._disconnect_listener = asyncio.create_task(self._cancel_at_disconnect(receive, task))
 
     def stop_listening(self) -> None:
-        """End `cancel_on_disconnect`: the task has answered."""
-        if self._listening is not None:
-            self._listening.cancel()
+        """Undo `cancel_on_disconnect`, once the task has responded."""
+        if self._disconnect_listener is not None:
+            self._disconnect_listener.cancel()
 
-    async def _listen(self, receive: Receive, answering: asyncio.Task[Any]) -> None:
+    async def _cancel_at_disconnect(self, receive: Receive, task: asyncio.Task[Any]) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.client_left = True
-        answering.cancel()
+        task.cancel()
 
     @property
     def elapsed_ms(self) -> int:
-        """Return milliseconds since the request arrived."""
+        """Return the milliseconds since the request arrived."""
         return round((time.perf_counter() - self.started_s) * MS_PER_S)
 
 
@@ -80,21 +78,22 @@ def exchange_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Exchange:
     return exchange
 
 
-class WholeRequest(Request[Any, Any, Any]):
-    """A request whose client may leave before its whole body has come: the client's error, which the framework calls ours."""
+class CheckedRequest(Request[Any, Any, Any]):
+    """A request that checks its body: a disconnect before its end is the client's error (the framework treats it as ours), and
+    JSON with too much structure is refused."""
 
     async def body(self) -> bytes:
-        """Return the whole body. Raises RequestTooLarge for JSON that would take too long to read, and what `stream` raises."""
-        text = await self.uncounted_body()
+        """Return the whole body. Raises RequestTooLarge for JSON that takes too long to decode, and what `stream` raises."""
+        text = await self.unchecked_body()
         await check_structure(text)
         return text
 
-    async def uncounted_body(self) -> bytes:
-        """Return the whole body for `in_turn`, which checks its structure itself. Raises what `stream` raises."""
+    async def unchecked_body(self) -> bytes:
+        """Return the whole body without `check_structure`, which `read_in_turn` does later. Raises what `stream` raises."""
         return await super().body()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body in pieces. Raises InvalidValue when its sender has gone."""
+        """Yield the body in pieces. Raises InvalidValue if the client disconnects before its end."""
         try:
             async for piece in super().stream():
                 yield piece
@@ -115,7 +114,7 @@ class ExchangeWrapper:
             return
         exchange = Exchange(request_id=new_id("req"), started_s=time.perf_counter())
         scope["state"]["exchange"] = exchange
-        # The appliance itself acts until the caller is known, who then takes over the request id and the address.
+        # The appliance is the actor until the caller is authenticated; the caller's actor keeps the request id and the address.
         client = scope.get("client")
         actor = dataclasses.replace(SYSTEM, request_id=exchange.request_id, address=client[0] if client else None)
         # The task belongs to this request, but its context may still be that of the previous request on the connection.
@@ -128,7 +127,7 @@ class ExchangeWrapper:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message["headers"], *_no_store(message["headers"]), *_header_lines(exchange)]
+                message["headers"] = [*message["headers"], *_no_store(message["headers"]), *_added_headers(exchange)]
             await send(message)
 
         try:
@@ -137,38 +136,38 @@ class ExchangeWrapper:
             else:
                 await self._app(scope, receive, send_with_headers)
         except asyncio.CancelledError:
-            answering = asyncio.current_task()
-            if not exchange.client_left or answering is None or answering.uncancel() > 0:  # then others have cancelled it, too
+            task = asyncio.current_task()
+            if not exchange.client_left or task is None or task.uncancel() > 0:  # above 0: something else cancelled it as well
                 raise
             exchange.status = exchange.status or CLIENT_CLOSED_REQUEST
-        except Exception:  # HTTP edge: the last one that can still answer
+        except Exception:  # HTTP edge: the last place that can still respond
             log.exception("request failed outside its handler", path=scope["path"])
             if exchange.status is None:
                 internal = InternalError("an internal error occurred; look up the request id in the log")
                 await _send_error(send_with_headers, internal)
         finally:
             exchange.stop_listening()
-            for closer in exchange.closers:
-                closer()
+            for callback in exchange.on_end:
+                callback()
             _log_access(exchange, scope)
 
 
 def _no_store(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the header that keeps an answer out of caches, unless the answer sets its own: a page is for one member, and some
-    caches keep any address that ends in `.pdf`, even that of a draft, which changes."""
-    is_said = any(name.lower() == b"cache-control" for name, _value in headers)
-    return [] if is_said else [(b"cache-control", b"no-store")]
+    """Return `cache-control: no-store` unless the response sets its own: pages are for one member, and some caches keep every
+    URL that ends in `.pdf`, even that of a draft, which changes."""
+    has_own = any(name.lower() == b"cache-control" for name, _value in headers)
+    return [] if has_own else [(b"cache-control", b"no-store")]
 
 
-def _header_lines(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+def _added_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     headers = {"x-request-id": exchange.request_id}
-    for source in exchange.headers:
+    for source in exchange.header_sources:
         headers.update(source())
     return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
 def _has_nul(scope: Scope) -> bool:
-    """Return whether path or query contain U+0000, which no name here contains and PostgreSQL cannot even compare with."""
+    """Return whether path or query contain U+0000. No name here contains it, and PostgreSQL refuses even to compare with it."""
     return "\x00" in scope["path"] or b"%00" in scope["query_string"]
 
 

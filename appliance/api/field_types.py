@@ -1,7 +1,7 @@
-"""What the fields of request bodies accept, as types: for the OpenAPI document, and for nothing else.
+"""Types of request body fields with their constraints. These only appear in the OpenAPI document: decoding does not check them.
 
-The rules refuse in their own layers, which console and command line use too, in words of their own. The numbers here are the
-very constants of those rules. A test sends every limit of the document, and what lies just beyond it, and compares.
+The layers below validate the values, with their own messages, because console and command line use them too. The limits here
+are the same constants. A test sends each documented limit, and a value just beyond it, and compares.
 """
 
 from __future__ import annotations
@@ -31,62 +31,62 @@ from appliance.tenancy.roles import Role, TenantRole
 from engine.protocol import RANGES
 
 
-def _accepts(**keywords: Any) -> msgspec.Meta:
-    """Return what adds `keywords` of JSON Schema to a type and checks nothing; None adds nothing."""
+def _constraint(**keywords: Any) -> msgspec.Meta:
+    """Return an annotation that adds JSON Schema `keywords` to a type, except those that are None. It checks nothing."""
     return msgspec.Meta(extra_json_schema={name: value for name, value in keywords.items() if value is not None})
 
 
-def within(least: float, most: float) -> msgspec.Meta:
-    """Return the mark of a number from `least` to `most`."""
-    return _accepts(minimum=least, maximum=most)
+def within(minimum: float, maximum: float) -> msgspec.Meta:
+    """Annotate a number from `minimum` to `maximum`."""
+    return _constraint(minimum=minimum, maximum=maximum)
 
 
-def at_least(least: int) -> msgspec.Meta:
-    """Return the mark of a number that has a lower limit alone; the upper one is the model's."""
-    return _accepts(minimum=least)
+def at_least(minimum: int) -> msgspec.Meta:
+    """Annotate a number with a lower limit only; its upper limit depends on the model."""
+    return _constraint(minimum=minimum)
 
 
 def sampling(param: str) -> msgspec.Meta:
-    """Return the mark of the engine's number of this name."""
+    """Annotate a number with the range that the engine accepts for the sampling parameter `param`."""
     limits = RANGES[param]
-    return _accepts(**{"exclusiveMinimum" if limits.above else "minimum": limits.low, "maximum": limits.high})
+    return _constraint(**{"exclusiveMinimum" if limits.above else "minimum": limits.low, "maximum": limits.high})
 
 
-def chars(least: int, most: int) -> msgspec.Meta:
-    """Return the mark of a text of `least` to `most` characters."""
-    return _accepts(minLength=least or None, maxLength=most)
+def chars(minimum: int, maximum: int) -> msgspec.Meta:
+    """Annotate a string of `minimum` to `maximum` characters."""
+    return _constraint(minLength=minimum or None, maxLength=maximum)
 
 
-def items(least: int, most: int) -> msgspec.Meta:
-    """Return the mark of a list of `least` to `most` items."""
-    return _accepts(minItems=least or None, maxItems=most)
+def items(minimum: int, maximum: int) -> msgspec.Meta:
+    """Annotate a list of `minimum` to `maximum` items."""
+    return _constraint(minItems=minimum or None, maxItems=maximum)
 
 
-def entries(most: int, **keywords: Any) -> msgspec.Meta:
-    """Return the mark of an object of at most `most` names; `keywords` say which names."""
-    return _accepts(maxProperties=most, **keywords)
+def entries(maximum: int, **keywords: Any) -> msgspec.Meta:
+    """Annotate an object with at most `maximum` entries; `keywords` may constrain their names."""
+    return _constraint(maxProperties=maximum, **keywords)
 
 
 def one_of(choices: Sequence[str]) -> msgspec.Meta:
-    """Return the mark of a text that is one of `choices`."""
-    return _accepts(enum=list(choices))
+    """Annotate a string that is one of `choices`."""
+    return _constraint(enum=list(choices))
 
 
 def matching(pattern: str) -> msgspec.Meta:
-    """Return the mark of a text that matches `pattern`, which has its anchors."""
-    return _accepts(pattern=pattern)
+    """Annotate a string that matches `pattern`, which must be anchored."""
+    return _constraint(pattern=pattern)
 
 
-def mailbox(most: int) -> msgspec.Meta:
-    """Return the mark of an e-mail address of at most `most` characters."""
-    return _accepts(format="email", maxLength=most)
+def email_address(maximum: int) -> msgspec.Meta:
+    """Annotate an e-mail address of at most `maximum` characters."""
+    return _constraint(format="email", maxLength=maximum)
 
 
 Name = Annotated[str, chars(1, NAME_CHARS_MAX)]
 Names = Annotated[list[Name], items(0, LIST_ITEMS_MAX)]
 Lines = Annotated[str, chars(1, ADDRESS_CHARS_MAX)]
-Email = Annotated[str, mailbox(EMAIL_CHARS_MAX)]
-Moment = Annotated[str, _accepts(format="date-time")]
+Email = Annotated[str, email_address(EMAIL_CHARS_MAX)]
+Moment = Annotated[str, _constraint(format="date-time")]
 Month = Annotated[str, matching(MONTH_PATTERN)]
 Currency = Annotated[str, matching("^[A-Z]{3}$")]
 Country = Annotated[str, matching("^[A-Z]{2}$")]
@@ -98,7 +98,7 @@ Scopes = Annotated[list[Annotated[str, one_of(SCOPES)]], items(1, LIST_ITEMS_MAX
 Networks = Annotated[list[str], items(0, LIST_ITEMS_MAX)]
 AlertPercents = Annotated[list[Annotated[int, within(1, ALERT_PERCENT_MAX)]], items(0, ALERT_PERCENTS_MAX)]
 MODELS_LIMITED = entries(MODELS_LIMITED_MAX)
-BoxRole = Annotated[str, one_of([role.value for role in Role])]
+ApplianceRole = Annotated[str, one_of([role.value for role in Role])]
 RoleInTenant = Annotated[str, one_of([role.value for role in TenantRole])]
 UnitPrice = Annotated[int, within(0, PRICE_MICROS_MAX)]
 Percent = Annotated[int, within(0, PERCENT_MAX)]

@@ -1,7 +1,7 @@
-"""httptools' parser for clients that offer another protocol: the JDK's client offers h2c with each request in clear text.
+"""httptools' parser, made to ignore Upgrade headers: the JDK's client sends `Upgrade: h2c` with every clear-text request.
 
-A server may ignore the offer and answer in HTTP/1.1 (RFC 9110, section 7.8). The parser cannot: it stops after the head of a
-request with an offer, and the body would be lost. So the head is parsed once more without the offer, followed by the rest.
+A server may ignore the header and respond in HTTP/1.1 (RFC 9110, section 7.8). httptools cannot: it stops after the head of
+such a request, and the body would be lost. So the head is parsed again without the header, followed by the remaining data.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import httptools
 
 
 class UpgradeIgnoringParser:
-    """Parses for `protocol`, the object with httptools' callbacks. When it stops at an offer, `head` returns the head without
-    it, or None when there is no offer to ignore (the method CONNECT): then HttpParserUpgrade is raised as usual."""
+    """Calls `protocol`, an object with httptools' callbacks. When it stops at an Upgrade header, `head_without_upgrade` returns
+    the head without it, or None if there is none (the method CONNECT): then HttpParserUpgrade is raised as usual."""
 
-    def __init__(self, protocol: object, head: Callable[[], bytes | None]) -> None:
+    def __init__(self, protocol: object, head_without_upgrade: Callable[[], bytes | None]) -> None:
         self._protocol = protocol
-        self._head = head
-        self._parser = self._new()
+        self._head_without_upgrade = head_without_upgrade
+        self._parser = self._new_parser()
 
     def feed_data(self, data: bytes) -> None:
         """Parse `data`. Raises HttpParserError and HttpParserUpgrade."""
@@ -27,17 +27,17 @@ class UpgradeIgnoringParser:
             try:
                 self._parser.feed_data(data)
                 return
-            except httptools.HttpParserUpgrade as stop:
-                head = self._head()
+            except httptools.HttpParserUpgrade as upgrade:
+                head = self._head_without_upgrade()
                 if head is None:
                     raise
-                data = head + data[stop.args[0] :]
-                self._parser = self._new()
+                data = head + data[upgrade.args[0] :]
+                self._parser = self._new_parser()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parser, name)
 
-    def _new(self) -> httptools.HttpRequestParser:
+    def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self._protocol)
         parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
         return parser

@@ -1,5 +1,4 @@
-"""Runs the application as a service: one per data folder, a socket, signals, an orderly end.
-
+"""Runs the application as a service: a lock on the data folder, a listening socket, signals and a graceful shutdown.
 first SIGINT or SIGTERM ─► new requests get 503 `draining`, running ones finish within `drain_timeout_s` ─► stop
 second one              ─► stop at once; requests still running are ended and settled
 """
@@ -33,18 +32,18 @@ from appliance.tenancy.access import WHOLE_BOX
 
 BACKLOG = 2048
 CLOSE_TIMEOUT_S = 2
-IPV4_MAPPED_BITS = 96  # of an IPv6 address, before the IPv4 address that it holds
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections: they close them, and we never do so during their next request
+IPV4_MAPPED_BITS = 96  # length of the prefix of IPv4-mapped IPv6 addresses
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections: else we might close one just as a client sends on it
 
 log = structlog.get_logger()
 
 
 class CannotStart(Exception):
-    """Something on the machine prevents the start. The message says what, and what to do."""
+    """Something on this machine prevents the start. The message says what it is and how to fix it."""
 
 
 class HttpServer:
-    """uvicorn on a socket that is already bound, with draining before closing."""
+    """uvicorn on a socket that is already bound. It drains before it closes."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, trusted_proxies: Sequence[Network] = ()) -> None:
         self._server = _Server(server_config(app, trusted_proxies))
@@ -54,45 +53,45 @@ class HttpServer:
         """Serve until the first signal, drain, and return."""
         raise_open_files_limit()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http server")
-        stopping = _stop_on_signals()
-        told_to_stop = asyncio.ensure_future(stopping.first.wait())
-        await asyncio.wait({serving, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
-        told_to_stop.cancel()
+        signals = _handle_signals()
+        first_signal = asyncio.ensure_future(signals.first.wait())
+        await asyncio.wait({serving, first_signal}, return_when=asyncio.FIRST_COMPLETED)
+        first_signal.cancel()
         if not serving.done():
-            await _drain(generations, stopping, drain_timeout_s)
+            await _drain(generations, signals, drain_timeout_s)
         self._server.should_exit = True
-        self._server.force_exit = stopping.second.is_set()
+        self._server.force_exit = signals.second.is_set()
         await serving
 
     def stop(self) -> None:
-        """End without a signal and without draining: for a server that has nothing to serve."""
+        """Stop without a signal and without draining, for a server that has nothing left to serve."""
         self._server.should_exit = True
 
 
-async def _drain(generations: Generations, stopping: _Stopping, timeout_s: float) -> None:
+async def _drain(generations: Generations, signals: _StopSignals, timeout_s: float) -> None:
     log.info("draining", requests=len(generations.live(access=WHOLE_BOX)), timeout_s=timeout_s)
     draining = asyncio.ensure_future(generations.drain(timeout_s))
-    hurrying = asyncio.ensure_future(stopping.second.wait())
-    await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (draining, hurrying):
+    second_signal = asyncio.ensure_future(signals.second.wait())
+    await asyncio.wait({draining, second_signal}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, second_signal):
         task.cancel()
     generations.end_all()
 
 
 @dataclass(slots=True)
-class _Stopping:
+class _StopSignals:
     first: asyncio.Event
     second: asyncio.Event
 
-    def signal(self) -> None:
+    def on_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
 
-def _stop_on_signals() -> _Stopping:
-    stopping = _Stopping(asyncio.Event(), asyncio.Event())
+def _handle_signals() -> _StopSignals:
+    signals = _StopSignals(asyncio.Event(), asyncio.Event())
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.signal)
-    return stopping
+        asyncio.get_running_loop().add_signal_handler(number, signals.on_signal)
+    return signals
 
 
 class _Server(uvicorn.Server):
@@ -105,9 +104,9 @@ class _Server(uvicorn.Server):
 
 
 def server_config(app: ASGIApp, trusted_proxies: Sequence[Network]) -> uvicorn.Config:
-    """Return how uvicorn runs `app`: only `trusted_proxies` are believed about who sent a request and whether by https.
+    """Return uvicorn's configuration for `app`. Only `trusted_proxies` may set the client address and scheme of a request.
 
-    X-Forwarded-For is read from the right, where each proxy adds its peer, up to the first address that is no trusted proxy.
+    X-Forwarded-For is read from the right, where each proxy adds its peer, up to the first address that is not a trusted proxy.
     """
     return uvicorn.Config(
         app,
@@ -119,14 +118,14 @@ def server_config(app: ASGIApp, trusted_proxies: Sequence[Network]) -> uvicorn.C
         access_log=False,
         server_header=False,
         proxy_headers=bool(trusted_proxies),
-        forwarded_allow_ips=[form for network in trusted_proxies for form in _forms(network)],
+        forwarded_allow_ips=[notation for network in trusted_proxies for notation in _notations(network)],
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
     )
 
 
-def _forms(network: Network) -> list[str]:
-    """Return the network in each form that sockets use: one that also takes IPv6 gives IPv4 peers a mapped address."""
+def _notations(network: Network) -> list[str]:
+    """Return `network` in each notation that sockets use: IPv6 sockets report IPv4 peers as IPv4-mapped addresses."""
     if isinstance(network, ipaddress.IPv6Network):
         return [str(network)]
     return [str(network), f"::ffff:{network.network_address}/{IPV4_MAPPED_BITS + network.prefixlen}"]
@@ -134,7 +133,7 @@ def _forms(network: Network) -> list[str]:
 
 @contextlib.contextmanager
 def data_dir_lock(data_dir: Path) -> Iterator[None]:
-    """Hold the lock of the data folder, which is released however this process ends. Raises CannotStart."""
+    """Hold the lock of the data folder. It is released however this process ends. Raises CannotStart."""
     with open(data_dir / LOCK_FILE, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +146,7 @@ def data_dir_lock(data_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def listening_socket(settings: Settings) -> Iterator[socket.socket]:
-    """Bind what the settings say, before anything else starts. Raises CannotStart."""
+    """Listen on the configured host and port, before anything else starts. Raises CannotStart."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -175,13 +174,13 @@ def _bind_failure(settings: Settings, error: OSError) -> str:
 
 @contextlib.contextmanager
 def control_file(data_dir: Path, host: str, port: int, token: str) -> Iterator[None]:
-    """Write the address and the token that local commands need to a file, removed again by an orderly stop."""
+    """Write the URL and the token that local commands need to a file, which is removed at a graceful shutdown."""
     path = data_dir / CONTROL_FILE
     content = {"url": local_url(host, port), "pid": os.getpid(), "token": token}
-    descriptor, draft = tempfile.mkstemp(dir=data_dir, prefix=CONTROL_FILE)
+    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=CONTROL_FILE)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(content, file)
-    os.replace(draft, path)
+    os.replace(temporary, path)
     try:
         yield
     finally:

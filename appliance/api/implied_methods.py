@@ -1,6 +1,6 @@
-"""HEAD and OPTIONS, for which no route has a handler. Knows the methods of the routes, and no handler.
+"""HEAD and OPTIONS, for which no route has a handler. Knows the methods of the routes but no handler.
 
-HEAD is GET without the body (RFC 9110, section 9.3.2), for every path that answers GET.
+HEAD is GET without the body (RFC 9110, section 9.3.2), for every path that supports GET.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from appliance.base.allowed_methods import allow
 
 
 class HeadLikeGet:
-    """ASGI wrapper that shows the application a HEAD as a GET, and withholds the bodies of its answers."""
+    """ASGI wrapper that passes HEAD to the application as GET and drops the body of the response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,14 +32,15 @@ class HeadLikeGet:
             if message["type"] != "http.response.start":
                 return
             await send(message)
-            # The answer ends here, so that an endless stream learns at once that nobody listens.
+            # The response ends here, so that an endless stream sees a disconnect at once.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await self._app(as_get, receive, send_head)
 
 
 class CompleteOptions:
-    """ASGI wrapper for answers to OPTIONS. If a path has several handlers, the framework names only the first one's methods."""
+    """ASGI wrapper that completes `allow` in responses to OPTIONS: the framework lists only the methods of a path's first
+    handler."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app

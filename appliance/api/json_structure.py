@@ -1,7 +1,7 @@
-"""Counts the structural characters of a JSON text before it is read: reading time grows with them, not with bytes.
+"""Counts the structural characters of a JSON text before it is decoded, because decoding time grows with them, not with bytes.
 
-A text of 10 MiB is read in some 10 ms if it is one string, and in over a second if it is empty lists. Characters in strings are
-not counted, so a prompt may hold any number of commas and brackets. Knows no field and no request.
+10 MiB are decoded in some 10 ms if they are one string, and in over a second if they are empty lists. Characters in strings are
+not counted, so a prompt may contain any number of commas and brackets. Knows no field and no request.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from appliance.base.errors import RequestTooLarge
 
 STRUCTURE_MAX = 200_000
-"""Some 30 ms of reading. A request with messages, parts, a schema and all else at their own limits stays below it."""
+"""Some 30 ms of decoding. A request whose messages, parts, schema and other fields are all at their limits stays below it."""
 
 _STRUCTURAL = b"{}[]:,"  # RFC 8259, section 2
-_SLICE_BYTES = 64 * 1024  # counted in a millisecond at most, whatever they hold
+_SLICE_BYTES = 64 * 1024  # counted in a millisecond at most, whatever they contain
 _TURN_S = 0.001
 
 
 async def check_structure(text: bytes) -> None:
     """Raise RequestTooLarge for a text with more than STRUCTURE_MAX structural characters. Other tasks run every _TURN_S.
 
-    Counting stops at more strings than STRUCTURE_MAX characters could separate: that is not JSON, and the decoder will say so
-    before it has read them all.
+    Counting stops once there are more strings than STRUCTURE_MAX characters could separate: such a text is not JSON, which the
+    decoder finds out before it has read them all.
     """
     if len(text) <= STRUCTURE_MAX:
         return
@@ -43,8 +43,8 @@ async def check_structure(text: bytes) -> None:
 
 @dataclass(slots=True)
 class StructureCount:
-    """The count up to `end`, which is never within an escape. For a text that is not JSON the count may be wrong, but the
-    decoder refuses the text no later than where it goes wrong."""
+    """The count up to `end`, which is never inside an escape. For invalid JSON the count may be wrong, but the decoder fails no
+    later than where it goes wrong."""
 
     end: int = 0
     structural: int = 0
@@ -55,7 +55,7 @@ class StructureCount:
         """Count the next _SLICE_BYTES."""
         begin, self.end = self.end, min(self.end + _SLICE_BYTES, len(text))
         part = text[begin : self.end]
-        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape goes on in the next slice: take its second byte, too
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape continues in the next slice: take its second byte as well
             part += text[self.end : self.end + 1]
             self.end += 1
         if b"\\" in part:

@@ -1,8 +1,9 @@
-"""`/schema/openapi.json`: what the framework derives from the handlers, plus the bodies that the handlers decode themselves.
+"""`/schema/openapi.json`: the schema that the framework derives from the handlers, completed with what it cannot see.
 
-A handler names them in its `opt`: `body` is the type it takes, `answer` the type it returns when it encodes the bytes itself,
-`text` the media type of an answer that is not JSON, `query` its parameters, `repeatable` those that take several values,
-`required` those that must be sent, and `errors` the statuses that do not follow from the rest (`_error_statuses`).
+A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, `answer` the type of the
+response that it encodes itself, `text` the media type of a response that is not JSON, `query` its query parameters,
+`repeatable` those that take several values, `required` those that must be sent, and `errors` the error statuses that
+`_error_statuses` cannot derive.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from litestar.routes import HTTPRoute
 from appliance.api.descriptions import describe_fields
 from appliance.api.descriptions.parameters import describe_parameter
 from appliance.api.error_responses import ErrorAnswer
-from appliance.api.openapi_names import Named, in_order, name_operations, rename_components
+from appliance.api.openapi_names import Operation, name_operations, rename_components, sort_paths
 from appliance.api.parameter_schemas import parameter_schema
 from appliance.api.queries import VALUES_MAX
 
 ContentOf = Callable[[Any], dict[str, Any]]
-"""The content of a body of some type."""
+"""Returns the OpenAPI `content` of a body of the given type."""
 
 _PATH = "/schema/openapi.json"
 _REFERENCE = "#/components/schemas/{name}"
@@ -38,28 +39,28 @@ _SECURITY_SCHEMES = {
     "administrator": {"type": "http", "scheme": "bearer", "description": "An administrator's token: gha_..."},
 }
 _ERRORS = {
-    400: "The request is not valid; `param` names the field",
-    401: "No key or token was sent, or it is not valid",
-    403: "The key or token is valid but does not allow this",
+    400: "The request is invalid; `param` names the field",
+    401: "The key or token is missing or invalid",
+    403: "The key or token is valid but does not permit this operation",
     404: "The object or path does not exist",
-    409: "The request conflicts with the state on the server",
-    413: "The body is larger than the appliance accepts",
-    429: "A limit is reached; `retry-after` says when to try again",
-    503: "Not available now: an engine is down or loading, the queue is full, or the appliance is stopping",
+    409: "The request conflicts with the current state on the server",
+    413: "The request body is too large",
+    429: "A limit has been reached; `retry-after` says when to retry",
+    503: "Temporarily unavailable: an engine is down or loading, the queue is full, or the appliance is shutting down",
 }
-_SUCCESSES = {200: "OK", 201: "Created", 204: "Done, without a body"}
+_SUCCESSES = {200: "OK", 201: "Created", 204: "Done; the response has no body"}
 _SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration": ("administrator",)}
 
 
 class Document:
-    """The document as JSON. Built when it is first asked for, in a thread: it takes tenths of a second."""
+    """The document as JSON. Built on the first request, in a thread, because that takes tenths of a second."""
 
     def __init__(self) -> None:
         self._json: bytes | None = None
         self._building = asyncio.Lock()
 
     async def answer(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
-        """Answer in place of the framework's handler, which would build its schema in the event loop. None for other paths."""
+        """Respond in place of the framework's handler, which would build its schema in the event loop. None for other paths."""
         if request.url.path != _PATH:
             return None
         async with self._building:
@@ -69,7 +70,7 @@ class Document:
 
 
 def openapi_config(version: str) -> OpenAPIConfig:
-    """Return the configuration: one JSON document, and no page that would fetch scripts from elsewhere."""
+    """Return the configuration: only the JSON document, no page that would load scripts from other hosts."""
     return OpenAPIConfig(
         title="Gatehouse",
         version=version,
@@ -80,7 +81,7 @@ def openapi_config(version: str) -> OpenAPIConfig:
 
 
 def _router() -> Router:
-    """Return the router of the document. For unknown paths below it the framework adds a page of its own; this replaces it."""
+    """Return the router of the document. The framework's own 404 page for unknown paths below it becomes a regular error."""
     return Router(
         "/schema",
         route_handlers=[],
@@ -88,11 +89,11 @@ def _router() -> Router:
         dto=None,
         return_dto=None,
         before_request=Document().answer,
-        after_request=_found,
+        after_request=_raise_not_found,
     )
 
 
-def _found(response: Response[Any]) -> Response[Any]:
+def _raise_not_found(response: Response[Any]) -> Response[Any]:
     if response.status_code == NotFoundException.status_code:
         raise NotFoundException
     return response
@@ -104,8 +105,8 @@ def _build(app: Litestar) -> bytes:
     components = schema.setdefault("components", {})
     components["securitySchemes"] = _SECURITY_SCHEMES
     schemas = components.setdefault("schemas", {})
-    content_of = cache(partial(_json_content, components=schemas))  # of errors and lists nearly every operation has the same
-    named: list[Named] = []
+    content_of = cache(partial(_json_content, components=schemas))  # nearly all operations share the same errors and lists
+    operations: list[Operation] = []
     for route in app.routes:
         if not isinstance(route, HTTPRoute):
             continue
@@ -115,11 +116,11 @@ def _build(app: Litestar) -> bytes:
                 _complete(operation, handler, content_of)
                 _describe_errors(operation, route, handler, content_of)
                 _describe_parameters(operation, route, handler)
-                named.append(Named(operation, handler.handler_name, route.path_format))
-    name_operations(named)
+                operations.append(Operation(operation, handler.handler_name, route.path_format))
+    name_operations(operations)
     _describe_structs(app, schemas)
     describe_fields(schemas)
-    schema["paths"] = in_order(schema["paths"])
+    schema["paths"] = sort_paths(schema["paths"])
     return msgspec.json.encode(rename_components(schema))
 
 
@@ -134,14 +135,14 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: 
         operation["responses"][str(handler.status_code)]["content"] = {**content, **texts}
     for name in handler.opt.get("query", ()):
         if name.endswith("[]"):
-            continue  # the same parameter as OpenAI's clients spell it: in a generated client the two would have one name
+            continue  # OpenAI's spelling of the same parameter: in generated clients the two names would collide
         required = name in handler.opt.get("required", ())
         operation.setdefault("parameters", []).append({"name": name, "in": "query", "required": required})
     operation["security"] = [{name: []} for name in _security(operation)]
 
 
 def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler, content_of: ContentOf) -> None:
-    """Replace the framework's error schema, which is never sent, by ours for each status that can occur."""
+    """Replace the framework's error schema, which is never sent, with ours for each status that can occur."""
     responses = operation["responses"]
     responses.pop("400", None)
     content = content_of(handler.opt.get("error_body", ErrorAnswer))
@@ -155,7 +156,7 @@ def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRo
     if _security(operation):
         statuses |= {401, 403}
     if handler.opt.get("query") or "administrator" in _security(operation):
-        statuses.add(400)  # every administrator's path refuses query parameters that it does not take
+        statuses.add(400)  # every administrator path refuses unknown query parameters
     if handler.opt.get("body") is not None:
         statuses |= {400, 413}
     if route.path_parameters:
@@ -171,15 +172,16 @@ def _describe_parameters(operation: dict[str, Any], route: HTTPRoute, handler: H
         parameter["schema"] = {"type": "array", "items": schema, "maxItems": VALUES_MAX} if is_repeatable else schema
         text = describe_parameter(route.path_format, name)
         if text is not None:
-            is_spelled_twice = f"{name}[]" in handler.opt.get("query", ())
-            parameter["description"] = f"{text} `{name}[]` means the same." if is_spelled_twice else text
+            has_alias = f"{name}[]" in handler.opt.get("query", ())
+            parameter["description"] = f"{text} `{name}[]` means the same." if has_alias else text
 
 
 def _describe_structs(app: Litestar, schemas: dict[str, Any]) -> None:
-    """Give the components of answers the docstrings of their structs, which the framework leaves out."""
-    handlers = [each for route in app.routes if isinstance(route, HTTPRoute) for each, _ in route.route_handler_map.values()]
-    kinds = [handler.parsed_fn_signature.return_type for handler in handlers]
-    structs = [kind.annotation for kind in kinds if kind.is_subclass_of(msgspec.Struct)]
+    """Add to the components of responses the docstrings of their structs, which the framework leaves out."""
+    routes = (route for route in app.routes if isinstance(route, HTTPRoute))
+    handlers = [handler for route in routes for handler, _ in route.route_handler_map.values()]
+    return_types = [handler.parsed_fn_signature.return_type for handler in handlers]
+    structs = [return_type.annotation for return_type in return_types if return_type.is_subclass_of(msgspec.Struct)]
     _, definitions = msgspec.json.schema_components(structs, ref_template=_REFERENCE)
     texts = {name.partition("_")[0]: definition.get("description") for name, definition in definitions.items()}
     for name, schema in schemas.items():
@@ -192,8 +194,8 @@ def _security(operation: dict[str, Any]) -> tuple[str, ...]:
     return _SECURITY_BY_TAG.get((operation.get("tags") or [""])[0], ())
 
 
-def _json_content(kind: Any, components: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a body of this type, whose schemas are added to `components`."""
-    (reference,), definitions = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
+def _json_content(body_type: Any, components: dict[str, Any]) -> dict[str, Any]:
+    """Return the OpenAPI `content` of a body of this type, and add its schemas to `components`."""
+    (reference,), definitions = msgspec.json.schema_components([body_type], ref_template=_REFERENCE)
     components.update(definitions)
     return {"application/json": {"schema": reference}}

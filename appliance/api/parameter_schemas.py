@@ -1,6 +1,6 @@
-"""What query and path parameters accept, as JSON Schema for the OpenAPI document. Keys are those of `descriptions.parameters`.
+"""JSON Schemas of query and path parameters, for the OpenAPI document. The keys are those of `descriptions.parameters`.
 
-As with `field_types`, what refuses a value stands where the parameter is read, and a test compares.
+As with `field_types`, nothing is validated here: the code that reads a parameter does that, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.api.admin.usage import EVENT_ID_DIGITS_MAX
-from appliance.api.descriptions.parameters import keys_of
+from appliance.api.descriptions.parameters import lookup_keys
 from appliance.api.organization import queries, usage
 from appliance.api.organization.admin import BOUNDS
 from appliance.api.organization.limits import ID_PREFIX, LISTED_MAX
@@ -27,11 +27,11 @@ _GROUP = "|".join(GROUPS)
 _ORGANIZATION = "/v1/organization"
 
 
-def _whole(least: int, most: int) -> Schema:
-    return {"type": "integer", "minimum": least, "maximum": most}
+def _integer(minimum: int, maximum: int) -> Schema:
+    return {"type": "integer", "minimum": minimum, "maximum": maximum}
 
 
-def _one_of(*choices: str) -> Schema:
+def _enum(*choices: str) -> Schema:
     return {"type": "string", "enum": list(choices)}
 
 
@@ -39,41 +39,41 @@ _MOMENT: Schema = {"type": "string", "format": "date-time"}
 _FLAG: Schema = {"type": "boolean"}
 
 SCHEMAS: dict[str, Schema] = {
-    "limit": _whole(1, PAGE_ROWS_MAX),
+    "limit": _integer(1, PAGE_ROWS_MAX),
     "cursor": {"type": "string", "minLength": 1, "maxLength": CURSOR_CHARS_MAX},
     "start": _MOMENT,
     "end": _MOMENT,
     "month": {"type": "string", "pattern": MONTH_PATTERN},
-    "order": _one_of(*ORDERS),
-    "bucket": _one_of(*BUCKETS),
-    "kind": _one_of(*KINDS),
-    "status": _one_of(*STATUSES),
+    "order": _enum(*ORDERS),
+    "bucket": _enum(*BUCKETS),
+    "kind": _enum(*KINDS),
+    "status": _enum(*STATUSES),
     "include_archived": _FLAG,
     "event_id": {"type": "string", "pattern": f"^[0-9]{{1,{EVENT_ID_DIGITS_MAX}}}$"},
     "rate_limit_id": {"type": "string", "pattern": f"^{ID_PREFIX}"},
-    "/admin/v1/tiers name": _one_of(*TIERS),
+    "/admin/v1/tiers name": _enum(*TIERS),
     "/admin/v1/usage group_by": {"type": "string", "pattern": f"^({_GROUP})(,({_GROUP}))*$"},
     "/admin/v1/costs group_by": {"type": "string", "pattern": f"^({_GROUP})(,({_GROUP}))*$"},
-    "/admin/v1/invoices state": _one_of(*INVOICE_STATES),
-    "/admin/v1/webhooks/{webhook_id}/deliveries state": _one_of(*DELIVERY_STATES),
+    "/admin/v1/invoices state": _enum(*INVOICE_STATES),
+    "/admin/v1/webhooks/{webhook_id}/deliveries state": _enum(*DELIVERY_STATES),
     # /v1/organization
-    f"{_ORGANIZATION} limit": _whole(1, queries.LIMIT_MAX),
-    f"{_ORGANIZATION}/projects/{{project_id}}/rate_limits limit": _whole(1, LISTED_MAX),
-    f"{_ORGANIZATION}/usage limit": _whole(1, max(most for _default, most in usage.LIMITS_OF_WIDTH.values())),
-    f"{_ORGANIZATION}/costs limit": _whole(1, usage.COST_LIMITS[1]),
-    f"{_ORGANIZATION}/usage bucket_width": _one_of(*usage.LIMITS_OF_WIDTH),
-    f"{_ORGANIZATION}/costs bucket_width": _one_of(*usage.COST_WIDTHS),
-    f"{_ORGANIZATION}/usage group_by": _one_of(*usage.USAGE_GROUPS),
-    f"{_ORGANIZATION}/costs group_by": _one_of(*usage.COST_GROUPS),
-    "owner_project_access": _one_of(*ACCESSES),
-    "start_time": _whole(0, queries.SECONDS_MAX),
-    "end_time": _whole(1, queries.SECONDS_MAX),  # later than `start_time`
-    **{f"effective_at[{bound}]": _whole(0, queries.SECONDS_MAX - 1) for bound in BOUNDS},
+    f"{_ORGANIZATION} limit": _integer(1, queries.LIMIT_MAX),
+    f"{_ORGANIZATION}/projects/{{project_id}}/rate_limits limit": _integer(1, LISTED_MAX),
+    f"{_ORGANIZATION}/usage limit": _integer(1, max(maximum for _default, maximum in usage.LIMITS_OF_WIDTH.values())),
+    f"{_ORGANIZATION}/costs limit": _integer(1, usage.COST_LIMITS[1]),
+    f"{_ORGANIZATION}/usage bucket_width": _enum(*usage.LIMITS_OF_WIDTH),
+    f"{_ORGANIZATION}/costs bucket_width": _enum(*usage.COST_WIDTHS),
+    f"{_ORGANIZATION}/usage group_by": _enum(*usage.USAGE_GROUPS),
+    f"{_ORGANIZATION}/costs group_by": _enum(*usage.COST_GROUPS),
+    "owner_project_access": _enum(*ACCESSES),
+    "start_time": _integer(0, queries.SECONDS_MAX),
+    "end_time": _integer(1, queries.SECONDS_MAX),  # after `start_time`, which is at least 0
+    **{f"effective_at[{bound}]": _integer(0, queries.SECONDS_MAX - 1) for bound in BOUNDS},
     "batch": _FLAG,
     "tenant_only": _FLAG,
 }
 
 
 def parameter_schema(path: str, name: str) -> Schema:
-    """Return the schema of one value of the parameter `name` of `path`; of several, they have it each."""
-    return next((SCHEMAS[key] for key in keys_of(path, name) if key in SCHEMAS), _TEXT)
+    """Return the schema of the parameter `name` of `path`; if it is repeatable, of each of its values."""
+    return next((SCHEMAS[key] for key in lookup_keys(path, name) if key in SCHEMAS), _TEXT)

@@ -1,7 +1,7 @@
-"""Answers that are sent in pieces, between which other tasks run. Knows no field.
+"""Response bodies that are sent in pieces, between which other tasks run. Knows nothing of their content.
 
-Millions of log-probabilities in one piece are copied several times before the first byte is sent, and all streams of all
-tenants wait meanwhile.
+In one piece, millions of log-probabilities would be copied several times before the first byte is sent, while all streams of
+all tenants wait.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PIECE_BYTES = 64 * 1024
 
 
 class LastPiece(bytes):
-    """A piece that is known to be the last one: the end of the answer is sent with it, not in a packet of its own."""
+    """A piece that is known to be the last one, so that the end of the response needs no packet of its own."""
 
 
-class PiecedBody(Stream):
-    """An answer whose `pieces` are sent as they come.
+class PiecewiseResponse(Stream):
+    """A response whose `pieces` are sent as they are produced.
 
-    Litestar itself uses a task group with two tasks and their cancel scopes, which cost more than tokenising a prompt. Here the
-    answering task sends; `Exchange.cancel_on_disconnect` ends it when the client leaves.
+    Litestar would use a task group with two tasks and their cancel scopes, which costs more than tokenising a prompt. Here the
+    current task sends; `Exchange.cancel_on_disconnect` cancels it when the client leaves.
     """
 
     def __init__(self, pieces: AsyncIterator[bytes], headers: Sequence[tuple[bytes, bytes]]) -> None:
@@ -35,7 +35,7 @@ class PiecedBody(Stream):
         self._headers = headers
 
     def to_asgi_response(self, *_given: Any, **_options: Any) -> ASGIApp:  # type: ignore[override]
-        """Return what sends the answer."""
+        """Return the ASGI application that sends the response."""
         return self._send
 
     async def _send(self, _scope: Scope, _receive: Receive, send: Send) -> None:
@@ -48,22 +48,22 @@ class PiecedBody(Stream):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def long_body(parts: Iterable[bytes], length: int) -> PiecedBody:
-    """Return a JSON answer of `length` bytes whose body is `parts` one after another."""
+def long_json_response(parts: Iterable[bytes], length: int) -> PiecewiseResponse:
+    """Return a JSON response whose body is the concatenation of `parts`, `length` bytes in total."""
     headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(length).encode())]
-    return PiecedBody(_in_pieces(parts), headers)
+    return PiecewiseResponse(_in_pieces(parts), headers)
 
 
 async def _in_pieces(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield `parts` joined to pieces of about PIECE_BYTES, and let other tasks run after each."""
-    gathered: list[bytes] = []
+    """Yield `parts` joined into pieces of about PIECE_BYTES, and let other tasks run after each."""
+    pending: list[bytes] = []
     size = 0
     for part in parts:
-        gathered.append(part)
+        pending.append(part)
         size += len(part)
         if size >= PIECE_BYTES:
-            yield b"".join(gathered)
+            yield b"".join(pending)
             await asyncio.sleep(0)
-            gathered, size = [], 0
-    if gathered:
-        yield b"".join(gathered)
+            pending, size = [], 0
+    if pending:
+        yield b"".join(pending)

@@ -1,4 +1,4 @@
-"""Turns the fields of a request into the engine's SamplingParams: defaults of the model, limits, and the field at fault."""
+"""Converts the fields of a request to the engine's SamplingParams, with the model's defaults, and names invalid fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.api.schemas import (
     TOKEN_ID_DIGITS_MAX,
     ChatCompletionRequest,
 )
-from appliance.api.structured_output import constraint
+from appliance.api.structured_output import find_constraint
 from appliance.base.digits import whole_number
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from appliance.serving.endings import with_client_field_name
@@ -39,52 +39,52 @@ _PLAIN_FIELDS = (
 )
 
 
-def asked_max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
-    """Return the requested output limit (None for none) and the name of the field that holds it."""
+def requested_max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
+    """Return the requested output limit (None for none) and the field that sets it. Raises InvalidValue."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise InvalidValue(f"max_tokens ({old}) and max_completion_tokens ({new}) disagree", param="max_completion_tokens")
-    asked, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
-    if asked is not None and asked < 1:
-        raise InvalidValue(f"{name} must be at least 1, not {asked}", param=name)
-    return asked, name
+    max_tokens, field = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidValue(f"{field} must be at least 1, not {max_tokens}", param=field)
+    return max_tokens, field
 
 
 def field_names(body: ChatCompletionRequest) -> dict[str, str]:
-    """Return the client's name of each engine field that it knows by another name."""
+    """Return the client's names of the engine fields that have another name there."""
     names = {
         "logprobs": "top_logprobs",
-        "max_tokens": asked_max_tokens(body)[1],
+        "max_tokens": requested_max_tokens(body)[1],
         "prompt_token_ids": "messages",
         "bad_words_token_ids": "bad_words",
     }
-    held_to = constraint(body)
-    return names if held_to is None else {**names, held_to.field: held_to.written_as}
+    constraint = find_constraint(body)
+    return names if constraint is None else {**names, constraint.engine_field: constraint.client_field}
 
 
 def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_tokens: int) -> SamplingParams:
     """Return the engine's parameters for the request; `max_tokens` and `seed` are always set.
 
-    Raises ContextLengthExceeded, InvalidValue or UnsupportedParameter, naming the field as the client wrote it.
+    Raises ContextLengthExceeded, InvalidValue or UnsupportedParameter, with the client's name of the field.
     """
-    asked, name = asked_max_tokens(body)
+    max_tokens, max_tokens_field = requested_max_tokens(body)
     assert model.max_model_len is not None
     try:
-        room = output_room(prompt_tokens=prompt_tokens, max_tokens=asked, max_model_len=model.max_model_len)
+        room = output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=model.max_model_len)
     except ContextLengthExceeded as error:
         if error.param == "max_tokens":
-            error.param = name
+            error.param = max_tokens_field
         raise
-    _check_token_ids(body.stop_token_ids or [], model)
+    _check_stop_token_ids(body.stop_token_ids or [], model)
     given = {field: getattr(body, field) for field in _PLAIN_FIELDS if getattr(body, field) is not None}
-    held_to = constraint(body)
-    if held_to is not None:
-        given[held_to.field] = held_to.value
+    constraint = find_constraint(body)
+    if constraint is not None:
+        given[constraint.engine_field] = constraint.value
     return _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
 
 
 async def with_bad_words(params: SamplingParams, model: ServedModel, *, tenant_id: str) -> SamplingParams:
-    """Return `params` with the tokens of the bad words, if there are any. Raises InvalidValue for too many, and Overloaded."""
+    """Return `params` with its bad words tokenised, if it has any. Raises InvalidValue for too many tokens, and Overloaded."""
     if not params.bad_words:
         return params
     ids = await model.prompting.bad_words_token_ids(params.bad_words, tenant_id=tenant_id)
@@ -126,7 +126,7 @@ def _stop(stop: str | list[str] | None) -> list[str]:
     return strings
 
 
-def _check_token_ids(token_ids: list[int], model: ServedModel) -> None:
+def _check_stop_token_ids(token_ids: list[int], model: ServedModel) -> None:
     assert model.info is not None
     vocab_size = model.info.vocab_size
     if len(token_ids) > STOP_TOKEN_IDS_MAX or not all(0 <= token_id < vocab_size for token_id in token_ids):

@@ -1,8 +1,8 @@
-"""The fields of `POST /v1/chat/completions`: which are honoured, which are refused by name, which are taken and ignored.
+"""The fields of `POST /v1/chat/completions`: those that are supported, refused by name, or accepted and ignored.
 
-Ignored by documented choice: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
-`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, `annotations` and the `type`
-`text` of a message, `prompt_cache_breakpoint` of a content part.
+Ignored, as documented: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
+`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, a message's `annotations` and
+its `type` if it is `text`, and `prompt_cache_breakpoint` of a content part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.protocol import (
 )
 
 MESSAGES_MAX = 4096
-PARTS_MAX = 16_384  # content parts in all messages together: some 50 ms of processor time, in which everybody else waits
+PARTS_MAX = 16_384  # content parts in all messages together: some 50 ms of CPU time, for which all other requests wait
 STOP_CHARS_MAX = 1000
 STOP_TOKEN_IDS_MAX = 256
 TOKEN_ID_DIGITS_MAX = 10
@@ -52,7 +52,7 @@ BadWords = Annotated[list[Annotated[str, chars(1, BAD_WORDS_CHARS_MAX)]], items(
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a stream reports besides text."""
+    """What a stream reports in addition to text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -67,7 +67,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None  # OpenAI's answers have them, and clients send those back
+    annotations: list[Any] | None = None  # part of OpenAI's responses, which clients send back
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
@@ -84,15 +84,15 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The format of the answer."""
+    """The required format of the output."""
 
     type: Annotated[str, one_of(FORMATS)]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The format of the answer, under the names that vLLM uses now. Set exactly one of `json`, `regex`, `choice`, `grammar` and
-    `json_object`; the other fields are accepted only with a value that changes nothing."""
+    """The required format of the output, under the names that vLLM uses now. Set exactly one of `json`, `regex`, `choice`,
+    `grammar` and `json_object`; the other fields are accepted only with a value that has no effect."""
 
     json: GuidedJson | dict[str, Any] | None = None
     regex: GuidedRegex | None = None
@@ -163,39 +163,34 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 
 
 def check_supported(body: ChatCompletionRequest) -> None:
-    """Raise UnsupportedParameter for the first field that asks for something this version cannot do.
-
-    Raises InvalidValue for `stream_options` without a stream.
-    """
+    """Raise UnsupportedParameter for the first field that requests something this version cannot do, and InvalidValue for
+    `stream_options` without `stream`."""
     if body.stream_options is not None and not body.stream:
         raise InvalidValue("stream_options needs stream to be true", param="stream_options")
     for name in NEVER_SUPPORTED:
         if getattr(body, name) not in (None, []):
             raise UnsupportedParameter(f"{name} is not supported by this version", param=name)
-    asked = {
+    is_unsupported = {
         "best_of": body.best_of not in (None, 1),
         "tool_choice": body.tool_choice not in (None, "none", "auto"),
         "function_call": body.function_call not in (None, "none", "auto"),
         "modalities": body.modalities not in (None, ["text"]),
         "reasoning_effort": body.reasoning_effort not in (None, "none"),
     }
-    for name, unsupported in asked.items():
+    for name, unsupported in is_unsupported.items():
         if unsupported:
             raise UnsupportedParameter(f"{name} with this value is not supported by this version", param=name)
 
 
 def service_tier_of(body: ChatCompletionRequest) -> str | None:
-    """Return the service tier that serves the request, flex or default; None when the request names none.
-
-    Raises InvalidValue for an unknown one.
-    """
+    """Return the service tier of the request, `flex` or `default`; None if unset. Raises InvalidValue for an unknown one."""
     if body.service_tier is None:
         return None
     return "flex" if is_batch_work(body.service_tier) else "default"
 
 
 def check_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return the messages as a chat template takes them: role, text, name. `developer` becomes `system`.
+    """Return the messages in the form that chat templates take: role, text, name. `developer` becomes `system`.
 
     Raises InvalidValue or UnsupportedParameter naming the message.
     """

@@ -1,4 +1,4 @@
-"""Server-sent events as ready bytes. Only reads what the generation produces; a slow reader does not slow the generation."""
+"""Server-sent events of a generation, encoded. A slow reader does not slow the generation down."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Sequence
 
 import structlog
 
-from appliance.api.chat_answers import PING, ChunkFramer
+from appliance.api.chat_responses import PING, ChunkFramer
 from appliance.api.error_responses import encode_error
-from appliance.api.pieces import LastPiece, PiecedBody
+from appliance.api.pieces import LastPiece, PiecewiseResponse
 from appliance.base.errors import GatehouseError, InternalError
 from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
 
 EVENT_STREAM = "text/event-stream"
 PING_AFTER_S = 15.0
-LOGPROBS_PER_TURN = 8  # tokens encoded in one turn of the loop; a single chunk may have more (`serving.chunk_queue`)
+LOGPROBS_PER_TURN = 8  # tokens encoded per event-loop iteration; a single chunk may have more (`serving.chunk_queue`)
 HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()),
     (b"cache-control", b"no-cache"),
@@ -26,8 +26,8 @@ HEADERS: list[tuple[bytes, bytes]] = [
 log = structlog.get_logger()
 
 
-class EventStream(PiecedBody):
-    """An answer that sends `frames` as they come."""
+class EventStream(PiecewiseResponse):
+    """A response that sends `frames` as they are produced."""
 
     def __init__(self, frames: AsyncIterator[bytes]) -> None:
         super().__init__(frames, HEADERS)
@@ -45,31 +45,31 @@ async def chat_frames(
             if len(ready) == 1:
                 yield framer.text(ready[0])
             elif ready:
-                pieces = _pieces(ready)
-                for piece in pieces:
-                    if len(pieces) > 1:
-                        await asyncio.sleep(0)  # others run; and nothing is encoded for a client that has left meanwhile
-                    yield b"".join([framer.text(chunk) for chunk in piece])
+                batches = _split(ready)
+                for batch in batches:
+                    if len(batches) > 1:
+                        await asyncio.sleep(0)  # lets other tasks run, and ends here if the client has left
+                    yield b"".join([framer.text(chunk) for chunk in batch])
             elif not chunks.ended:
                 yield PING
         outcome = await generation.outcome
         yield LastPiece(framer.last(outcome)) if outcome.error is None else _error_frame(outcome.error)
-    except Exception:  # HTTP edge: a stream that merely stops would be taken for a complete answer
+    except Exception:  # HTTP edge: a stream that just stopped would look like a complete response
         log.exception("stream failed", request_id=generation.request_id)
         yield _error_frame(InternalError("the answer could not be sent"))
 
 
-def _pieces(ready: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Cut what is ready into pieces that are encoded at once: one, unless there are many log-probabilities."""
-    pieces: list[list[Chunk]] = [[]]
+def _split(ready: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Split `ready` into batches that are encoded at once: a single one, unless there are many log-probabilities."""
+    batches: list[list[Chunk]] = [[]]
     num_tokens = 0
     for chunk in ready:
         num_tokens += len(chunk.logprobs)
-        if num_tokens > LOGPROBS_PER_TURN and pieces[-1]:
-            pieces.append([])
+        if num_tokens > LOGPROBS_PER_TURN and batches[-1]:
+            batches.append([])
             num_tokens = len(chunk.logprobs)
-        pieces[-1].append(chunk)
-    return pieces
+        batches[-1].append(chunk)
+    return batches
 
 
 def _error_frame(error: GatehouseError) -> LastPiece:

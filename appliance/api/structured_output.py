@@ -1,6 +1,6 @@
-"""Turns `response_format`, `guided_*` and `structured_outputs` of a request into the one constraint that the engine takes.
+"""Converts `response_format`, `guided_*` and `structured_outputs` of a request to the single constraint that the engine takes.
 
-Only forms and sizes are checked here. The engine, which compiles a schema, finds out whether it can be honoured.
+Only the structure of these fields is checked here. Whether a schema can be enforced, the engine finds out when it compiles it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from appliance.api.schemas import FORMATS, SCHEMA_NAME, ChatCompletionRequest, R
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-STRUCTURED_FORMS = ("json", "regex", "choice", "grammar")
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar")
 STRUCTURED_OPTIONS = ("structural_tag", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NAME = re.compile(SCHEMA_NAME)
@@ -21,21 +21,21 @@ _NAME = re.compile(SCHEMA_NAME)
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The engine's field with its value, and the field in which the client wrote it."""
+    """A constraint on the output: the engine's field for it, its value, and the field in which the client sent it."""
 
-    field: str
+    engine_field: str
     value: Any
-    written_as: str
+    client_field: str
 
 
-def constraint(body: ChatCompletionRequest) -> Constraint | None:
-    """Return the constraint on the answer, None without one. Raises InvalidValue or UnsupportedParameter, naming the field."""
+def find_constraint(body: ChatCompletionRequest) -> Constraint | None:
+    """Return the constraint on the output, or None. Raises InvalidValue or UnsupportedParameter, naming the field."""
     schema = _schema_of_format(body.response_format)
     found = [] if schema is None else [Constraint("guided_json", schema, "response_format")]
     found += [Constraint(name, getattr(body, name), name) for name in GUIDED_FIELDS if getattr(body, name) is not None]
-    found += _structured(body.structured_outputs)
+    found += _structured_constraints(body.structured_outputs)
     if len(found) > 1:
-        first, second = found[0].written_as, found[1].written_as
+        first, second = found[0].client_field, found[1].client_field
         raise InvalidValue(f"{second} cannot be combined with {first}: an answer can have only one constraint", param=second)
     return found[0] if found else None
 
@@ -62,20 +62,20 @@ def _schema_of_format(response_format: ResponseFormat | None) -> dict[str, Any] 
     return ANY_OBJECT if given.schema is None else given.schema
 
 
-def _structured(asked: StructuredOutputs | None) -> list[Constraint]:
-    if asked is None:
+def _structured_constraints(outputs: StructuredOutputs | None) -> list[Constraint]:
+    if outputs is None:
         return []
     for name in STRUCTURED_OPTIONS:
-        if getattr(asked, name) not in (None, False):
+        if getattr(outputs, name) not in (None, False):
             field = f"structured_outputs.{name}"
             raise UnsupportedParameter(f"{field} is not supported by this version", param=field)
-    given = {name: getattr(asked, name) for name in STRUCTURED_FORMS}
+    given = {kind: getattr(outputs, kind) for kind in STRUCTURED_KINDS}
     found = [
-        Constraint(f"guided_{name}", value, f"structured_outputs.{name}") for name, value in given.items() if value is not None
+        Constraint(f"guided_{kind}", value, f"structured_outputs.{kind}") for kind, value in given.items() if value is not None
     ]
-    if asked.json_object:
+    if outputs.json_object:
         found.append(Constraint("guided_json", ANY_OBJECT, "structured_outputs.json_object"))
     if not found:
-        forms = ", ".join((*STRUCTURED_FORMS, "json_object"))
-        raise InvalidValue(f"structured_outputs needs one of {forms}", param="structured_outputs")
+        kinds = ", ".join((*STRUCTURED_KINDS, "json_object"))
+        raise InvalidValue(f"structured_outputs needs one of {kinds}", param="structured_outputs")
     return found

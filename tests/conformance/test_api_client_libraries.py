@@ -95,7 +95,7 @@ def test_who_asks_for_models_elsewhere_is_told_where(server: Server, path: str) 
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert error["code"] == "not_found"
-    assert error["message"] == f"{path} is not supported by this version; ask for chat completions, POST /v1/chat/completions"
+    assert error["message"] == f"{path} is not supported by this version; use chat completions, POST /v1/chat/completions"
 
 
 @pytest.mark.parametrize("base", ["/v1/v1", "/v1/chat/completions", "/api/v1"])
@@ -103,4 +103,4 @@ def test_who_has_another_base_url_is_told_the_right_one(server: Server, base: st
     answer = ask(server, f"{base}/chat/completions", {"messages": HELLO})
 
     assert answer.status_code == 404
-    assert f"no such path: POST {base}/chat/completions; a client's base URL ends in /v1" in answer.json()["error"]["message"]
+    assert f"no such path: POST {base}/chat/completions; use a base URL that ends in /v1" in answer.json()["error"]["message"]

@@ -16,7 +16,7 @@ from typing import Any, cast
 import httpx
 from litestar import Litestar
 
-from appliance.api.error_responses import answer_error
+from appliance.api.error_responses import error_response
 from appliance.api.exchange import ExchangeWrapper
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -293,7 +293,7 @@ _IDLE: defaultdict[str, list[ReusedApp]] = defaultdict(list)
 def _create(services: Services) -> Litestar:
     app = Litestar(
         route_handlers=[create_console_router(services)],
-        exception_handlers={Exception: answer_unknown_path(services, otherwise=answer_error)},
+        exception_handlers={Exception: answer_unknown_path(services, otherwise=error_response)},
         openapi_config=None,
     )
     app.asgi_handler = ExchangeWrapper(app.asgi_handler)

@@ -43,7 +43,7 @@ def watching(then: Any, closed: list[str]) -> Any:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         exchange = scope["state"]["exchange"]
-        exchange.closers.append(lambda: closed.append("closed"))
+        exchange.on_end.append(lambda: closed.append("closed"))
         exchange.cancel_on_disconnect(receive)
         await then(send)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from appliance.api import sse
-from appliance.api.chat_answers import DONE, PING, ChunkFramer, WholeAnswer
+from appliance.api.chat_responses import DONE, PING, ChunkFramer, CompletionBuilder
 from appliance.api.exchange import ExchangeWrapper
-from appliance.api.pieces import PIECE_BYTES, LastPiece, PiecedBody, long_body
+from appliance.api.pieces import PIECE_BYTES, LastPiece, PiecewiseResponse, long_json_response
 from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_headers
 from appliance.api.sse import EventStream, chat_frames
 from appliance.base.db import Database
@@ -43,7 +43,7 @@ def framer(**options: Any) -> ChunkFramer:
     return ChunkFramer(request_id="req_1", created=1, model="tiny", prompt_tokens=2, **{**defaults, **options})
 
 
-async def answer_until_left(answer: PiecedBody, receive: Any, send: Any) -> None:
+async def answer_until_left(answer: PiecewiseResponse, receive: Any, send: Any) -> None:
     """Send `answer` as a route does that has read its request."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -137,7 +137,7 @@ def test_the_log_probability_of_a_last_token_without_text_of_its_own_is_told() -
 
 
 def test_of_a_whole_answer_the_collector_has_no_more_to_look_through_for_its_log_probabilities() -> None:
-    answer = WholeAnswer(2, logprobs=True)
+    answer = CompletionBuilder(2, logprobs=True)
     top = tuple(NamedLogprob(token=text, token_bytes=text.encode(), logprob=-1.0) for text in ("é", "b"))
     tracked = len(gc.get_objects())
     for position in range(1000):
@@ -161,7 +161,7 @@ def test_of_a_whole_answer_the_collector_has_no_more_to_look_through_for_its_log
 
 @pytest.mark.parametrize(("logprobs", "texts"), [(False, ["a\0", ""]), (True, ["a\0", ""]), (True, ["", ""])])
 def test_the_parts_of_an_answer_have_the_length_that_is_said(logprobs: bool, texts: list[str]) -> None:
-    answer = WholeAnswer(2, logprobs=logprobs)
+    answer = CompletionBuilder(2, logprobs=logprobs)
     for index, text in enumerate(texts):
         entries = [NamedLogprob(token="\0", token_bytes=b"\0", logprob=-0.5)] * len(text)
         answer.add(Chunk(text=text, completion_tokens=1, cached_tokens=0, logprobs=entries, index=index))
@@ -184,7 +184,7 @@ async def test_a_long_answer_leaves_in_pieces_and_others_run_between_them() -> N
         sent.append(message)
 
     async with count_iterations() as turns:
-        answer: Any = long_body(parts, sum(map(len, parts))).to_asgi_response()
+        answer: Any = long_json_response(parts, sum(map(len, parts))).to_asgi_response()
         await answer({}, asyncio.Event().wait, send)
     bodies = [message["body"] for message in sent[1:]]
     assert dict(sent[0]["headers"])[b"content-length"] == b"6000000"
@@ -211,7 +211,7 @@ async def test_a_long_answer_is_put_together_no_further_when_its_client_has_left
         await left.wait()
         return {"type": "http.disconnect"}
 
-    await answer_until_left(long_body(parts(), 100 * PIECE_BYTES), receive, send)
+    await answer_until_left(long_json_response(parts(), 100 * PIECE_BYTES), receive, send)
     assert len(made) < 5
 
 
@@ -263,9 +263,9 @@ async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(box: 
 
 def test_a_backlog_is_cut_where_a_piece_would_have_too_many_log_probabilities() -> None:
     ready = [named(size) for size in (3, 5, 1, 20, 0, 8)]
-    sizes = [[len(chunk.logprobs) for chunk in piece] for piece in sse._pieces(ready)]
+    sizes = [[len(chunk.logprobs) for chunk in piece] for piece in sse._split(ready)]
     assert sizes == [[3, 5], [1], [20], [0, 8]]
-    assert len(sse._pieces([named(0)] * 1000)) == 1
+    assert len(sse._split([named(0)] * 1000)) == 1
 
 
 async def test_others_run_between_the_pieces_of_a_backlog(box: Serving, cast: Cast) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.api import json_structure
 from appliance.api.admin import tenants
-from appliance.api.bodies import DECODED_OUT_OF_TURN_BYTES_MAX, decode_body, in_turn
+from appliance.api.bodies import SHORT_BODY_BYTES_MAX, decode_body, read_in_turn
 from appliance.api.json_structure import STRUCTURE_MAX, StructureCount, check_structure
 from appliance.api.schemas import MESSAGES_MAX, PARTS_MAX, ChatCompletionRequest, check_messages
 from appliance.base.errors import RequestTooLarge
@@ -139,7 +139,7 @@ async def test_long_bodies_are_counted_one_at_a_time_and_tenants_take_turns(monk
     counted = _slices_taken(monkeypatch)
 
     async def ask(tenant_id: str, body: bytes) -> None:
-        await in_turn(body, lambda _body: ended.append(tenant_id), semaphore=semaphore, tenant_id=tenant_id)
+        await read_in_turn(body, lambda _body: ended.append(tenant_id), semaphore=semaphore, tenant_id=tenant_id)
 
     await asyncio.gather(*[ask("flood", body) for body in floods], ask("neighbour", b'"' + b"a" * STRUCTURE_MAX + b'"'))
     assert ended.index("neighbour") <= 2, "the neighbour's body waits behind the whole flood"
@@ -162,10 +162,10 @@ async def test_a_chat_is_counted_too(migrated_sqlite_file: Path, tmp_path: Path)
 
 async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turns() -> None:
     semaphore, read = FairSemaphore(1, 100, refusal="too many", retry_after_s=1.0), []
-    long, short = b"x" * (DECODED_OUT_OF_TURN_BYTES_MAX + 1), b"x"
+    long, short = b"x" * (SHORT_BODY_BYTES_MAX + 1), b"x"
 
     async def ask(tenant_id: str, body: bytes) -> None:
-        await in_turn(body, lambda _body: read.append((tenant_id, now.count)), semaphore=semaphore, tenant_id=tenant_id)
+        await read_in_turn(body, lambda _body: read.append((tenant_id, now.count)), semaphore=semaphore, tenant_id=tenant_id)
 
     async with count_iterations() as now:
         asked = [ask("flood", long) for _ in range(20)] + [ask("neighbour", long), ask("neighbour", short)]
@@ -180,11 +180,11 @@ async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turn
 
 async def test_a_body_that_cannot_be_read_gives_its_turn_back() -> None:
     semaphore = FairSemaphore(1, 100, refusal="too many", retry_after_s=1.0)
-    long = b"x" * (DECODED_OUT_OF_TURN_BYTES_MAX + 1)
+    long = b"x" * (SHORT_BODY_BYTES_MAX + 1)
 
     def fail(_body: bytes) -> None:
         raise ValueError("no JSON")
 
     for _ in range(2):
         with pytest.raises(ValueError, match="no JSON"):
-            await asyncio.wait_for(in_turn(long, fail, semaphore=semaphore, tenant_id="a"), 5)
+            await asyncio.wait_for(read_in_turn(long, fail, semaphore=semaphore, tenant_id="a"), 5)

@@ -164,10 +164,11 @@ async def test_no_description_is_left_over(box: ApiBox) -> None:
     used, used_of_paths = set(), set()
     for name, described in schema["components"]["schemas"].items():
         for field in described.get("properties", {}):
-            used.add(next((key for key in descriptions.keys_of(name, field) if key in descriptions.FIELDS), ""))
+            used.add(next((key for key in descriptions.lookup_keys(name, field) if key in descriptions.FIELDS), ""))
     for path, operations in schema["paths"].items():
         for each in (each for operation in operations.values() for each in operation.get("parameters", ())):
-            used_of_paths.add(next((key for key in parameters.keys_of(path, each["name"]) if key in parameters.PARAMETERS), ""))
+            keys = parameters.lookup_keys(path, each["name"])
+            used_of_paths.add(next((key for key in keys if key in parameters.PARAMETERS), ""))
     assert set(descriptions.FIELDS) - used == set()
     assert set(parameters.PARAMETERS) - used_of_paths == set()
 

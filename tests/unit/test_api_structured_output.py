@@ -11,7 +11,7 @@ import pytest
 from appliance.api.bodies import decode_body
 from appliance.api.sampling import field_names
 from appliance.api.schemas import ChatCompletionRequest
-from appliance.api.structured_output import ANY_OBJECT, Constraint, constraint
+from appliance.api.structured_output import ANY_OBJECT, Constraint, find_constraint
 from appliance.base.errors import BadRequest
 from appliance.serving.endings import with_client_field_name
 
@@ -66,14 +66,14 @@ def body(**fields: Any) -> ChatCompletionRequest:
     ids=str,
 )
 def test_each_form_becomes_one_constraint(fields: dict[str, Any], expected: Constraint | None) -> None:
-    assert constraint(body(**fields)) == expected
+    assert find_constraint(body(**fields)) == expected
 
 
 def test_the_order_of_properties_is_kept() -> None:
-    held_to = constraint(body(response_format={"type": "json_schema", "json_schema": NAMED}))
+    constraint = find_constraint(body(response_format={"type": "json_schema", "json_schema": NAMED}))
 
-    assert held_to is not None
-    assert list(held_to.value["properties"]) == ["b", "a"]
+    assert constraint is not None
+    assert list(constraint.value["properties"]) == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_order_of_properties_is_kept() -> None:
 )
 def test_what_is_no_form_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refused:
-        constraint(body(**fields))
+        find_constraint(body(**fields))
 
     assert refused.value.param == param
 

@@ -10,7 +10,7 @@ from litestar.params import FromPath
 
 from appliance.api.admin.tenants import LimitsBody
 from appliance.api.auth import authenticate_administrator
-from appliance.api.bodies import decode_body, named
+from appliance.api.bodies import decode_body, given_fields
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import LimitMode, within
 from appliance.api.queries import PAGING, AdminRequest, short_page
@@ -79,7 +79,7 @@ async def put_model_limits(request: AdminRequest, model: FromPath[str]) -> Model
     """Replace the limits of a model for all tenants together. The change applies from the next request on."""
     await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), ModelLimitsBody)
-    limits = Limits(**named(body.limits))
+    limits = Limits(**given_fields(body.limits))
     policies = services_of(request).model_policies
     return ModelLimitsShape.of(await policies.put(model.removeprefix("/"), limits, body.limit_mode))
 

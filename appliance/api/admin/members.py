@@ -16,9 +16,9 @@ from appliance.api.admin.member_shapes import (
     member_shape,
 )
 from appliance.api.auth import authenticate_administrator, authenticate_anybody
-from appliance.api.bodies import OMITTED, Omittable, decode_body, named
+from appliance.api.bodies import OMITTED, Omittable, decode_body, given_fields
 from appliance.api.connection_services import services_of
-from appliance.api.field_types import BoxRole, Email, RoleInTenant
+from appliance.api.field_types import ApplianceRole, Email, RoleInTenant
 from appliance.api.queries import PAGING, AdminRequest, paging
 from appliance.api.shapes import PageShape, page_shape
 from appliance.tenancy.access import Access
@@ -30,13 +30,13 @@ class NewMemberBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A member to create. The appliance generates the password."""
 
     email: Email
-    role: BoxRole
+    role: ApplianceRole
 
 
 class MemberPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a member to change. Fields left out keep their values."""
 
-    role: BoxRole | Omittable = OMITTED
+    role: ApplianceRole | Omittable = OMITTED
     disabled: bool | Omittable = OMITTED
 
 
@@ -91,7 +91,7 @@ async def change_member(request: AdminRequest, member_id: FromPath[str]) -> Memb
     """Change a member's role on the appliance, or disable them. A disabled member is signed out everywhere at once."""
     access = await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), MemberPatch)
-    await services_of(request).members.change(member_id, **named(body))
+    await services_of(request).members.change(member_id, **given_fields(body))
     return await _member(request, member_id, access)
 
 

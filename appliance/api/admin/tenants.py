@@ -9,7 +9,7 @@ from litestar import delete, get, patch, post
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
-from appliance.api.bodies import OMITTED, Omittable, decode_body, named
+from appliance.api.bodies import OMITTED, Omittable, decode_body, given_fields
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import (
     MODELS_LIMITED,
@@ -26,7 +26,7 @@ from appliance.api.field_types import (
     Scopes,
     TierName,
     Weight,
-    mailbox,
+    email_address,
     within,
 )
 from appliance.api.queries import PAGING, AdminRequest, flag, paging, parse_moment
@@ -65,7 +65,7 @@ class BillingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Name | None = None
     address: Lines | None = None
     country: Country | None = None
-    email: Annotated[str, mailbox(NAME_CHARS_MAX)] | None = None
+    email: Annotated[str, email_address(NAME_CHARS_MAX)] | None = None
     tax_id: Name | None = None
     reference: Name | None = None
 
@@ -230,11 +230,11 @@ async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
 
 def _given(body: NewTenantBody | TenantPatch | NewKeyBody | KeyPatch) -> dict[str, Any]:
     """Return the fields that a body names, as the tenancy layer takes them."""
-    fields = named(body)
+    fields = given_fields(body)
     if (limits := fields.pop("limits", None)) is not None:
-        fields["limits"] = named(limits)
+        fields["limits"] = given_fields(limits)
     if fields.get("model_limits") is not None:
-        fields["model_limits"] = {model: named(limits) for model, limits in fields["model_limits"].items()}
+        fields["model_limits"] = {model: given_fields(limits) for model, limits in fields["model_limits"].items()}
     if fields.get("billing") is not None:
         fields["billing"] = msgspec.structs.asdict(fields["billing"])
     if fields.get("expires_at") is not None:

@@ -10,7 +10,7 @@ from litestar.params import FromPath
 
 from appliance.api.admin.webhook_shapes import DeliveryShape, NewWebhookShape, WebhookShape, webhook_shape
 from appliance.api.auth import authenticate_administrator
-from appliance.api.bodies import OMITTED, Omittable, decode_body, named
+from appliance.api.bodies import OMITTED, Omittable, decode_body, given_fields
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import chars, items, one_of, within
 from appliance.api.queries import PAGING, AdminRequest, choice, paging
@@ -82,7 +82,7 @@ async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
     """Change the given fields. A disabled webhook receives nothing; its pending messages wait."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body(), WebhookPatch)
-    changes = WebhookChanges(**named(body))
+    changes = WebhookChanges(**given_fields(body))
     return webhook_shape(await services_of(request).alerts.webhooks.update(webhook_id, changes, access=access))
 
 

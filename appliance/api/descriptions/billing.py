@@ -1,53 +1,55 @@
-"""What the fields of `/admin/v1` about money mean: usage, ledger, prices, invoices and the economics of the appliance.
+"""Descriptions of the fields of `/admin/v1` about money: usage, ledger, prices, invoices and the appliance's economics.
 
-Units: micro-units are millionths of money, pico-units 10⁻¹² of it. A name alone is a field that means the same everywhere;
-`Noun.name` is the field of one noun.
+A micro-unit is 10⁻⁶ and a pico-unit 10⁻¹² of a unit of the currency. A bare name describes the field wherever it occurs;
+`Noun.name` describes it in one noun only.
 """
 
 from __future__ import annotations
 
 FIELDS = {
     "currency": "The currency, three capital letters such as `EUR`.",
-    "prompt_tokens": "Tokens of the prompt, including cached ones.",
-    "cached_tokens": "Tokens of the prompt that were found in the prefix cache.",
-    "completion_tokens": "Output tokens, of all answers together.",
+    "prompt_tokens": "Prompt tokens, including cached ones.",
+    "cached_tokens": "Prompt tokens that were found in the prefix cache.",
+    "completion_tokens": "Output tokens of all choices together.",
     "rejected_tokens": "Tokens of speculative decoding that were computed and discarded.",
     "cost_picos": "The exact cost in pico-units of `currency` (10¹² are 1.00).",
-    "month": "The calendar month of the billing time zone, such as `2026-10`.",
+    "month": "The calendar month in the billing time zone, such as `2026-10`.",
     # usage
     "UsageRow.start": "The start of the period (RFC 3339, UTC), inclusive.",
     "UsageRow.end": "The end of the period (RFC 3339, UTC), exclusive.",
-    "UsageRow.tenant_id": "The id of the tenant. Only if the rows are grouped by tenant.",
-    "UsageRow.key_id": "The id of the API key. Only if the rows are grouped by key.",
-    "UsageRow.model": "The name of the model. Only if the rows are grouped by model.",
+    "UsageRow.tenant_id": "The id of the tenant. Present only if the rows are grouped by tenant.",
+    "UsageRow.key_id": "The id of the API key. Present only if the rows are grouped by key.",
+    "UsageRow.model": "The name of the model. Present only if the rows are grouped by model.",
     "UsageRow.requests": "The number of requests.",
     # ledger
-    "LedgerEvent.id": "The id of the event; ids follow the order of the ledger.",
+    "LedgerEvent.id": "The id of the event. Ids increase in the order of the ledger.",
     "LedgerEvent.request_id": "The id of the request, the same as `x-request-id`.",
     "LedgerEvent.kind": "`usage` (a request) or `adjustment` (a correction of one).",
     "LedgerEvent.status": (
-        "`pending` (still running), `posted`, `voided` (costs nothing) or `recovered` (settled after the gateway died)."
+        "`pending` (still running), `posted`, `voided` (costs nothing) or `recovered` (settled after the gateway crashed)."
     ),
-    "LedgerEvent.estimated": "Whether the counts are those of the last checkpoint, because the gateway died.",
+    "LedgerEvent.estimated": "Whether the counts are those of the last checkpoint before the gateway crashed.",
     "price_id": "The id of the price in force at admission; null if the model had none.",
-    "price_basis_points": "The share of the price that is paid, after tier and batch discounts: 10000 is all of it.",
+    "price_basis_points": "The share of the price charged after tier and batch discounts: 10000 is the full price.",
     "cause": "Why the request ended early, such as `client` or `budget_exceeded`; null if it did not.",
     "billing_day": "The day of admission in the billing time zone, such as `2026-10-31`.",
-    "posting": "The number of the event in the order in which events were settled; null while pending.",
+    "posting": "The event's sequence number in the order of settlement; null while pending.",
     "corrects_id": "The id of the event that this adjustment corrects; null for a request.",
     "LedgerEvent.note": "The reason for the correction; null for a request.",
     "settled_at": "When the event was settled (RFC 3339, UTC); null while pending.",
-    "Correction.note": "The reason for the correction, which the ledger keeps. Invoices do not show it.",
-    "Correction.prompt_tokens": "Prompt tokens to add; negative to take back.",
-    "Correction.cached_tokens": "How many of the prompt tokens to add are cached ones; negative to take back.",
-    "Correction.completion_tokens": "Output tokens to add; negative to take back.",
-    "Correction.rejected_tokens": "Rejected speculative tokens to add; negative to take back.",
+    "Correction.note": "The reason for the correction. Stored in the ledger, not shown on invoices.",
+    "Correction.prompt_tokens": "Prompt tokens to add; negative to subtract.",
+    "Correction.cached_tokens": "How many of the added prompt tokens are cached; negative to subtract.",
+    "Correction.completion_tokens": "Output tokens to add; negative to subtract.",
+    "Correction.rejected_tokens": "Rejected speculative tokens to add; negative to subtract.",
     "Correction.cost_picos": "The cost to add in pico-units, instead of tokens; negative to credit.",
-    "confirm": "Must be true to add more than 1,000 times the event or 10 million tokens.",
+    "confirm": "Must be true to add more than 1,000 times the event's tokens or cost, or more than 10 million tokens.",
     # prices
     "Price.id": "The id of the price.",
-    "NewPrice.effective_from": "From when requests are admitted at this price (RFC 3339 with a UTC offset). Default: now.",
-    "effective_from": "From when requests are admitted at this price (RFC 3339, UTC).",
+    "NewPrice.effective_from": (
+        "When the price takes effect (RFC 3339 with a UTC offset): it applies to requests admitted from then on. Default: now."
+    ),
+    "effective_from": "When the price takes effect (RFC 3339, UTC): it applies to requests admitted from then on.",
     "NewPrice.currency": "The currency, three capital letters such as `EUR`. Default: the appliance's.",
     "Price.prompt": "Micro-units per million prompt tokens that are not cached.",
     "NewPrice.cached_prompt": "Micro-units per million cached prompt tokens. Default: the same as `prompt`.",
@@ -55,7 +57,7 @@ FIELDS = {
     "Price.completion": "Micro-units per million output tokens.",
     "rejected_draft": "Micro-units per million rejected tokens of speculative decoding. Default: 0.",
     "batch_percent": "The percentage of the price that batch work (`service_tier` `flex`) pays. Default: 100.",
-    "tier_percents": 'The percentage of the price that tenants of a tier pay, such as `{"batch": 80}`. Tiers left out pay 100.',
+    "tier_percents": 'The percentage of the price that each tier pays, such as `{"batch": 80}`. Tiers left out pay 100.',
     # invoices
     "Invoice.id": "The id of the invoice.",
     "number": "The number of a closed invoice, such as `2026-0001`; null for a draft.",
@@ -64,9 +66,11 @@ FIELDS = {
     "lines": "The lines of the invoice.",
     "subtotal_micros": "The sum of the lines, in micro-units.",
     "tax_micros": "The tax, in micro-units.",
-    "total_micros": "`subtotal_micros` and `tax_micros` together.",
-    "rounding_micros": "What rounding the subtotal to the smallest coin added (negative: took away), in micro-units.",
-    "due_micros": "The amount to pay, in micro-units: the subtotal rounded to the smallest coin, and the tax.",
+    "total_micros": "The sum of `subtotal_micros` and `tax_micros`.",
+    "rounding_micros": (
+        "The change made by rounding the subtotal to the currency's smallest coin, in micro-units; negative if rounded down."
+    ),
+    "due_micros": "The amount to pay, in micro-units: the subtotal rounded to the smallest coin, plus the tax.",
     "usage_picos": "The exact cost of the events behind the lines, in pico-units. May exceed 64 bits.",
     "Invoice.seller": "The seller; null if none is set.",
     "buyer": "The buyer.",
@@ -74,24 +78,26 @@ FIELDS = {
     "through_posting": "The last `posting` that the invoice covers; null for a draft.",
     "closed_at": "When the invoice was closed (RFC 3339, UTC); null for a draft.",
     "issued_on": "The day on which the invoice was closed; null for a draft.",
-    "due_on": "The last day to pay; null for a draft.",
-    "abort_policy": "How aborted requests are billed, in the words of the PDF.",
-    "problem": "Why the draft cannot be computed, in a list; it then has no lines and no sums. Null for all others.",
+    "due_on": "The day by which the invoice must be paid; null for a draft.",
+    "abort_policy": "How aborted requests are billed, as stated on the PDF.",
+    "problem": (
+        "In a list, why this draft cannot be computed; `lines` is then empty and all sums are 0. Null for all other invoices."
+    ),
     "InvoiceHead.total_micros": "The total with tax, in micro-units; null for a draft.",
     "InvoiceHead.tax_micros": "The tax, in micro-units; null for a draft.",
     "InvoiceLine.model": "The name of the model; null for a free allowance.",
     "InvoiceLine.kind": "`prompt`, `cached_prompt`, `completion`, `rejected_draft`, `adjustment` or `free_allowance`.",
     "InvoiceLine.batch": "Whether the tokens are those of batch work.",
-    "InvoiceLine.month": "The month in which the usage was admitted, such as `2026-10`.",
-    "unit_price": "Micro-units per million tokens; null where events of several prices are summed.",
+    "InvoiceLine.month": "The month in which the requests were admitted, such as `2026-10`.",
+    "unit_price": "Micro-units per million tokens; null if the line sums events with different prices.",
     "InvoiceLine.tokens": "The number of tokens.",
     "InvoiceLine.requests": "The number of events with tokens on this line. An event may count on several lines.",
     "exact_picos": "The exact amount in pico-units. May exceed 64 bits.",
     "rounded_micros": "The amount in micro-units, rounded half up.",
     "Draft.month": "The month to draft, such as `2026-10`. It must have begun.",
     "only": (
-        "`billable`: make no draft of a month without lines. `closable`: nor of a month that is not over. In both cases the "
-        "answer is a 409. Null: always make one."
+        "When to create the draft. `billable`: only if the invoice has lines. `closable`: only if, in addition, the month is "
+        "over. If the condition is not met, the call fails with 409. Null: always."
     ),
     "first_month": "The first month that the allowance applies to, such as `2026-10`.",
     "monthly_micros": "The amount that is free each month, in micro-units; 0 ends an earlier allowance.",
@@ -103,17 +109,17 @@ FIELDS = {
     "Seller.tax_id": "The seller's tax id.",
     "registration": "The entry in a commercial register.",
     "bank": "The lines of the bank details, at most 8.",
-    "payment_terms_days": "The days between the closing of an invoice and its due day, 0 to 365. Default: 30.",
+    "payment_terms_days": "The number of days from closing an invoice to its due date, 0 to 365. Default: 30.",
     "payment_note": "A note about payment.",
     "tax_basis_points": "The tax rate in hundredths of a percent: 1900 is 19 %. Default: 0.",
     "tax_label": "The name of the tax, such as `VAT`.",
-    "tax_note": "Why there is no tax, such as reverse charge.",
+    "tax_note": "Why no tax is charged, such as reverse charge.",
     # economics
     "hardware": "The cost of the hardware and power, as entered.",
-    "figures": "The figures, in the order in which they follow from each other.",
+    "figures": "The figures, each after those from which it is computed.",
     "break_even": "The comparison with each hosted price.",
     "cost_micros": "The price of the hardware, in micro-units.",
-    "months": "Over how many months the hardware is written off, 1 to 240.",
+    "months": "The number of months over which the hardware is written off, 1 to 240.",
     "kwh_price_micros": "The price of a kilowatt-hour, in micro-units.",
     "Hardware.power_w": "The power that the whole machine draws, in watts; null: what the GPUs report, plus `other_power_w`.",
     "other_power_w": "The power that the rest of the machine draws, in watts. Used if `power_w` is null. Default: 0.",
@@ -125,18 +131,21 @@ FIELDS = {
     "HostedPrice.completion": "Micro-units per million output tokens.",
     "HostedPrice.cached_prompt": "Micro-units per million cached prompt tokens; null: the same as `prompt`.",
     "Figure.name": "The name of the figure, such as `total_month`.",
-    "Figure.value": "The value; null if it cannot be known, for the reason in `source`.",
+    "Figure.value": "The value; null if it is not known, for the reason given in `source`.",
     "unit": "The unit of the value.",
-    "source": "Where the value comes from: entered, read from the GPUs, measured, or a formula of other figures.",
+    "source": "Where the value comes from: entered, read from the GPUs, measured, or computed from other figures by a formula.",
     "BreakEven.name": "The name of the hosted model.",
     "hosted_per_million_micros": (
-        "The hosted price of a million tokens of the measured mix, in micro-units; null without usage."
+        "The hosted price of a million tokens in the measured mix of prompt, cached and output tokens, in micro-units; null "
+        "without usage."
     ),
-    "break_even_tokens_month": "The tokens per month from which this appliance is cheaper; null if it cannot be known.",
+    "break_even_tokens_month": "The tokens per month from which this appliance is cheaper; null if it is not known.",
     "share_basis_points": (
-        "`break_even_tokens_month` as a share of a month in which every hour is as busy as the busiest: 10000 is all of it. "
-        "Null if it cannot be known."
+        "`break_even_tokens_month` as a share of what a month would process if every hour were as busy as the busiest one, in "
+        "basis points (10000 is all of it); null if it is not known."
     ),
-    "hosted_month_micros": "What a month of the measured usage would cost hosted, in micro-units; null without usage.",
-    "saved_month_micros": "What a month of the measured usage saves here, in micro-units; negative if hosted is cheaper.",
+    "hosted_month_micros": "What a month of the measured usage costs at the hosted price, in micro-units; null without usage.",
+    "saved_month_micros": (
+        "What this appliance saves on a month of the measured usage, in micro-units; negative if the hosted model is cheaper."
+    ),
 }

@@ -1,5 +1,5 @@
-"""What path and query parameters mean. A name alone has one meaning everywhere; `/path name` is that of one path or of all
-paths below it, the longest of which counts."""
+"""Descriptions of path and query parameters. A bare name describes the parameter of any path; `/path name` that of this path
+and all paths below it. The longest match wins."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _ORGANIZATION = "/v1/organization"
 
 PARAMETERS = {
     "limit": "The maximum number of rows on a page, 1 to 1,000. Default: 50.",
-    "cursor": "`next_cursor` of the previous page.",
-    "start": "Only from this time on (RFC 3339 with a UTC offset).",
-    "end": "Only before this time (RFC 3339 with a UTC offset).",
+    "cursor": "The `next_cursor` of the previous page.",
+    "start": "Only entries at or after this time (RFC 3339 with a UTC offset).",
+    "end": "Only entries before this time (RFC 3339 with a UTC offset).",
     "tenant_id": "The id of a tenant.",
     "key_id": "The id of an API key.",
     "member_id": "The id of a member.",
@@ -36,7 +36,7 @@ PARAMETERS = {
             "start": "The start of the report (RFC 3339 with a UTC offset), inclusive. Default: 30 days before `end`.",
             "end": "The end of the report (RFC 3339 with a UTC offset), exclusive. Default: now.",
             "bucket": "The length of the periods: `minute`, `hour` or `day`. Default: `day`.",
-            "group_by": "`tenant`, `key` or `model`; several with commas or repeated. Default: one row for each period.",
+            "group_by": "`tenant`, `key` or `model`; repeatable or comma-separated. Default: no groups, one row per period.",
             "tenant_id": "Only usage of this tenant.",
             "key_id": "Only usage of this API key; repeatable.",
             "model": "Only usage of this model; repeatable.",
@@ -86,39 +86,40 @@ PARAMETERS = {
     "end_time": "The end of the report in Unix seconds, exclusive. Default: the end of the current bucket.",
     f"{_ORGANIZATION}/usage bucket_width": "`1m`, `1h` or `1d` (days of the billing time zone). Default: `1d`.",
     f"{_ORGANIZATION}/costs bucket_width": "Only `1d` (days of the billing time zone).",
-    "page": "`next_page` of the previous page.",
+    "page": "The `next_page` of the previous page.",
     "project_ids": "Only these projects (tenants); repeatable.",
     "api_key_ids": "Only these API keys; repeatable.",
     "models": "Only these models; repeatable.",
     "line_items": "Only these models; repeatable.",
-    "user_ids": "Not supported, because usage is not kept by user: refused with 400.",
+    "user_ids": "Not supported, because usage is not recorded per user: refused with 400.",
     "batch": "Not supported, because reports do not distinguish batch work: refused with 400.",
     f"{_ORGANIZATION}/usage group_by": (
-        "`project_id`, `api_key_id` or `model`; repeatable. Default: one result for each bucket."
+        "`project_id`, `api_key_id` or `model`; repeatable. Default: no groups, one result per bucket."
     ),
     f"{_ORGANIZATION}/costs group_by": (
-        "`project_id`, `api_key_id` or `line_item` (a model); repeatable. Default: one result for each bucket and currency."
+        "`project_id`, `api_key_id` or `line_item` (a model); repeatable. Default: no groups, one result per bucket and "
+        "currency."
     ),
     "tenant_only": "Not supported: refused with 400. Filter with `project_ids` instead.",
     "actor_emails": "Only changes by these members (e-mail addresses) or other actors (names); repeatable.",
     "actor_ids": "Only changes by these members, tokens or keys (ids); repeatable.",
     "event_types": "Only these types of events, such as `api_key.created`; repeatable.",
     "resource_ids": "Only changes of the objects with these ids; repeatable.",
-    "effective_at[gte]": "Only from this time on, in Unix seconds.",
-    "effective_at[gt]": "Only after this time, in Unix seconds.",
-    "effective_at[lt]": "Only before this time, in Unix seconds.",
-    "effective_at[lte]": "Only up to and including this time, in Unix seconds.",
+    "effective_at[gte]": "Only entries at or after this time, in Unix seconds.",
+    "effective_at[gt]": "Only entries after this time, in Unix seconds.",
+    "effective_at[lt]": "Only entries before this time, in Unix seconds.",
+    "effective_at[lte]": "Only entries at or before this time, in Unix seconds.",
 }
 
 
 def describe_parameter(path: str, name: str) -> str | None:
-    """Return what the parameter `name` of `path` means, None without a description. `name[]` means the same as `name`."""
-    found = (PARAMETERS.get(key) for key in keys_of(path, name))
-    return next((text for text in found if text is not None), None)
+    """Return the description of the parameter `name` of `path`, or None. `name[]` has the description of `name`."""
+    candidates = (PARAMETERS.get(key) for key in lookup_keys(path, name))
+    return next((text for text in candidates if text is not None), None)
 
 
-def keys_of(path: str, name: str) -> Iterator[str]:
-    """Yield the names under which a description is looked for, from the path's own to the common one."""
+def lookup_keys(path: str, name: str) -> Iterator[str]:
+    """Yield the keys under which to look a parameter up, the most specific first."""
     name = name.removesuffix("[]")
     path = path if path.startswith("/v1") else path.replace("/organization", _ORGANIZATION, 1)
     while path:

@@ -1,4 +1,4 @@
-"""The shapes of a chat completion: the whole answer, and the chunks of a stream as bytes that are ready to be sent."""
+"""The JSON of chat completions: whole responses, and the chunks of a stream, encoded as server-sent events."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from appliance.serving.endings import Outcome
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
-_TOKENS = b"\0"  # a placeholder for the tokens of an answer: no encoded text contains this byte
+_TOKENS = b"\0"  # placeholder for the log-probabilities of a choice: no encoded text contains this byte
 
 encode = msgspec.json.encode
 
 
 class TokenDetails(msgspec.Struct, kw_only=True):
-    """Details of the prompt's tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int
 
 
 class UsageShape(msgspec.Struct, kw_only=True):
-    """The tokens that are billed."""
+    """The billed tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,7 +43,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """One of the `n` answers."""
+    """One of the `n` generated choices."""
 
     index: int
     message: AnswerMessage
@@ -52,7 +52,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """An answer that is not streamed."""
+    """A chat completion that is not streamed."""
 
     id: str
     object: str
@@ -65,7 +65,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 def usage_shape(usage: Usage) -> UsageShape:
-    """Return `usage` as clients read it."""
+    """Return the JSON of `usage`."""
     return UsageShape(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -75,20 +75,20 @@ def usage_shape(usage: Usage) -> UsageShape:
 
 
 def logprobs_shape(entries: Sequence[NamedLogprob]) -> dict[str, Any]:
-    """Return the log-probabilities of some tokens as clients read them."""
-    return {"content": _tokens(entries), "refusal": None}
+    """Return the JSON of the log-probabilities of some tokens."""
+    return {"content": _token_logprobs(entries), "refusal": None}
 
 
-def _tokens(entries: Sequence[NamedLogprob]) -> list[dict[str, Any]]:
-    return [{**_token(entry), "top_logprobs": [_token(top) for top in entry.top]} for entry in entries]
+def _token_logprobs(entries: Sequence[NamedLogprob]) -> list[dict[str, Any]]:
+    return [{**_token_logprob(entry), "top_logprobs": [_token_logprob(top) for top in entry.top]} for entry in entries]
 
 
-def _token(entry: NamedLogprob) -> dict[str, Any]:
+def _token_logprob(entry: NamedLogprob) -> dict[str, Any]:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
 
 
 class ChunkFramer:
-    """Makes the frames of one stream. What all chunks share is encoded once."""
+    """Makes the frames of one stream. The fields that all chunks share are encoded once."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class ChunkFramer:
         self._continuous_usage = continuous_usage
 
     def first(self) -> bytes:
-        """Return a chunk for each answer that names the role."""
+        """Return the first chunk of each choice, which carries the role."""
         return b"".join(self._frame(index, {"role": "assistant", "content": "", "refusal": None}) for index in self._open)
 
     def text(self, chunk: Chunk) -> bytes:
-        """Return a chunk of text, with the finish reason when it ends this answer while the request's other answers go on."""
+        """Return a chunk of text, with the finish reason if its choice ends while other choices of the request continue."""
         self._completion_tokens[chunk.index] = chunk.completion_tokens
         if chunk.index == 0:
             self._cached_tokens = min(chunk.cached_tokens, self._prompt_tokens)
@@ -131,7 +131,7 @@ class ChunkFramer:
         return self._frame(chunk.index, delta, logprobs=logprobs, finish_reason=chunk.finish_reason)
 
     def last(self, outcome: Outcome) -> bytes:
-        """Return the end of a successful stream: the finish reason of each answer still open, the usage if requested, and
+        """Return the end of a successful stream: the finish reason of each choice still open, the usage if requested, and
         `[DONE]`."""
         usage = outcome.usage
         self._cached_tokens = usage.cached_tokens
@@ -153,7 +153,7 @@ class ChunkFramer:
         return self._head + choice + b"]" + self._usage() + b"}\n\n"
 
     def _usage(self) -> bytes:
-        """Return the usage of all answers so far, if every chunk is to carry it."""
+        """Return the `usage` field of a chunk: the usage so far if every chunk carries it, null if only the last one does."""
         if self._continuous_usage:
             usage = Usage(
                 prompt_tokens=self._prompt_tokens,
@@ -164,12 +164,12 @@ class ChunkFramer:
         return b',"usage":null' if self._include_usage else b""
 
 
-class WholeAnswer:
-    """An answer that is not streamed, as it grows.
+class CompletionBuilder:
+    """Builds a completion that is not streamed from its chunks.
 
-    Log-probabilities are encoded as they arrive: many answers have millions of them. Kept as objects, scanned by the garbage
-    collector and encoded together at the end, they would hold up all streams of all tenants for seconds. For the same reason
-    the encoded parts, which are most of the body, are not joined at the end.
+    Log-probabilities, of which a request with many choices has millions, are encoded as they arrive. Kept as objects, scanned
+    by the garbage collector and encoded at the end, they would block all streams of all tenants for seconds. For the same
+    reason the encoded parts, which are most of the body, are not joined at the end.
     """
 
     def __init__(self, num_answers: int, *, logprobs: bool) -> None:
@@ -178,17 +178,17 @@ class WholeAnswer:
         self._token_bytes = 0
 
     def add(self, chunk: Chunk) -> None:
-        """Add what a chunk says."""
+        """Add a chunk."""
         self._texts[chunk.index].append(chunk.text)
         if self._tokens is not None and chunk.logprobs:
-            encoded = encode(_tokens(chunk.logprobs))[1:-1]
+            encoded = encode(_token_logprobs(chunk.logprobs))[1:-1]
             self._tokens[chunk.index].append(encoded)
             self._token_bytes += len(encoded)
 
     def body(
         self, *, request_id: str, created: int, model: str, outcome: Outcome, service_tier: str | None = None
     ) -> tuple[Iterable[bytes], int]:
-        """Return the body of a finished answer in parts, and its length in bytes."""
+        """Return the body of the finished completion in parts, and its length in bytes."""
         frame = encode(
             ChatCompletion(
                 id=request_id,
@@ -215,11 +215,12 @@ class WholeAnswer:
 
 
 def _with_tokens(between: Sequence[bytes], tokens: Sequence[Sequence[bytes]]) -> Iterator[bytes]:
-    """Yield the text `between` the answers' tokens and, in between, each answer's `tokens`, separated by commas."""
-    for before, own in zip(between, tokens, strict=False):
+    """Yield the parts of the body `between` the choices' log-probabilities and, after each, those of one choice, separated by
+    commas."""
+    for before, encoded in zip(between, tokens, strict=False):
         yield before
-        for place, token in enumerate(own):
-            if place:
+        for index, token in enumerate(encoded):
+            if index:
                 yield b","
             yield token
     yield between[-1]
