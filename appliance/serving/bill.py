@@ -132,13 +132,13 @@ class Bill:
     async def _write(self, settlement: Settlement, answers: Sequence[Answer]) -> None:
         usage = settlement.usage
         try:
-            await self._ledger.settle(settlement, self._reservation.recorded)
+            await self._ledger.settle(settlement, self._reservation.mark_recorded)
         except LedgerBroken:  # which has counted what the books are short of
             log.exception("usage record was refused", request_id=self._live.id)
         except Exception:  # owned task: the metric is what shows that the books are short
             log.exception("usage record could not be written", request_id=self._live.id)
             self._metrics.unrecorded(usage.total_tokens)
-            self._reservation.recorded()
+            self._reservation.mark_recorded()
         if self._submitted:
             self._model.engine.figures.balance.closed(
                 generated_tokens=sum(answer.generated_tokens for answer in answers),

@@ -152,7 +152,7 @@ class Generations:
             reservation.void()  # another price came into force while it waited
 
     def _note_overlooked(self, reservation: Reservation) -> None:
-        for decision in reservation.overlooked:
+        for decision in reservation.shadow_refusals:
             self._metrics.overlooked(decision.scope, decision.kind)
 
     def abort(self, request_id: str, *, access: Access) -> LiveRequest:
