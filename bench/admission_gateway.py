@@ -65,7 +65,7 @@ class NoReservation:
 
     tokens_reserved = 0
     basis_points = 10_000
-    overlooked: tuple[()] = ()
+    shadow_refusals: tuple[()] = ()
 
     def __init__(self, request: AdmissionRequest) -> None:
         self.request = request
@@ -80,7 +80,7 @@ class NoReservation:
     def record_progress(self, *_counts: int) -> None:
         """Do nothing."""
 
-    def recorded(self) -> None:
+    def mark_recorded(self) -> None:
         """Do nothing."""
 
 

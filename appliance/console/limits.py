@@ -71,7 +71,7 @@ async def _period_levels(
 
 def _levels(services: Services, owner: Owner, limits: Limits) -> list[Level]:
     """Return the limits per minute and on concurrency. Usage beyond a limit shows as full."""
-    taken, levels = services.admission.taken(owner), []
+    taken, levels = services.admission.in_use(owner), []
     if (tokens := limits.tokens_per_minute) is not None:
         levels.append(_level("Tokens per minute", min(taken.get("tokens", 0), tokens), tokens))
     if (requests := limits.requests_per_minute) is not None:

@@ -132,13 +132,13 @@ class Bill:
     async def _write(self, settlement: Settlement, answers: Sequence[Answer]) -> None:
         usage = settlement.usage
         try:
-            await self._ledger.settle(settlement, self._reservation.recorded)
+            await self._ledger.settle(settlement, self._reservation.mark_recorded)
         except LedgerBroken:  # the ledger has counted these tokens as unrecorded
             log.exception("usage record was refused", request_id=self._live.id)
         except Exception:  # owned task: the metric shows that the ledger lacks these tokens
             log.exception("usage record could not be written", request_id=self._live.id)
             self._metrics.unrecorded(usage.total_tokens)
-            self._reservation.recorded()
+            self._reservation.mark_recorded()
         if self._submitted:
             self._model.engine.stats.reconciliation.note_settled(
                 generated_tokens=sum(answer.generated_tokens for answer in answers),

@@ -8,7 +8,7 @@ from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
 from appliance.metering.limits.admission import Admission, Forecast
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.queue import known_wait_s
+from appliance.metering.limits.queue import exact_wait_s
 from appliance.metering.limits.refusals import not_priced, refusal
 from appliance.metering.prices import PriceBook
 from appliance.serving.model_registry import ModelRegistry, ServedModel, model_not_found
@@ -136,7 +136,7 @@ class DryRuns:
 def _wait_s(forecast: Forecast) -> float | None:
     if any(decision.wait_s is None for decision in forecast.refusals):
         return None
-    known = known_wait_s(forecast.refusals)
+    known = exact_wait_s(forecast.refusals)
     return known or max((decision.wait_s or 0.0 for decision in forecast.refusals), default=0.0)
 
 

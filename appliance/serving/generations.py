@@ -152,7 +152,7 @@ class Generations:
             reservation.void()  # the price changed while the request waited: admit it again
 
     def _note_overlooked(self, reservation: Reservation) -> None:
-        for decision in reservation.overlooked:
+        for decision in reservation.shadow_refusals:
             self._metrics.overlooked(decision.scope, decision.kind)
 
     def abort(self, request_id: str, *, access: Access) -> LiveRequest:

@@ -128,7 +128,7 @@ async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int)
         reservation.void()
     for allowance in admission._allowances.values():
         assert (allowance.running, allowance._windows.day.reserved, allowance._windows.month.reserved) == (0, 0, 0)
-        assert allowance._windows.day.used >= allowance._windows.day.shadowed >= 0
+        assert allowance._windows.day.used >= allowance._windows.day.shadow_used >= 0
         assert allowance._windows.month.live == 0
 
 
@@ -151,7 +151,7 @@ async def _wait_as_told(
 def _check_running(admission: Admission, live: list[tuple[Principal, Reservation]]) -> None:
     for owner, allowance in admission._allowances.items():
         holds = [hold for _, each in live for hold in each.holds if hold.allowance is allowance]
-        assert allowance.running == sum(not hold.overlooked for hold in holds), owner
+        assert allowance.running == sum(not hold.is_shadow_refused for hold in holds), owner
 
 
 def _waits_for_others(refused: Refused) -> bool:
@@ -171,7 +171,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
     chance = random.Random(seed)
     clock = FakeClock()
     alarms = FakeTimer(clock)
-    admission = utc_admission(clock, EmptySums(), later=alarms.call_later)
+    admission = utc_admission(clock, EmptySums(), call_later=alarms.call_later)
     bob = principal(Limits(tokens_per_minute=600, requests_per_minute=30, concurrent_requests=4))
     keys = [dataclasses.replace(bob.key, id=f"key {n}", limits=Limits(tokens_per_minute=300)) for n in range(3)]
     admitted: list[tuple[int, float, int]] = []  # arrival, time, tokens
@@ -199,7 +199,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
     await asyncio.gather(*tasks)
 
     assert admission.waiting == []
-    assert not admission._queue._lines
+    assert not admission._queue._queues
     assert num_running(admission, bob.tenant.id) == 0
     for first, (_, since_s, _) in enumerate(admitted):
         total = 0

@@ -17,7 +17,7 @@ from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.saved_levels import Levels, LimitLevels, find
+from appliance.metering.limits.saved_levels import Levels, LimitLevels, read_levels
 from appliance.metering.limits.sums import SavedLevel
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
 from appliance.tenancy.principals import Limits, Principal
@@ -263,7 +263,7 @@ async def test_a_level_of_a_limit_for_one_model_is_not_taken_for_that_of_all(dat
     source = SimpleNamespace(unsaved_levels=lambda: saved)
     await LimitLevels(database, source).save()
     async with database.reading() as connection:
-        assert await find(connection, owners) == saved
+        assert await read_levels(connection, owners) == saved
 
 
 def test_a_level_is_kept_to_the_last_unit() -> None:

@@ -61,7 +61,7 @@ async def utc_recover(database: Database, clock: Clock, current_epoch: str) -> i
 
 def num_running(admission: Admission, owner_id: str) -> int:
     """Return the number of requests of a tenant or key that hold a reservation."""
-    return sum(admission.taken(Owner(scope, owner_id)).get("concurrency", 0) for scope in ("tenant", "key"))
+    return sum(admission.in_use(Owner(scope, owner_id)).get("concurrency", 0) for scope in ("tenant", "key"))
 
 
 def euro_prices(database: Database, clock: Clock) -> PriceBook:

@@ -27,7 +27,7 @@ class Queue:
 
     def __init__(self, clock: FakeClock, **options: Any) -> None:
         self.alarms = FakeTimer(clock)
-        self.admission = utc_admission(clock, EmptySums(), later=self.alarms.call_later, **options)
+        self.admission = utc_admission(clock, EmptySums(), call_later=self.alarms.call_later, **options)
         self._tasks: list[asyncio.Task[Reservation]] = []
         self._failures: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self._failures.append(context))
@@ -54,7 +54,7 @@ class Queue:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         assert self.admission.waiting == []
-        assert not self.admission._queue._lines, "somebody was left in a line"
+        assert not self.admission._queue._queues, "somebody was left in a line"
         assert self._failures == []
 
 

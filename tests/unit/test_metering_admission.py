@@ -87,8 +87,8 @@ async def test_a_refusal_consumes_nothing(admission: Admission, tenant: Limits, 
         with pytest.raises(Refused):
             await admit(admission, bob)
     assert num_running(admission, bob.tenant.id) == num_running(admission, bob.key.id) == 0
-    assert not any(admission.taken(Owner("tenant", bob.tenant.id)).values())
-    assert not any(admission.taken(Owner("key", bob.key.id)).values())
+    assert not any(admission.in_use(Owner("tenant", bob.tenant.id)).values())
+    assert not any(admission.in_use(Owner("key", bob.key.id)).values())
     unlimited = dataclasses.replace(bob, key=dataclasses.replace(bob.key, limits=Limits()))
     for _ in range(5):
         await admit(admission, unlimited)
@@ -162,7 +162,7 @@ async def test_a_look_at_limits_that_have_changed_changes_none(admission: Admiss
     unlimited = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits()))
 
     assert admission.snapshot(unlimited) == before
-    assert admission.taken(Owner("tenant", bob.tenant.id)) == {"tokens": 11, "concurrency": 1}
+    assert admission.in_use(Owner("tenant", bob.tenant.id)) == {"tokens": 11, "concurrency": 1}
     assert running.record_progress(0, 30)
 
 
@@ -262,13 +262,13 @@ async def test_levels_are_to_be_saved_once_after_a_request_began_and_ended_and_a
     assert unsaved() == kinds
     assert unsaved() == {}
 
-    admission.save_again([bobs])
+    admission.mark_unsaved([bobs])
     assert list(unsaved()) == [bobs]
 
     running.settle(5)
     assert unsaved() == kinds
     assert unsaved() == {}
-    admission.save_again(kinds)
+    admission.mark_unsaved(kinds)
     assert unsaved() == kinds
 
 
@@ -277,7 +277,7 @@ async def test_of_an_owner_that_nobody_has_asked_for_the_limits_are_whole(admiss
     state = admission.snapshot(bob).tokens
     assert state is not None
     assert (state.limit, state.remaining, state.reset_s) == (100, 100, 0.0)
-    assert admission.taken(Owner("tenant", bob.tenant.id)) == {}
+    assert admission.in_use(Owner("tenant", bob.tenant.id)) == {}
 
 
 async def test_settling_corrects_the_bucket_at_once(admission: Admission) -> None:

@@ -48,11 +48,11 @@ def break_step(queue: Queue, step: str, monkeypatch: pytest.MonkeyPatch) -> None
     if step == "the attempt":
         monkeypatch.setattr(admission, "_try", failing(admission._try, lambda asked, *_more: asked.prompt_tokens == 7))
     elif step == "the estimate":
-        monkeypatch.setattr(admission._live, "estimate", failing(admission._live.estimate))
+        monkeypatch.setattr(admission._running, "estimate", failing(admission._running.estimate))
     else:
         lines = admission._queue
-        for_seven = failing(lines._join_lines, lambda waiter, _refusals: waiter.request.prompt_tokens == 7)
-        monkeypatch.setattr(lines, "_join_lines", for_seven)
+        for_seven = failing(lines._join_queues, lambda waiter, _refusals: waiter.request.prompt_tokens == 7)
+        monkeypatch.setattr(lines, "_join_queues", for_seven)
 
 
 @pytest.mark.parametrize("step", ["the attempt", "the estimate", "the lines"])
@@ -91,14 +91,14 @@ async def test_what_was_taken_for_a_request_that_a_bug_then_keeps_from_it_is_put
     bob = principal(TWO)
     running = [await queue.ask(bob, 1) for _ in range(2)]
     first, second = await queue.ask(bob, 7), await queue.ask(bob, 1)
-    leave, failures = AdmissionQueue._leave_line, [BugError()]
+    leave, failures = AdmissionQueue._leave_queue, [BugError()]
 
     def leave_once(lines: AdmissionQueue, waiter: Waiter, allowance: Allowance) -> None:
         if failures:
             raise failures.pop()
         leave(lines, waiter, allowance)
 
-    monkeypatch.setattr(AdmissionQueue, "_leave_line", leave_once)
+    monkeypatch.setattr(AdmissionQueue, "_leave_queue", leave_once)
     running[0].result().settle(1)
     await queue.alarms.settle()
     assert isinstance(first.exception(), BugError)
@@ -120,17 +120,17 @@ async def test_a_wait_that_ends_by_a_bug_is_counted_as_such(clock: FakeClock, mo
     await queue.close()
 
 
-@pytest.mark.parametrize("broken", ["take", "the second bucket", "join"])
+@pytest.mark.parametrize("broken", ["take", "the second bucket", "adopt"])
 async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     limits = Limits(concurrent_requests=2, tokens_per_minute=60, requests_per_minute=60, tokens_per_day=100)
     bob, policy = principal(limits, limits), ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=START)
     (await queue.ask(bob, 10, policy=policy)).result().void()
     allowances = list(queue.admission._allowances.values())
     assert [allowance.owner.scope for allowance in allowances] == ["tenant", "key", "model"]
-    before, at = [allowance.taken(queue.admission._moment()) for allowance in allowances], queue.admission._moment()
+    before, at = [allowance.in_use(queue.admission._moment()) for allowance in allowances], queue.admission._moment()
     with monkeypatch.context() as bug:
-        if broken == "join":  # without the policy the model's limits do not hold, but what uses it counts there
-            bug.setattr(Allowance, "join", failing(Allowance.join))
+        if broken == "adopt":  # without the policy the model's limits do not hold, but what uses it counts there
+            bug.setattr(Allowance, "adopt", failing(Allowance.adopt))
             failed = await queue.ask(bob, 10)
         else:
             last = allowances[-1]
@@ -138,6 +138,6 @@ async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatc
             bug.setattr(kind, "take", failing(kind.take, lambda self, *_given: self is its))
             failed = await queue.ask(bob, 10, policy=policy)
     assert isinstance(failed.exception(), BugError)
-    assert [allowance.taken(at) for allowance in allowances] == before
+    assert [allowance.in_use(at) for allowance in allowances] == before
     for tokens in (50, 10):
         (await queue.ask(bob, tokens, policy=policy)).result()

@@ -13,7 +13,7 @@ import pytest
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
 from appliance.metering.limits import queue as admission_queue
 from appliance.metering.limits.allowances import Ahead
-from appliance.metering.limits.line import Line
+from appliance.metering.limits.waiter_queue import WaiterQueue
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Person
@@ -101,8 +101,8 @@ async def test_what_never_fits_one_limit_does_not_wait_for_another(queue: Queue)
 
 async def test_what_is_planned_on_the_event_loop_can_be_called_off() -> None:
     called: list[str] = []
-    alarm = admission_queue.on_the_loop(0.0, lambda: called.append("cancelled"))
-    admission_queue.on_the_loop(0.0, lambda: called.append("kept"))
+    alarm = admission_queue.call_on_loop(0.0, lambda: called.append("cancelled"))
+    admission_queue.call_on_loop(0.0, lambda: called.append("kept"))
     alarm.cancel()
     await asyncio.sleep(0.001)
     assert called == ["kept"]
@@ -402,7 +402,7 @@ async def test_a_queue_in_which_nothing_moves_leaves_the_event_loop_alone(
 
 
 async def test_a_line_has_an_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_queue, "LINE_MAX", 2)
+    monkeypatch.setattr(admission_queue, "WAITERS_PER_QUEUE_MAX", 2)
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
     waiting = [await queue.ask(bob, 1) for _ in range(3)]
@@ -413,7 +413,7 @@ async def test_a_line_has_an_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
 async def test_a_tenant_of_many_keys_that_fills_all_places_keeps_nobody_else_from_waiting(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission_queue, "WAITING_MAX", 6)
+    monkeypatch.setattr(admission_queue, "WAITERS_MAX", 6)
     one = Limits(concurrent_requests=1)
     hog, bob, charlie = principal(), principal(one), principal(one)
     keys = [with_key(hog, f"key {number}", one) for number in range(4)]
@@ -430,7 +430,7 @@ async def test_a_tenant_of_many_keys_that_fills_all_places_keeps_nobody_else_fro
 async def test_a_tenant_that_fills_the_line_of_a_model_keeps_nobody_else_from_waiting(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission_queue, "LINE_MAX", 4)
+    monkeypatch.setattr(admission_queue, "WAITERS_PER_QUEUE_MAX", 4)
     policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=60), limit_mode="enforce", updated_at=START)
     hog, bob = principal(), principal()
     await queue.ask(hog, 60, policy=policy)
@@ -519,20 +519,20 @@ async def test_who_waited_while_limits_of_its_model_came_counts_against_them(que
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_stands_before_a_place_in_a_line_is_the_sum_over_it(seed: int) -> None:
-    draw, line, standing = random.Random(seed), Line[str](), dict[int, tuple[int, bool]]()
+    draw, line, standing = random.Random(seed), WaiterQueue[str](), dict[int, tuple[int, bool]]()
     for _ in range(400):
-        seq, tokens, for_window = draw.randrange(30), draw.randrange(100), draw.random() < 0.2
+        seq, tokens, wants_window = draw.randrange(30), draw.randrange(100), draw.random() < 0.2
         if draw.random() < 0.4 and standing:
             gone = draw.choice(sorted(standing))
             line.leave(gone)
             del standing[gone]
         else:
-            line.join(seq, f"who {seq}", tokens, for_window=for_window)
-            standing[seq] = (tokens, for_window)
+            line.join(seq, f"who {seq}", tokens, wants_window=wants_window)
+            standing[seq] = (tokens, wants_window)
         for asked in (seq, None):
             before = [need for each, need in sorted(standing.items()) if asked is None or each < asked]
             expected = Ahead(
-                requests=len(before), tokens=sum(need[0] for need in before), for_window=any(need[1] for need in before)
+                requests=len(before), tokens=sum(need[0] for need in before), wants_window=any(need[1] for need in before)
             )
             assert line.ahead(asked) == expected
         assert list(line) == [f"who {each}" for each in sorted(standing)]
@@ -568,15 +568,15 @@ async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
 ) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
-    waiting = [await queue.ask(bob, 1) for _ in range(admission_queue.LINE_MAX)]
+    waiting = [await queue.ask(bob, 1) for _ in range(admission_queue.WAITERS_PER_QUEUE_MAX)]
     tries = Tries(queue, monkeypatch)
-    for task in waiting[: admission_queue.LINE_MAX // 2]:
+    for task in waiting[: admission_queue.WAITERS_PER_QUEUE_MAX // 2]:
         task.cancel()
     for _ in range(40):
         await asyncio.sleep(0)
     tries.stop()
-    assert len(queue.admission.waiting) == admission_queue.LINE_MAX // 2
-    assert tries.num <= admission_queue.LINE_MAX, "everybody was tried again for each who left"
+    assert len(queue.admission.waiting) == admission_queue.WAITERS_PER_QUEUE_MAX // 2
+    assert tries.num <= admission_queue.WAITERS_PER_QUEUE_MAX, "everybody was tried again for each who left"
     assert tries.most <= admission_queue.TRIES_PER_TURN, "others wait while a whole line is tried"
 
 
@@ -601,7 +601,7 @@ async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room
 ) -> None:
     bob = principal(Limits(concurrent_requests=200))
     running = [await queue.ask(bob, 1) for _ in range(200)]
-    waiting = [await queue.ask(bob, 1) for _ in range(admission_queue.LINE_MAX)]
+    waiting = [await queue.ask(bob, 1) for _ in range(admission_queue.WAITERS_PER_QUEUE_MAX)]
     tries = Tries(queue, monkeypatch)
     for task in running:
         task.result().settle(1)
@@ -609,5 +609,5 @@ async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room
         await asyncio.sleep(0)
     tries.stop()
     assert [task.done() for task in waiting] == [True] * 200 + [False] * 56, "in the order of arrival"
-    assert tries.num <= 3 * admission_queue.LINE_MAX
+    assert tries.num <= 3 * admission_queue.WAITERS_PER_QUEUE_MAX
     assert tries.most <= admission_queue.TRIES_PER_TURN

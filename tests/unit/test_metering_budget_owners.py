@@ -354,7 +354,7 @@ async def test_a_sweep_tells_of_more_than_it_writes_at_once_and_the_next_writes_
 
 
 async def test_more_owners_than_a_statement_names_are_summed_all_the_same(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_sums, "NAMED_MAX", 0)
+    monkeypatch.setattr(owner_sums, "IN_LIST_MAX", 0)
     await box.limit("key", monthly_budget=10 * UNIT)
     await box.spender.spend(box.charlie, 100)
     await box.spender.spend(box.bob, 7)

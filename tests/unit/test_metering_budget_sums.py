@@ -12,7 +12,7 @@ from appliance.base.db import Database
 from appliance.metering.alerts.budgets import used_query
 from appliance.metering.alerts.plans import Period, Plan
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.limits.owner_sums import NAMED_MAX, sums_query
+from appliance.metering.limits.owner_sums import IN_LIST_MAX, sums_query
 from appliance.metering.limits.owners import ALL_TENANTS, LimitScope, Owner
 from tests.support.clock import START
 
@@ -58,7 +58,7 @@ def test_the_days_of_a_month_are_those_of_the_billing_zone() -> None:
 
 @pytest.mark.parametrize("scope", ["tenant", "key", "model"])
 def test_of_more_owners_than_a_statement_may_name_none_is_named(scope: LimitScope) -> None:
-    owners = [Owner(scope, f"{number}", f"{number}" if scope == "model" else None) for number in range(NAMED_MAX + 1)]
+    owners = [Owner(scope, f"{number}", f"{number}" if scope == "model" else None) for number in range(IN_LIST_MAX + 1)]
     for some, is_named in ((owners[1:], True), (owners, False)):
         compiled = sums_query(some, [START]).compile(compile_kwargs={"render_postcompile": True})
         assert ("500" in compiled.params.values()) is is_named

@@ -118,11 +118,11 @@ async def test_what_a_limit_in_shadow_mode_would_refuse_is_served_and_takes_noth
     large = await admit(admission, bob, 5000, policy=shadow)
     small = await admit(admission, bob, 10, policy=shadow)
 
-    assert first.overlooked == small.overlooked == []
-    assert {(each.scope, each.kind) for each in large.overlooked} == {(scope, "tokens"), (scope, "tokens_per_day")}
+    assert first.shadow_refusals == small.shadow_refusals == []
+    assert {(each.scope, each.kind) for each in large.shadow_refusals} == {(scope, "tokens"), (scope, "tokens_per_day")}
     large.settle(5000)
     small.void()
-    assert (await admit(admission, bob, 10, policy=shadow)).overlooked == []
+    assert (await admit(admission, bob, 10, policy=shadow)).shadow_refusals == []
     assert admission.snapshot(bob, "demo").tokens is None, "what refuses nobody is not told"
 
 
@@ -130,7 +130,7 @@ async def test_what_has_room_in_a_limit_in_shadow_mode_takes_of_it(admission: Ad
     bob = principal()
     for tokens, overlooked in ((60, []), (60, ["tokens"]), (40, []), (1, ["tokens"])):
         made = await admit(admission, bob, tokens, policy=policy("shadow", tokens_per_minute=100))
-        assert [decision.kind for decision in made.overlooked] == overlooked
+        assert [decision.kind for decision in made.shadow_refusals] == overlooked
 
 
 async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(admission: Admission) -> None:
@@ -147,7 +147,7 @@ async def test_when_the_mode_becomes_enforce_what_was_spent_counts_of_the_day(ad
     (await admit(admission, bob, 90)).settle(90)
     overlooked = await admit(admission, bob, 500)
     overlooked.settle(500)
-    assert (await admit(admission, bob, 10)).overlooked == []
+    assert (await admit(admission, bob, 10)).shadow_refusals == []
     with pytest.raises(RateLimitExceeded, match="tokens per day"):
         await admit(admission, with_tenant(bob, limit_mode="enforce"), 1)
 
@@ -312,7 +312,7 @@ async def test_what_a_running_request_has_cost_counts_only_while_a_spent_budget_
     first, second = [await admit(admission, hard, 10, cost=price(), policy=shared) for _ in range(2)]
     assert not first.record_progress(0, 10), "10 + 3 · 10"
     assert second.record_progress(0, 25), "10 + 3 · 25"
-    first.hold_to_budget(False)
+    first.set_cut_at_budget(False)
     assert not second.record_progress(0, 25), "what the first has cost is forgotten until it ends"
     first.settle(20)
     assert second.record_progress(0, 25)
@@ -338,10 +338,10 @@ async def test_what_runs_already_counts_in_a_budget_that_is_new(admission: Admis
 async def test_in_shadow_mode_what_was_overlooked_uses_no_budget_up(admission: Admission) -> None:
     shared = policy("shadow", monthly_budget=100)
     overlooked = await admit(admission, principal(), 101, cost=price(), policy=shared)
-    assert [decision.kind for decision in overlooked.overlooked] == ["budget"]
+    assert [decision.kind for decision in overlooked.shadow_refusals] == ["budget"]
     overlooked.settle(101)
     admitted = await admit(admission, principal(), 100, cost=price(), policy=shared)
-    assert not admitted.overlooked
+    assert not admitted.shadow_refusals
 
 
 async def test_what_was_overlooked_in_one_currency_gives_no_room_in_another(admission: Admission) -> None:
@@ -350,7 +350,7 @@ async def test_what_was_overlooked_in_one_currency_gives_no_room_in_another(admi
     (await admit(admission, bob, 60, cost=in_dollars)).settle(60)
     (await admit(admission, bob, 101, cost=price())).settle(101)
     with_dollars = with_tenant(bob, currency="USD")
-    assert (await admit(admission, with_dollars, 41, cost=in_dollars)).overlooked
+    assert (await admit(admission, with_dollars, 41, cost=in_dollars)).shadow_refusals
 
 
 async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_says(admission: Admission) -> None:
@@ -371,10 +371,10 @@ async def test_a_budget_that_is_not_hard_ends_no_request_and_what_has_ended_is_i
     soft, shared = principal(), policy(monthly_budget=100)
     running, ended = [await admit(admission, soft, 10, cost=price(), policy=shared) for _ in range(2)]
     assert not running.record_progress(0, 100)
-    ended.hold_to_budget(True)
+    ended.set_cut_at_budget(True)
     ended.settle(10)
     assert not ended.record_progress(0, 100)
-    running.hold_to_budget(True)
+    running.set_cut_at_budget(True)
     assert not running.record_progress(0, 26), "10 of the other, 10 + 3 · 26"
     assert running.record_progress(0, 27)
 

@@ -16,7 +16,7 @@ from appliance.metering.limits import output_estimates
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.ledger_sums import OUTPUTS_READ_MAX, outputs_query
-from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN, Lengths
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN, AnswerLengths
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, Person
@@ -159,7 +159,7 @@ async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_r
             (await admit(admission, who)).settle(5 + 40)
     (await admit(admission, charlie)).settle(5 + 40)
     (await admit(admission, eve)).void()  # bob is the oldest, but runs; then dora
-    assert admission.output_estimates.pairs == 3
+    assert admission.output_estimates.num_pairs == 3
     assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
     assert (await admit(admission, dora)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
     running.settle(5 + 40)
@@ -180,9 +180,9 @@ async def test_of_a_key_that_was_forgotten_before_its_history_was_read_none_is_r
 
 @pytest.mark.parametrize(("begin", "guess"), [(5, 40), (6, EXPECTED_OUTPUT_TOKENS)])
 def test_a_running_answer_is_expected_to_be_short_while_nine_are_known_for_each(begin: int, guess: int) -> None:
-    lengths = Lengths(START)
-    lengths.remember([40] * 45)
-    assert lengths.guess(begin) == guess
+    lengths = AnswerLengths(START)
+    lengths.prepend([40] * 45)
+    assert lengths.estimate(begin) == guess
 
 
 async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
@@ -199,7 +199,7 @@ async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
         (await admit(admission, who)).void()
     first.settle(5 + 40)
     (await waiting).settle(5 + 40)
-    assert admission.output_estimates.pairs <= 2
+    assert admission.output_estimates.num_pairs <= 2
 
 
 async def test_a_shutdown_waits_for_no_history(clock: FakeClock) -> None:

@@ -11,7 +11,7 @@ from appliance.base.errors import RateLimitExceeded
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.running import WAIT_S_MAX, WAIT_S_MIN
+from appliance.metering.limits.running_requests import WAIT_S_MAX, WAIT_S_MIN
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
@@ -141,13 +141,13 @@ class Looks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at: list[Reservation] = []
-        plain = Reservation.token_s
+        plain = Reservation.seconds_per_token
 
-        def token_s(reservation: Reservation, now_s: float) -> float | None:
+        def seconds_per_token(reservation: Reservation, now_s: float) -> float | None:
             self.at.append(reservation)
             return plain(reservation, now_s)
 
-        monkeypatch.setattr(Reservation, "token_s", token_s)
+        monkeypatch.setattr(Reservation, "seconds_per_token", seconds_per_token)
 
 
 @pytest.mark.parametrize("limits", [Limits(concurrent_requests=30), Limits(tokens_per_day=30 * 110)])

@@ -269,13 +269,13 @@ async def test_whoever_reads_the_ledger_is_told_of_what_ended_and_is_not_recorde
     settle = box.ledger.settle
 
     async def settle_seen(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
-        told.append(list(box.admission._first_reads._ended))
+        told.append(list(box.admission._loader._ended))
         await settle(settlement, on_recorded)
 
     monkeypatch.setattr(box.ledger, "settle", settle_seen)
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
-    await poll_until(lambda: not box.admission._first_reads._ended)
+    await poll_until(lambda: not box.admission._loader._ended)
     assert told == [[generation.request_id]]
 
 

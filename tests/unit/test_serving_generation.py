@@ -679,4 +679,4 @@ async def test_usage_that_even_the_last_attempt_cannot_record_is_counted(
     assert await box.generations.drain(5.0)
 
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" not in box.metrics.render().decode()
-    assert not box.admission._first_reads._ended, "no read of the ledger waits for the record"
+    assert not box.admission._loader._ended, "no read of the ledger waits for the record"

@@ -32,7 +32,7 @@ from appliance.metering.alerts.plans import Period, Plan, read_plans
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rollups import SETTLED, join_sum
-from appliance.metering.limits.owner_sums import days_of_month, spread, sums_query
+from appliance.metering.limits.owner_sums import days_of_month, rows_by_owner, sums_query
 from appliance.metering.limits.owners import Owner, owners_of
 
 PERIODS_MAX = 64  # of one owner: late events may belong to other months and days than today's
@@ -206,7 +206,7 @@ def _used_by(connection: Connection, calendar: BillingCalendar, period: Period, 
     """Return how much each owner of `plans` has used in `period` that counts against its limit, by one query."""
     used: Counter[Owner] = Counter()
     rows = connection.execute(used_query(calendar, period, plans)) if plans else ()
-    for owner, row in spread(rows, plans):
+    for owner, row in rows_by_owner(rows, plans):
         cost_picos = join_sum(row.high, row.low)
         used[owner] += plans[owner].counted(period.kind, int(row.tokens), cost_picos, row.currency)
     return used

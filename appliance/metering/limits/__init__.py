@@ -1,23 +1,23 @@
-"""Whether a request may begin: buckets, windows and queues in memory, decided all or nothing. Knows no engine and no HTTP.
+"""Admission control: token buckets, windows and wait queues in memory, checked all or nothing. Knows no engine and no HTTP.
 
     Admission.admit(request)
-      rules_for       which limits hold for the request, and whose they are
-      first_reads     of owners that nobody has asked for since the start: what the ledger says they have used
-      needs_of        what it asks of each owner: its prompt, and the output that is expected
-      Allowance       one owner's buckets and windows: does any of them refuse?
-        no  ─► take ─► Reservation ─► record_progress … ─► settle or void ─► whoever waits for what is given back tries again
-        yes ─► queue.wait, where its tier lets it wait that long, else the error that refusals.py makes
+      rules_for         which limits apply to the request, and their owners
+      AllowanceLoader   for owners not seen since the start: their past usage, from the ledger
+      needs_of          what the request needs from each owner: its prompt, and the expected output
+      Allowance         one owner's buckets and windows: does any of them refuse?
+        no  ─► take ─► Reservation ─► record_progress … ─► settle or void ─► wakes requests that wait for what is released
+        yes ─► AdmissionQueue.wait, if its tier allows a wait that long, else the error made by refusals.py
 
 Read them in this order. Each module imports only from lines above its own, or from its own:
 
-    owners, admission_request, rules: whose limits, what a request is to them, and which hold for it
-    decisions, refusals: what one limit says to a request, and how its client is told
-    windows, token_bucket: a day and a month that are counted in, and tokens per minute as exact arithmetic
-    output_estimates, sums: what is known beforehand, of answers to come and of an owner whom nobody has asked for yet
-    allowances, needs: what one owner has left: check, take, hold; and what a request asks of each
-    reservations, running: what a request holds until it ends, and when those that run will probably have ended
-    line, queue: who waits for room instead of being refused, and in which order
-    owner_sums, saved_levels, ledger_sums: the database: sums by day, buckets that a restart must not forget, events since
-    first_reads: owners that are new, in a few reads for all who wait for one
-    rate_limits, admission: what is left, for headers; and all of it put together
+    owners, admission_request, rules: owners of limits, a request as admission sees it, and which limits apply to it
+    decisions, refusals: a limit's decision on a request, and the error for the client
+    windows, token_bucket: usage of a day and a month, and tokens per minute in exact arithmetic
+    output_estimates, sums: expected answer lengths, and the past usage of an owner
+    allowances, needs: what one owner has left: check, take, hold; and what a request needs from each owner
+    reservations, running_requests: what a request holds until it ends, and when running requests will probably end
+    waiter_queue, queue: requests that wait for room instead of being refused, in order
+    owner_sums, saved_levels, ledger_sums: the database: daily sums, bucket levels that survive a restart, recent events
+    allowance_loader: loads new owners in a few batched reads
+    rate_limits, admission: what is left, for headers; and the whole put together
 """

@@ -1,7 +1,7 @@
-"""Whether a request may begin: all limits of its tenant, key and model at once, all or nothing. Knows no engine and no HTTP.
+"""Admission control: checks a request against all limits of its tenant, key and model, all or nothing. No engine, no HTTP.
 
-Between the check and the taking there is no `await`, so in one event loop nothing can come between. What is reserved is the
-prompt, which is known exactly, and the output that is to be expected; the expectation never changes the request itself.
+Check and reservation are atomic: there is no `await` between them, and everything runs in one event loop. A request reserves
+its prompt, whose length is known exactly, and its expected output; the estimate never changes the request itself.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from appliance.base.clock import Clock
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.allowance_loader import AllowanceLoader
 from appliance.metering.limits.allowances import Allowance, Hold
 from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
-from appliance.metering.limits.first_reads import FirstReads
 from appliance.metering.limits.needs import Needs, needs_of
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
 from appliance.metering.limits.queue import (
     AdmissionQueue,
-    Later,
+    CallLater,
     Refusals,
     Waiter,
     WaitObserver,
+    call_on_loop,
     may_wait,
-    on_the_loop,
 )
 from appliance.metering.limits.rate_limits import RateLimitState, rate_limit_state
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import rules_for
-from appliance.metering.limits.running import Running
+from appliance.metering.limits.running_requests import RunningRequests
 from appliance.metering.limits.saved_levels import Levels
 from appliance.metering.limits.sums import SavedLevel, SumsReader
 from appliance.metering.limits.windows import Moment
@@ -43,7 +43,7 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What would happen to a request now: what each limit says, the tokens to be reserved, and whether it would wait."""
+    """Result of a dry run: each limit's decision, the tokens that would be reserved, and whether the request would wait."""
 
     decisions: Sequence[LimitDecision]
     tokens: int
@@ -51,13 +51,13 @@ class Forecast:
 
     @property
     def refusals(self) -> list[LimitDecision]:
-        """Return what refuses; limits in shadow mode refuse nobody."""
+        """Return the refusing decisions, without those of limits in shadow mode."""
         return [decision for decision in self.decisions if not decision.allowed and decision.mode != SHADOW]
 
 
 class Admission:
-    """Guards the limits of every tenant, key and model. Belongs to one event loop. A tenant without a currency of its own has
-    its budget in `currency`, as have models."""
+    """Enforces the limits of every tenant, key and model. Belongs to one event loop. Budgets of models, and of tenants without
+    a currency of their own, are in `currency`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Admission:
         *,
         currency: str,
         calendar: BillingCalendar,
-        later: Later = on_the_loop,
+        call_later: CallLater = call_on_loop,
         waits: WaitObserver | None = None,
     ) -> None:
         self._clock = clock
@@ -74,29 +74,29 @@ class Admission:
         self._calendar = calendar
         self._allowances: dict[Owner, Allowance] = {}
         self.output_estimates = OutputEstimates(sums, clock)
-        self._live = Running(self._moment)
+        self._running = RunningRequests(self._moment)
         self._unsaved: set[Allowance] = set()
-        self._queue = AdmissionQueue(clock, later=later, observer=waits)
-        self._first_reads = FirstReads(sums, self._allowances, self._live, self._moment)
+        self._queue = AdmissionQueue(clock, call_later=call_later, observer=waits)
+        self._loader = AllowanceLoader(sums, self._allowances, self._running, self._moment)
         self._today: Moment | None = None
 
     async def admit(self, request: AdmissionRequest, wait_s: float = 0.0) -> Reservation:
-        """Return what was reserved for the request, which must be settled or voided once.
+        """Return the request's reservation, which must be settled or voided exactly once.
 
-        Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was taken. After `retry_after_s` of the
-        latter every limit that refused has room again, if nobody else takes it. If that is within `wait_s`, the request waits
-        for it instead; a caller that is cancelled meanwhile takes nothing.
+        Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was reserved. After `retry_after_s` of the
+        latter, every limit that refused has room again unless others have used it. If that is within `wait_s`, the request
+        waits instead; a caller that is cancelled meanwhile reserves nothing.
         """
         allowances = await self._allowances_of(request)
-        # No await from here to the taking.
+        # No await between this check and the reservation.
         needs = needs_of(request, allowances, self.output_estimates)
-        answer = self._try(request, needs)
-        if isinstance(answer, Reservation):
-            return answer
-        if not may_wait(answer.decisions, wait_s) or not self._queue.has_room(answer, request.tenant_id):
-            raise answer.error
-        tokens = {allowance: need.expected.tokens for allowance, need in needs.each.items()}
-        return await self._queue.wait(request, answer, tokens, lambda waiter: self._try(request, needs, waiter), wait_s)
+        result = self._try(request, needs)
+        if isinstance(result, Reservation):
+            return result
+        if not may_wait(result.decisions, wait_s) or not self._queue.has_room(result, request.tenant_id):
+            raise result.error
+        tokens = {allowance: need.expected.tokens for allowance, need in needs.by_allowance.items()}
+        return await self._queue.wait(request, result, tokens, lambda waiter: self._try(request, needs, waiter), wait_s)
 
     @property
     def waiting(self) -> list[AdmissionRequest]:
@@ -104,15 +104,15 @@ class Admission:
         return self._queue.waiting
 
     def reconfigure(self, principals: Mapping[str, Principal], policies: Mapping[str, ModelPolicy]) -> None:
-        """Hold those who wait or run to the limits as they are now. Who waits tries again: a limit may be raised, or lowered
-        below what they need. `principals` are by the id of the key, `policies` by model. A limit that has had no request yet
-        counts from the next one on."""
+        """Apply changed limits to waiting and running requests. Waiting requests try again, since a limit may have been raised,
+        or lowered below their need. `principals` are by key id, `policies` by model. Allowances that are not loaded yet take
+        their limits from the next request."""
         at, touched = self._moment(), set()
-        for running in self._live:
+        for running in self._running:
             if (principal := principals.get(running.request.key_id)) is not None:
-                running.hold_to_budget(principal.tenant.cut_at_budget)
+                running.set_cut_at_budget(principal.tenant.cut_at_budget)
         waiting = {(request.key_id, request.model) for request in self._queue.waiting}
-        for key_id, model in waiting | {(running.request.key_id, running.request.model) for running in self._live}:
+        for key_id, model in waiting | {(running.request.key_id, running.request.model) for running in self._running}:
             principal = principals.get(key_id)
             if principal is None:
                 continue
@@ -128,44 +128,44 @@ class Admission:
         self._queue.wake(touched)
 
     async def forecast(self, request: AdmissionRequest, wait_s: float = 0.0) -> Forecast:
-        """Return what every limit would say now, and what would come of it with a patience of `wait_s`. Takes nothing."""
+        """Return every limit's decision on a request sent now, and whether it would wait up to `wait_s`. Reserves nothing."""
         allowances = await self._allowances_of(request)
         needs = needs_of(request, allowances, self.output_estimates)
         at = self._moment()
         decisions = [
-            self._live.estimate(allowance, decision)
-            for allowance, need in needs.each.items()
+            self._running.estimate(allowance, decision)
+            for allowance, need in needs.by_allowance.items()
             for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
         ]
-        made = Forecast(decisions=decisions, tokens=needs.common.expected.tokens, would_wait=False)
-        return replace(made, would_wait=bool(made.refusals) and may_wait(made.refusals, wait_s))
+        forecast = Forecast(decisions=decisions, tokens=needs.enforced.expected.tokens, would_wait=False)
+        return replace(forecast, would_wait=bool(forecast.refusals) and may_wait(forecast.refusals, wait_s))
 
     def correct(self, correction: UsageEvent) -> None:
-        """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
-        self._first_reads.corrected(correction)
+        """Count a correction that has just been committed, and retry the requests that wait for what it returns."""
+        self._loader.note_correction(correction)
         owners = owners_of(correction.tenant_id, correction.key_id, correction.model)
-        known = [self._allowances[owner] for owner in owners if owner in self._allowances]
-        for allowance in known:
+        loaded = [self._allowances[owner] for owner in owners if owner in self._allowances]
+        for allowance in loaded:
             allowance.correct(correction)
-        self._queue.wake(known)
+        self._queue.wake(loaded)
 
     def start(self) -> None:
-        """Begin to read how long earlier answers were."""
+        """Start reading the lengths of earlier answers in the background."""
         self.output_estimates.start()
 
     async def stop(self) -> None:
-        """End what reads the ledger."""
+        """Stop the tasks that read the ledger."""
         await self.output_estimates.stop()
-        await self._first_reads.stop()
+        await self._loader.stop()
 
     def refuse_waiting(self, error: Exception) -> None:
-        """Tell every request that waits for room that nothing will come."""
+        """End every wait for room with `error`."""
         self._queue.refuse_all(error)
 
     def snapshot(self, principal: Principal, model: str | None = None) -> RateLimitState:
-        """Return the state for the x-ratelimit headers: of limits that refuse. Changes nothing and reads no database.
+        """Return the state for the x-ratelimit headers, over enforced limits only. Changes nothing and reads no database.
 
-        Limits of a principal may have been changed since it was read: of owners that are known those count that hold now.
+        The principal's limits may have changed since it was read: loaded allowances report their current ones.
         """
         at = self._moment()
         found: list[tuple[Allowance | None, Limits]] = []
@@ -179,14 +179,14 @@ class Admission:
             found += [(shared, shared.limits)] if shared.enforces else []
         return rate_limit_state(found, at)
 
-    def taken(self, owner: Owner) -> Mapping[LimitKind, int]:
-        """Return what is taken of each limit per minute and of concurrent requests, whatever they are by now; of limits that
-        never were, nothing is known. Changes nothing and reads no database."""
+    def in_use(self, owner: Owner) -> Mapping[LimitKind, int]:
+        """Return how much of each limit per minute that was ever set, and of concurrency, an owner has in use; empty if it is
+        not loaded. Changes nothing and reads no database."""
         allowance = self._allowances.get(owner)
-        return {} if allowance is None else allowance.taken(self._moment())
+        return {} if allowance is None else allowance.in_use(self._moment())
 
     def unsaved_levels(self) -> Levels:
-        """Return the levels of buckets that changed since the last call."""
+        """Return the levels of the buckets that changed since the last call."""
         changed, self._unsaved = self._unsaved, set()
         at = self._moment()
         return {
@@ -197,71 +197,71 @@ class Admission:
             for allowance in changed
         }
 
-    def save_again(self, owners: Iterable[Owner]) -> None:
-        """Hear that the levels of these owners could not be saved."""
+    def mark_unsaved(self, owners: Iterable[Owner]) -> None:
+        """Return the levels of these owners again at the next call: they could not be saved."""
         self._unsaved |= {self._allowances[owner] for owner in owners}
 
     async def _allowances_of(self, request: AdmissionRequest) -> list[Allowance]:
-        """Return the allowances that hold for a request, as the limits are now. Of new ones the ledger is read once."""
+        """Return the allowances that apply to a request, with current limits. New ones are first loaded from the ledger."""
         rules = rules_for(request.principal, request.model, request.policy, self._currency)
         self.output_estimates.lengths_of(request.key_id, request.model)
         for rule in rules:
             if rule.owner not in self._allowances:
-                await self._first_reads.ensure_known(rules)
+                await self._loader.ensure_loaded(rules)
                 break
         at = self._moment()
         allowances = [self._allowances[rule.owner] for rule in rules]
         for rule, allowance in zip(rules, allowances, strict=True):
             allowance.bill_in(rule.currency)
             allowance.configure(rule.limits, rule.mode, at)
-        for beside in self._beside(request, allowances):
-            beside.configure(NO_LIMITS, beside.mode, at)  # it had limits of its own for the model
+        for other in self._other_allowances(request, allowances):
+            other.configure(NO_LIMITS, other.mode, at)  # its own limits for this model were removed
         return allowances
 
-    def _beside(self, request: AdmissionRequest, allowances: Collection[Allowance]) -> list[Allowance]:
-        """Return what a request counts against beside the `allowances` whose limits hold for it: whose limits have gone, and
-        may come back, and whose came while it waited."""
-        known = map(self._allowances.get, owners_of(request.tenant_id, request.key_id, request.model))
-        return [allowance for allowance in known if allowance is not None and allowance not in allowances]
+    def _other_allowances(self, request: AdmissionRequest, allowances: Collection[Allowance]) -> list[Allowance]:
+        """Return the loaded allowances that a request counts towards although their limits do not apply to it: limits that were
+        removed and may be set again, or that were set while it waited."""
+        loaded = map(self._allowances.get, owners_of(request.tenant_id, request.key_id, request.model))
+        return [allowance for allowance in loaded if allowance is not None and allowance not in allowances]
 
     def _try(self, request: AdmissionRequest, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
-        """Reserve in every allowance, or in none and return why not. Who waits already comes before whoever comes now."""
+        """Reserve in every allowance, or in none and return why. A new request (`waiter` None) leaves room for all waiters."""
         at = self._moment()
         refused: list[tuple[Allowance, LimitDecision]] = []
-        overlooked: dict[Allowance, list[LimitDecision]] = {}
-        for allowance, need in needs.each.items():
+        shadow_refusals: dict[Allowance, list[LimitDecision]] = {}
+        for allowance, need in needs.by_allowance.items():
             refusals = allowance.refusals(need, at, self._queue.ahead(allowance, waiter))
             if allowance.enforces:
                 refused += [(allowance, decision) for decision in refusals]
             elif refusals:
-                overlooked[allowance] = refusals
+                shadow_refusals[allowance] = refusals
         if refused:
-            return Refusals(by=refused, estimate=self._live.estimate)
+            return Refusals(by=refused, estimate=self._running.estimate)
         reservation = Reservation(
             request,
-            needs.common,
-            self._take(request, needs, overlooked, at),
+            needs.enforced,
+            self._take(request, needs, shadow_refusals.keys(), at),
             admitted_at=at.now,
             moment=self._moment,
             on_end=self._ended,
-            on_recorded=self._first_reads.recorded,
-            overlooked=[decision for each in overlooked.values() for decision in each],
+            on_recorded=self._loader.note_recorded,
+            shadow_refusals=[decision for refusals in shadow_refusals.values() for decision in refusals],
             cut_at_budget=request.principal.tenant.cut_at_budget,
         )
-        self._live.add(reservation)
-        self.output_estimates.began(request)
-        self._unsaved.update(needs.each)
+        self._running.add(reservation)
+        self.output_estimates.note_started(request)
+        self._unsaved.update(needs.by_allowance)
         return reservation
 
-    def _take(self, request: AdmissionRequest, needs: Needs, overlooked: Collection[Allowance], at: Moment) -> list[Hold]:
-        """Return what the request now holds of every allowance that it counts against. A bug in one leaves nothing taken."""
+    def _take(self, request: AdmissionRequest, needs: Needs, shadow_refusing: Collection[Allowance], at: Moment) -> list[Hold]:
+        """Take from every allowance that the request counts towards. On an unexpected error, everything is given back."""
         holds: list[Hold] = []
         try:
-            for allowance, need in needs.each.items():
-                holds.append(allowance.overlook(at) if allowance in overlooked else allowance.take(need, at))
-            for beside in self._beside(request, needs.each):
-                beside.enter(at)
-                holds.append(beside.join(needs.common, at.day))
+            for allowance, need in needs.by_allowance.items():
+                holds.append(allowance.shadow_hold(at) if allowance in shadow_refusing else allowance.take(need, at))
+            for other in self._other_allowances(request, needs.by_allowance):
+                other.enter(at)
+                holds.append(other.adopt(needs.enforced, at.day))
         except Exception:
             for hold in holds:
                 hold.void(at.monotonic_s)
@@ -269,15 +269,15 @@ class Admission:
         return holds
 
     def _ended(self, reservation: Reservation, output_tokens: int) -> None:
-        self._live.discard(reservation)
-        self._first_reads.ended(reservation)
+        self._running.discard(reservation)
+        self._loader.note_ended(reservation)
         allowances = [hold.allowance for hold in reservation.holds]
         self._unsaved.update(allowances)
-        self.output_estimates.ended(reservation.request, output_tokens)
+        self.output_estimates.note_ended(reservation.request, output_tokens)
         self._queue.wake(allowances)
 
     def _moment(self) -> Moment:
-        """Return both readings of the clock. The calendar is asked once a day."""
+        """Read both clocks. The calendar is computed once a day."""
         now, today = self._clock.now(), self._today
         if today is None or not today.now <= now < today.next_day_start:
             today = self._today = Moment(

@@ -1,4 +1,4 @@
-"""A request as limits see it: who asks for how much of which model, and what that costs. Values only."""
+"""A request as admission sees it: tenant and key, model, token counts and cost. Values only."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Principal
 
 SERVICE_TIERS = ("auto", "default", "flex")
-"""What a request may ask for. `flex` is batch work: cheaper, and served when nothing more urgent waits."""
+"""Values of the request field `service_tier`. `flex` is batch work: cheaper, and served when nothing more urgent waits."""
 
 
 def is_batch_work(service_tier: object) -> bool:
-    """Return whether a service tier, one of SERVICE_TIERS, is that of batch work. Raises InvalidValue."""
+    """Return whether `service_tier`, one of SERVICE_TIERS, requests batch work. Raises InvalidValue."""
     return check_choice(service_tier, "service_tier", SERVICE_TIERS) == "flex"
 
 
 class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for `cached_property`
     """A request as admission sees it, and what it costs.
 
-    `max_output_tokens` is what was asked for; `output_room` is how long the answer may get, which differs when nothing was
-    asked for: then it is the rest of the model's context. Both are of one answer, of which there are `answers`. `batch` work
-    pays the batch share of the price.
+    `max_output_tokens` is the requested maximum, None if there is none; `output_room` is the longest possible answer, without a
+    requested maximum the rest of the model's context. Both are per answer; the request has `answers` of them. `batch` work pays
+    the batch share of the price.
     """
 
     principal: Principal
@@ -44,26 +44,26 @@ class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  #
 
     @property
     def tenant_id(self) -> str:
-        """Return whose request it is."""
+        """Return the id of the request's tenant."""
         return self.principal.tenant.id
 
     @property
     def key_id(self) -> str:
-        """Return by which key it was sent."""
+        """Return the id of the key that sent it."""
         return self.principal.key.id
 
     @property
     def currency(self) -> str | None:
-        """Return what its cost is in."""
+        """Return the currency of its cost, None without a price."""
         return None if self.price is None else self.price.currency
 
     @cached_property
     def rate(self) -> Rate | None:
-        """Return what its tenant pays for its tokens."""
+        """Return the unit prices that its tenant pays, None without a price."""
         return None if self.price is None else self.price.rate(self.principal.tenant.tier, batch=self.batch)
 
     def cost(self, cached_tokens: int, completion_tokens: int, *, rejected_tokens: int = 0, prompt: int | None = None) -> int:
-        """Return the cost in pico-units; without a price there is none. `prompt` None is the whole prompt."""
+        """Return the cost in pico-units, 0 without a price. `prompt` None is the whole prompt."""
         if self.rate is None:
             return 0
         prompt_tokens = self.prompt_tokens if prompt is None else prompt
@@ -75,5 +75,5 @@ class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  #
         )
 
     def cost_at_most(self, completion_tokens: int) -> int:
-        """Return the cost in pico-units, however much of the prompt is in the cache, and without guesses of speculation."""
+        """Return the highest cost in pico-units for any share of cached prompt, without rejected speculative tokens."""
         return max(self.cost(0, completion_tokens), self.cost(self.prompt_tokens, completion_tokens))

@@ -1,4 +1,4 @@
-"""What one owner of limits has left of each of them, in memory. Nothing here awaits: check and take are one step."""
+"""Allowance: what one owner has left of each of its limits, in memory. Nothing here awaits, so check and take are atomic."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from appliance.metering.limits.token_bucket import MICROS_PER_S, Take, TokenBuck
 from appliance.metering.limits.windows import Moment, Window, Windows
 from appliance.tenancy.principals import Limits
 
-RUNNING_RETRY_S = 1.0  # the least a client is told where only running requests are in the way: nobody knows when they end
+RUNNING_RETRY_S = 1.0  # shortest `retry-after` when only running requests are in the way: their end is unknown
 
 
 class Amount(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens, and what they cost."""
+    """Tokens and their cost."""
 
     tokens: int
     cost_picos: int
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request asks for: what is to be expected of it, and the `worst` case, in which the answer takes all its room.
+    """What one request needs: the `expected` amount, and the `worst` case, an answer of the maximum length.
 
-    Buckets per minute hold the expected tokens: a surprise is a debt that time repays. Time repays neither a day's tokens
-    nor a month's money, so of these the worst case is held, or all that is left: at most one request overruns such a limit.
+    Buckets per minute reserve the expected tokens: a longer answer becomes a debt, which the refill repays. Nothing repays a
+    day's tokens or a month's money, so these reserve the worst case, or all that is left: at most one request exceeds such a
+    limit.
     """
 
     expected: Amount
@@ -40,21 +41,21 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ahead(msgspec.Struct, frozen=True, kw_only=True):
-    """What the waiters ahead of a request will take first: how many they are, and their tokens. `for_window`: one of them waits
-    for a day's or a month's limit, and will hold all that it can get of it."""
+    """What the waiters ahead of a request will take first: their number and tokens. `wants_window`: one of them waits for a
+    daily or monthly limit, and will reserve all that it can get of it."""
 
     requests: int = 0
     tokens: int = 0
-    for_window: bool = False
+    wants_window: bool = False
 
 
 NOTHING_AHEAD = Ahead()
 
 
 class Allowance:
-    """Buckets, windows and running requests of one owner. A limit that is None is not counted against.
+    """Buckets, windows and running requests of one owner. A limit of None is not enforced.
 
-    Costs count in `currency` alone: a budget is one sum, and amounts in two currencies have none.
+    Only costs in `currency` count towards the budget: amounts in different currencies cannot be added.
     """
 
     def __init__(self, owner: Owner, currency: str, at: Moment) -> None:
@@ -65,14 +66,14 @@ class Allowance:
         self.mode = "enforce"
         self.tokens: TokenBucket | None = None
         self.requests: TokenBucket | None = None
-        self.buckets: dict[LimitKind, TokenBucket] = {}  # also of limits that were taken away: they may come back
+        self.buckets: dict[LimitKind, TokenBucket] = {}  # also those of removed limits, which may be set again
         self._windows = Windows(at)
-        self._begun_s = at.monotonic_s
+        self._created_s = at.monotonic_s
         self._recent: Sequence[tuple[float, int]] = ()
         self._through_posting = 0
 
-    def remember(self, sums: PeriodSums, at: Moment) -> None:
-        """Take over what earlier processes have counted. Called once, before the first request."""
+    def restore(self, sums: PeriodSums, at: Moment) -> None:
+        """Restore the usage recorded by earlier processes. Called once, before the first request."""
         day, month = self._windows.enter(at)
         day.used += sums.tokens_today
         month.used += sums.cost_month_picos
@@ -85,39 +86,39 @@ class Allowance:
                 bucket.charge(units, _monotonic_at(moment, at))
 
     def correct(self, correction: UsageEvent) -> None:
-        """Count a correction in its day and its month, unless the sums that we began with include it. Its minute is over, so
-        no bucket changes."""
+        """Count a correction in its day and month, unless the restored sums include it. Its minute is over, so no bucket
+        changes."""
         if (correction.posting or 0) <= self._through_posting:
             return
         tokens = correction.prompt_tokens + correction.completion_tokens
-        self.count(Amount(tokens=tokens, cost_picos=correction.cost_picos), correction.currency, correction.billing_day)
+        self.add_usage(Amount(tokens=tokens, cost_picos=correction.cost_picos), correction.currency, correction.billing_day)
 
-    def count(self, used: Amount, currency: str | None, billing_day: date) -> None:
-        """Count usage of `billing_day` in that day and its month, where they are still kept."""
+    def add_usage(self, used: Amount, currency: str | None, billing_day: date) -> None:
+        """Add usage of `billing_day` to that day and its month, if they are still kept."""
         day, month = self._windows.find(billing_day)
         if day is not None:
             day.used += used.tokens
         if month is not None:
-            self.spend(month, used.cost_picos, currency)
+            self.add_cost(month, used.cost_picos, currency)
 
-    def spend(self, month: Window, cost_picos: int, currency: str | None) -> None:
-        """Count a cost in a month, separately if it is in another currency."""
+    def add_cost(self, month: Window, cost_picos: int, currency: str | None) -> None:
+        """Add a cost to a month; costs in other currencies are kept apart."""
         if currency is None or currency == self.currency:
             month.used += cost_picos
         else:
             month.others[currency] = month.others.get(currency, 0) + cost_picos
 
     def bill_in(self, currency: str) -> None:
-        """Count costs in `currency` from now on, earlier ones included, and those in the former currency no longer."""
+        """Switch the budget to `currency`: costs in it count, earlier ones included; those in the former one no longer do."""
         if currency == self.currency:
             return
         for month in self._windows.months:
             month.others[self.currency], month.used = month.used, month.others.pop(currency, 0)
-            month.shadowed = 0
+            month.shadow_used = 0
         self.currency = currency
 
     def configure(self, limits: Limits, mode: str, at: Moment) -> None:
-        """Adopt the limits as they are now; what was used counts against the new ones."""
+        """Apply current limits; earlier usage counts towards them."""
         self.mode = mode
         if limits is self.limits:
             return
@@ -126,30 +127,30 @@ class Allowance:
         self.requests = self._resized("requests", limits.requests_per_minute, at.monotonic_s, requests)
         self.limits = limits
 
-    def taken(self, at: Moment) -> dict[LimitKind, int]:
-        """Return what is taken of each limit per minute that was ever set, debts included, and how many requests run."""
+    def in_use(self, at: Moment) -> dict[LimitKind, int]:
+        """Return how much of each limit per minute that was ever set is in use, debts included, and how many requests run."""
         buckets = {kind: bucket.capacity - bucket.level(at.monotonic_s) for kind, bucket in self.buckets.items()}
         return {**buckets, "concurrency": self.running}
 
     @property
     def enforces(self) -> bool:
-        """Return whether a refusal refuses."""
+        """Return whether refusals are enforced: not in shadow mode."""
         return self.mode != SHADOW
 
     def enter(self, at: Moment) -> None:
-        """Make the day and the month of `at` the current ones."""
+        """Make the day and month of `at` current."""
         self._windows.enter(at)
 
     def refusals(self, need: Need, at: Moment, ahead: Ahead = NOTHING_AHEAD) -> list[LimitDecision]:
-        """Return the decisions of the limits that refuse `need`; none of them changes anything."""
+        """Return the decisions of the limits that refuse `need`. Changes nothing."""
         if ahead is NOTHING_AHEAD and self._has_plenty(need, at):
             return []
         return [decision for decision in self.decisions(need, at, ahead) if not decision.allowed]
 
     def _has_plenty(self, need: Need, at: Moment) -> bool:
-        """Return whether certainly no limit refuses `need`: the quick check that almost every request passes.
+        """Return whether certainly no limit refuses `need`: a fast path for almost every request.
 
-        False means no more than that `decisions` must be asked.
+        False only means that `decisions` must be evaluated.
         """
         limits, tokens = self.limits, need.expected.tokens
         if limits.concurrent_requests is not None and self.running >= limits.concurrent_requests:
@@ -165,7 +166,7 @@ class Allowance:
         return budget is None or month.used + month.reserved + need.expected.cost_picos <= budget
 
     def decisions(self, need: Need, at: Moment, ahead: Ahead = NOTHING_AHEAD) -> Iterator[LimitDecision]:
-        """Yield what each limit says to `need`, after what those `ahead` will take."""
+        """Yield each limit's decision on `need`, leaving room for the waiters `ahead`."""
         limits = self.limits
         if limits.concurrent_requests is not None:
             yield self._concurrency(limits.concurrent_requests, ahead)
@@ -176,11 +177,11 @@ class Allowance:
         if limits.tokens_per_day is not None:
             yield self._per_day(limits.tokens_per_day, need.expected.tokens, at, ahead)
         if limits.monthly_budget is not None:
-            yield self._budget(limits.monthly_budget, self.counted(need.expected.cost_picos, need.currency), at, ahead)
+            yield self._budget(limits.monthly_budget, self.counted_cost(need.expected.cost_picos, need.currency), at, ahead)
 
     def take(self, need: Need, at: Moment) -> Hold:
-        """Take `need`. Call it only when `refusals` is empty and without an await in between. A bug leaves nothing taken."""
-        hold = self._hold(need, *self._windows.enter(at))
+        """Take `need`. Call it only when `refusals` is empty, without an await in between. When it raises, nothing is taken."""
+        hold = self._reserve(need, *self._windows.enter(at))
         try:
             if self.tokens is not None:
                 hold.tokens = self.tokens.take(need.expected.tokens, at.monotonic_s)
@@ -193,29 +194,29 @@ class Allowance:
             raise
         return hold
 
-    def join(self, need: Need, day: date) -> Hold:
-        """Count from now on a running request that was admitted on `day` without these limits: they were not known then, or do
-        not apply to it. Nothing is taken from the buckets, and a day or month that is not kept does not matter."""
+    def adopt(self, need: Need, day: date) -> Hold:
+        """Count a running request that was admitted on `day` without these limits: they were not loaded then, or do not apply
+        to it. Takes nothing from the buckets; a day or month that is not kept is ignored."""
         known_day, known_month = self._windows.find(day)
-        return self._hold(need, known_day or Window(day), known_month or Window(day.replace(day=1)))
+        return self._reserve(need, known_day or Window(day), known_month or Window(day.replace(day=1)))
 
-    def _hold(self, need: Need, day: Window, month: Window) -> Hold:
+    def _reserve(self, need: Need, day: Window, month: Window) -> Hold:
         held = Amount(
-            tokens=_held(need.worst.tokens, self.limits.tokens_per_day, day),
-            cost_picos=_held(self.counted(need.worst.cost_picos, need.currency), self._budget_picos, month),
+            tokens=_reservable(need.worst.tokens, self.limits.tokens_per_day, day),
+            cost_picos=_reservable(self.counted_cost(need.worst.cost_picos, need.currency), self._budget_picos, month),
         )
         day.reserved += held.tokens
         month.reserved += held.cost_picos
         self.running += 1
         return Hold(allowance=self, held=held, day=day, month=month)
 
-    def overlook(self, at: Moment) -> Hold:
-        """Return the hold of a request that only shadow mode let pass: nothing."""
+    def shadow_hold(self, at: Moment) -> Hold:
+        """Return an empty hold, for a request that these limits would have refused outside shadow mode."""
         day, month = self._windows.enter(at)
-        return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=month, overlooked=True)
+        return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=month, is_shadow_refused=True)
 
-    def spent(self, month: Window, at: Moment) -> bool:
-        """Return whether an enforced budget is used up by settled and running requests, if `month` is the current one."""
+    def is_budget_spent(self, month: Window, at: Moment) -> bool:
+        """Return whether settled and running requests have used up an enforced budget, if `month` is the current month."""
         budget = self._budget_picos
         if budget is None or not self.enforces:
             return False
@@ -225,19 +226,19 @@ class Allowance:
     def _budget_picos(self) -> int | None:
         return None if self.limits.monthly_budget is None else self.limits.monthly_budget * PICOS_PER_MICRO
 
-    def counted(self, cost_picos: int, currency: str | None) -> int:
-        """Return what a cost counts for here: in another currency, which was ours before, nothing."""
+    def counted_cost(self, cost_picos: int, currency: str | None) -> int:
+        """Return how much of a cost counts towards the budget: zero if it is in another currency, such as a former one."""
         return cost_picos if currency is None or currency == self.currency else 0
 
     def _resized(
         self, kind: LimitKind, capacity: int | None, now_s: float, recent: Sequence[tuple[float, int]]
     ) -> TokenBucket | None:
-        """Return the bucket for a limit of `capacity`. A new one remembers what an earlier process has admitted."""
+        """Return the bucket for a limit of `capacity`. A new one is charged with what an earlier process admitted."""
         if capacity is None:
             return None
         bucket = self.buckets.get(kind)
         if bucket is None:
-            bucket = self.buckets[kind] = TokenBucket(capacity, self._begun_s - RECENT.total_seconds())
+            bucket = self.buckets[kind] = TokenBucket(capacity, self._created_s - RECENT.total_seconds())
             for moment_s, count in recent:
                 bucket.charge(count, moment_s)
         bucket.resize(capacity, now_s)
@@ -246,13 +247,13 @@ class Allowance:
     def _concurrency(self, limit: int, ahead: Ahead) -> LimitDecision:
         allowed = self.running + ahead.requests < limit
         wait_s = None if limit < 1 else RUNNING_RETRY_S
-        return self._decide("concurrency", allowed, 1, limit, limit - self.running, wait_s, ahead=ahead)
+        return self._decision("concurrency", allowed, 1, limit, limit - self.running, wait_s, ahead=ahead)
 
     def _bucket(
         self, kind: LimitKind, bucket: TokenBucket, need: int, at: Moment, ahead_tokens: int, ahead: Ahead
     ) -> LimitDecision:
         wait_s = bucket.wait_s(need, at.monotonic_s, ahead=ahead_tokens)
-        return self._decide(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
+        return self._decision(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
 
     def _per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
         wait_s = None if need > limit else _until(at.next_day_start, at.now)
@@ -264,14 +265,14 @@ class Allowance:
     def _window(
         self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
     ) -> LimitDecision:
-        """Decide by what is used and held; `wait_s` is told where running requests could not give back enough."""
-        used = window.used if self.enforces else window.used - window.shadowed
+        """Decide by what is used and reserved; `wait_s` is for a refusal that the end of running requests cannot lift."""
+        used = window.used if self.enforces else window.used - window.shadow_used
         left = limit - used - window.reserved
-        allowed = need <= left and not ahead.for_window
+        allowed = need <= left and not ahead.wants_window
         held = not allowed and used + need <= limit
-        return self._decide(kind, allowed, need, limit, left, RUNNING_RETRY_S if held else wait_s, held=held, ahead=ahead)
+        return self._decision(kind, allowed, need, limit, left, RUNNING_RETRY_S if held else wait_s, held=held, ahead=ahead)
 
-    def _decide(
+    def _decision(
         self,
         kind: LimitKind,
         allowed: bool,
@@ -301,9 +302,10 @@ class Allowance:
 
 @dataclass(slots=True, kw_only=True)
 class Hold:
-    """What one request has taken from one allowance, from the very buckets and windows it was taken from.
+    """What one request has taken from one allowance; it is returned to the same buckets and windows.
 
-    `overlooked`: in shadow mode it would have been refused, so it takes nothing, and what it uses counts as such.
+    `is_shadow_refused`: limits in shadow mode would have refused it, so it takes nothing, and its usage counts as
+    `shadow_used`.
     """
 
     allowance: Allowance
@@ -312,30 +314,30 @@ class Hold:
     month: Window
     tokens: Take | None = None
     requests: Take | None = None
-    overlooked: bool = False
+    is_shadow_refused: bool = False
     live_picos: int = 0
 
     def record_cost(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
-        """Update what the running request has cost so far; return whether that used up the budget."""
-        if self.overlooked:
+        """Update the running request's cost so far; return whether the budget is used up."""
+        if self.is_shadow_refused:
             return False
-        cost_picos = self.allowance.counted(cost_picos, currency)
+        cost_picos = self.allowance.counted_cost(cost_picos, currency)
         self.month.live += cost_picos - self.live_picos
         self.live_picos = cost_picos
-        return self.allowance.spent(self.month, at)
+        return self.allowance.is_budget_spent(self.month, at)
 
     def forget_live(self) -> None:
-        """Stop counting what the running request has cost so far."""
+        """Stop counting the running request's cost so far."""
         self.month.live -= self.live_picos
         self.live_picos = 0
 
     def settle(self, used: Amount, currency: str | None, monotonic_s: float) -> None:
-        """Replace what was reserved by what was used."""
+        """Replace the reserved amount by the used one."""
         self.day.used += used.tokens
-        self.allowance.spend(self.month, used.cost_picos, currency)
-        if self.overlooked:
-            self.day.shadowed += used.tokens
-            self.month.shadowed += self.allowance.counted(used.cost_picos, currency)
+        self.allowance.add_cost(self.month, used.cost_picos, currency)
+        if self.is_shadow_refused:
+            self.day.shadow_used += used.tokens
+            self.month.shadow_used += self.allowance.counted_cost(used.cost_picos, currency)
             return
         self._release()
         if self.tokens is not None:
@@ -344,8 +346,8 @@ class Hold:
             self.requests.bucket.settle(self.requests, 1, monotonic_s)
 
     def void(self, monotonic_s: float) -> None:
-        """Put everything back, as if the request had never been."""
-        if self.overlooked:
+        """Give everything back, as if the request had never been admitted."""
+        if self.is_shadow_refused:
             return
         self._release()
         for take in (self.tokens, self.requests):
@@ -359,13 +361,13 @@ class Hold:
         self.forget_live()
 
 
-def _held(worst: int, limit: int | None, window: Window) -> int:
-    """Return what to hold of a window: the worst case, or all that is left of the limit."""
+def _reservable(worst: int, limit: int | None, window: Window) -> int:
+    """Return how much of a window to reserve: the worst case, or all that is left of the limit."""
     return worst if limit is None else min(worst, max(limit - window.used - window.reserved, 0))
 
 
 def _monotonic_at(moment: datetime, at: Moment) -> float:
-    """Return the reading of the monotonic clock at `moment`, which lies in the past, maybe before the clock began."""
+    """Convert a past `moment` to a reading of the monotonic clock, which may be negative."""
     return at.monotonic_s - max((at.now - moment).total_seconds(), 0.0)
 
 

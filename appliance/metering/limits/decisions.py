@@ -1,4 +1,4 @@
-"""What one limit says to one request. Values only: they are made in `allowances`, and told to clients in `refusals`."""
+"""The decision of one limit on one request. Values only: made in `allowances`, put into words for clients in `refusals`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ LimitKind = Literal["tokens", "requests", "concurrency", "tokens_per_day", "budg
 BUCKET_KINDS: tuple[LimitKind, ...] = ("tokens", "requests")
 WINDOW_KINDS: tuple[LimitKind, ...] = ("tokens_per_day", "budget")
 TOKEN_KINDS: tuple[LimitKind, ...] = ("tokens", "tokens_per_day")
-SHADOW = "shadow"  # the mode of limits that refuse nobody
+SHADOW = "shadow"  # limit mode: refusals are counted, not enforced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitDecision:
-    """What one limit says to one request: the error, the answer to "would it pass?" and the tests read nothing else.
+    """The decision of one limit on one request: the source of error messages and of the dry run's answer.
 
-    `wait_s` is None when waiting cannot help. Budgets are in pico-units of `currency`. `model` is None for a limit over all
-    models. In the mode `shadow` it refuses nobody. `held`: it refuses only because of what running requests hold, some of
-    which they may give back when they end. `ahead` requests wait before this one for the same limit.
+    `wait_s` is None when waiting cannot help. Amounts of a budget are in pico-units of `currency`. `model` is None for a limit
+    over all models. `held`: it refuses only because of what running requests have reserved, of which they may return a part
+    when they end. `ahead` is the number of requests that already wait for the same limit.
 
-    A wait is exact unless only running requests are in the way: nobody knows when they will end, so then it is `estimated`.
+    A wait is exact unless only running requests are in the way: their end is unknown, so it is `estimated`.
     """
 
     allowed: bool
@@ -41,5 +41,5 @@ class LimitDecision:
 
     @property
     def estimated(self) -> bool:
-        """Return whether `wait_s` is a guess about when running requests end."""
+        """Return whether `wait_s` is an estimate of when running requests end."""
         return not self.allowed and self.wait_s is not None and (self.held or self.kind == "concurrency")

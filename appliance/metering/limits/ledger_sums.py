@@ -1,4 +1,4 @@
-"""Reads from the ledger what owners of limits have used, and how long the answers of a key were. Decides nothing."""
+"""Reads from the ledger what owners of limits have used, and how long a key's recent answers were. Decides nothing."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from appliance.metering.ledger.rollups import SETTLED, join_sum
 from appliance.metering.limits import saved_levels
 from appliance.metering.limits.decisions import BUCKET_KINDS, LimitKind
 from appliance.metering.limits.output_estimates import OUTPUTS_KEPT
-from appliance.metering.limits.owner_sums import NAMED_MAX, days_of_month, spread, sums_query
+from appliance.metering.limits.owner_sums import IN_LIST_MAX, days_of_month, rows_by_owner, sums_query
 from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.sums import RECENT, PeriodSums, SavedLevel
 from appliance.metering.limits.windows import Moment
 
 RECENT_EVENTS_MAX = 20_000
 OUTPUTS_READ_MAX = 3 * OUTPUTS_KEPT
-SETTLING = timedelta(hours=1)  # a request that its deadline has ended is settled long before
+SETTLING = timedelta(hours=1)  # a request that reached its deadline is settled well within this time
 
 
 class LedgerSums:
-    """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies stand apart."""
+    """Reads daily sums, recent usage events and saved levels. Costs in other currencies are reported separately."""
 
     def __init__(self, db: Database, *, calendar: BillingCalendar, request_deadline_s: float) -> None:
         self._db = db
@@ -41,20 +41,20 @@ class LedgerSums:
     async def read(
         self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]] = tuple
     ) -> Mapping[Owner, PeriodSums]:
-        """Return the sums of settled events of each owner, of many with as many statements as of one.
+        """Return the sums of settled events of each owner; the number of statements does not depend on the number of owners.
 
-        A request belongs to the time of its admission.
+        A request counts at the time of its admission.
         """
         async with self._db.reading() as connection:
-            saved = await saved_levels.find(connection, currencies)
+            saved = await saved_levels.read_levels(connection, currencies)
             days, today = days_of_month(self._calendar, at.month), self._calendar.day_start(at.day)
             sums = (await connection.execute(sums_query(currencies, days, tokens_since=today))).all()
             through_posting = await counters.last_taken(connection, counters.POSTING)
             events = await _events(connection, {owner: self._needed(saved[owner], at) for owner in currencies})
-            counted = await _settled(connection, [*ended()])
+            included = await _settled(connection, [*ended()])
         tokens: Counter[Owner] = Counter()
         costs: dict[Owner, Counter[str]] = {owner: Counter() for owner in currencies}
-        for owner, row in spread(sums, currencies):
+        for owner, row in rows_by_owner(sums, currencies):
             tokens[owner] += int(row.tokens)
             costs[owner][row.currency] += join_sum(row.high, row.low)
         return {
@@ -62,8 +62,8 @@ class LedgerSums:
                 tokens_today=tokens[owner],
                 cost_month_picos=costs[owner].pop(currency, 0),
                 through_posting=through_posting,
-                counted=counted,
-                recent=() if _all_known(saved[owner]) else _last_minute(events[owner], at),
+                included=included,
+                recent=() if _all_saved(saved[owner]) else _last_minute(events[owner], at),
                 levels={kind: _level(kind, level, events[owner]) for kind, level in saved[owner].items()},
                 other_costs_picos=costs[owner],
             )
@@ -74,17 +74,17 @@ class LedgerSums:
         """Return the output tokens of the last requests of a key with a model, admitted `before`, at most OUTPUTS_KEPT, oldest
         first.
 
-        Of a request with several answers all of them count as one: how many there were is not in the ledger.
+        The answers of one request count as a single one: the ledger does not record how many there were.
         """
         async with self._db.reading() as connection:
             found = (await connection.execute(outputs_query(key_id, model, before))).scalars().all()
         return [int(tokens) for tokens in reversed(found)]
 
     def _needed(self, saved: Mapping[LimitKind, SavedLevel], at: Moment) -> Span:
-        """Return what levels that were saved then do not know of, and the last minute where a level was never saved."""
+        """Return the span of events after the saved levels, and of the last minute if a level was never saved."""
         moments = [level.saved_at for level in saved.values()]
         admitted = [moment - self._running_max for moment in moments]
-        if not _all_known(saved):
+        if not _all_saved(saved):
             moments.append(at.now - RECENT)
             admitted.append(at.now - RECENT)
         return Span(min(moments), min(admitted))
@@ -100,8 +100,7 @@ class Span(NamedTuple):
 def outputs_query(key_id: str, model: str, before: datetime) -> Select[Any]:
     """Return the query for the output of the last requests of a key with a model, admitted `before`, newest first.
 
-    However long its history is, only the last OUTPUTS_READ_MAX events of the key are looked at, by the index on key and
-    admission.
+    Only the key's last OUTPUTS_READ_MAX events are read, by the index on key and admission, however long its history is.
     """
     events = usage_events.c
     latest = select(events.model, events.kind, events.status, events.completion_tokens, events.admitted_at)
@@ -111,7 +110,7 @@ def outputs_query(key_id: str, model: str, before: datetime) -> Select[Any]:
     return query.where(last.completion_tokens > 0).order_by(last.admitted_at.desc()).limit(OUTPUTS_KEPT)
 
 
-def _all_known(saved: Mapping[LimitKind, SavedLevel]) -> bool:
+def _all_saved(saved: Mapping[LimitKind, SavedLevel]) -> bool:
     return len(saved) == len(BUCKET_KINDS)
 
 
@@ -125,11 +124,11 @@ def _level(kind: LimitKind, saved: SavedLevel, events: Sequence[Row[Any]]) -> Sa
 
 
 def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) -> Iterator[tuple[datetime, int]]:
-    """Yield what was used since a level was saved, at the moments at which a bucket that lives on would have been charged.
+    """Yield the charges since a level was saved, at the times at which a live bucket would have been charged.
 
-    What was admitted since counts at its admission as far as it was reserved, and the rest when it was settled. What ran when
-    the level was saved stands in it as reserved: if it took more, the rest counts; if it took less, the difference is not given
-    back, because it may have been given back before the level was saved.
+    A request admitted since is charged up to its reservation at its admission, and the rest at its settlement. A request that
+    was running when the level was saved is in it with its reservation: usage beyond that is charged; unused reservation is not
+    refunded, because it may have been refunded before the level was saved.
     """
     for event in events:
         if event.admitted_at >= saved_at:
@@ -141,24 +140,23 @@ def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) ->
 async def _settled(connection: AsyncConnection, requests: Sequence[str]) -> frozenset[str]:
     """Return which of these requests are settled."""
     found: set[str] = set()
-    for some in batched(requests, NAMED_MAX):
-        found.update((await connection.execute(settled_query(some))).scalars())
+    for batch in batched(requests, IN_LIST_MAX):
+        found.update((await connection.execute(settled_query(batch))).scalars())
     return frozenset(found)
 
 
 def settled_query(requests: Sequence[str]) -> Select[Any]:
-    """Return the query for which of these requests are settled, by the index on requests, which has `usage` as a literal."""
+    """Return the query for which of these requests are settled, by the partial index on request ids: hence the literal."""
     events = usage_events.c
     is_usage = events.kind == literal_column("'usage'")
     return select(events.request_id).where(is_usage, events.status.in_(SETTLED), events.request_id.in_(requests))
 
 
 async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> dict[Owner, list[Row[Any]]]:
-    """Return the settled requests of each owner in its span: of one with very many the latest RECENT_EVENTS_MAX."""
+    """Return the settled requests of each owner in its span, of one owner at most the latest RECENT_EVENTS_MAX."""
     rows = (await connection.execute(events_query(spans))).all()
     if len(rows) == RECENT_EVENTS_MAX and len(spans) > 1:
-        alone = [await _events(connection, {owner: span}) for owner, span in spans.items()]
-        return {owner: found for each in alone for owner, found in each.items()}
+        return {owner: (await _events(connection, {owner: span}))[owner] for owner, span in spans.items()}
     events: dict[Owner, list[Row[Any]]] = {owner: [] for owner in spans}
     for row in rows:
         for owner in owners_of(row.tenant_id, row.key_id, row.model):
@@ -168,12 +166,12 @@ async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> d
 
 
 def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
-    """Return the query for settled requests of `spans`, which has some: RECENT_EVENTS_MAX at most, of one owner the latest."""
+    """Return the query for the settled requests of `spans` (not empty), at most RECENT_EVENTS_MAX; of one owner the latest."""
     events = usage_events.c
     conditions = [
         and_(
             _owned_by(owner),
-            events.admitted_at >= span.admitted,  # beside what follows, so that an index on admission begins there
+            events.admitted_at >= span.admitted,  # implied by the next line, but lets an index on admission be used
             or_(events.admitted_at >= span.moment, events.settled_at >= span.moment),
         )
         for owner, span in spans.items()
@@ -192,7 +190,7 @@ def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
 
 
 def _owned_by(owner: Owner) -> ColumnElement[bool]:
-    """Return the condition on events of `owner`."""
+    """Return the condition that an event belongs to `owner`."""
     events = usage_events.c
     if owner.scope == "model":
         return events.model == owner.model

@@ -1,4 +1,4 @@
-"""What a request asks of each of its allowances: the prompt, which is known exactly, and the output that is expected."""
+"""What a request needs from each of its allowances: the prompt, whose length is known exactly, and the expected output."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from appliance.tenancy.principals import Limits
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks of each of its allowances; `common` is what it asks of all that refuse."""
+    """What a request needs from each of its allowances; `enforced` is its need from all those that are not in shadow mode."""
 
-    common: Need
-    each: Mapping[Allowance, Need]
+    enforced: Need
+    by_allowance: Mapping[Allowance, Need]
 
 
 def needs_of(request: AdmissionRequest, allowances: Sequence[Allowance], estimates: OutputEstimates) -> Needs:
-    """Return what is asked of each of `allowances`. It differs where a guess is cut to the room that limits leave: limits in
-    shadow mode cut it for themselves alone."""
-    enforced = [allowance.limits for allowance in allowances if allowance.enforces]
-    common = _need(request, _room(enforced), estimates)
+    """Return the need from each of `allowances`. They differ where the output estimate is cut to the room that limits leave:
+    limits in shadow mode cut it only for themselves."""
+    limits = [allowance.limits for allowance in allowances if allowance.enforces]
+    enforced = _need(request, _smallest_token_limit(limits), estimates)
     return Needs(
-        common=common,
-        each={
-            allowance: common if allowance.enforces else _need(request, _room([*enforced, allowance.limits]), estimates)
+        enforced=enforced,
+        by_allowance={
+            allowance: enforced
+            if allowance.enforces
+            else _need(request, _smallest_token_limit([*limits, allowance.limits]), estimates)
             for allowance in allowances
         },
     )
 
 
-def _need(request: AdmissionRequest, room: float, estimates: OutputEstimates) -> Need:
-    room_each = (room - request.prompt_tokens) / request.answers
-    each = estimates.output(request, room_each)
-    expected = request.answers * each
-    longest = request.answers * max(each, request.max_output_tokens or 0, request.output_room or 0)
+def _need(request: AdmissionRequest, limit: float, estimates: OutputEstimates) -> Need:
+    room_per_answer = (limit - request.prompt_tokens) / request.answers
+    per_answer = estimates.estimate_output(request, room_per_answer)
+    expected = request.answers * per_answer
+    longest = request.answers * max(per_answer, request.max_output_tokens or 0, request.output_room or 0)
     return Need(
         expected=Amount(tokens=request.prompt_tokens + expected, cost_picos=request.cost(0, expected)),
         worst=Amount(tokens=request.prompt_tokens + longest, cost_picos=request.cost_at_most(longest)),
@@ -46,7 +48,6 @@ def _need(request: AdmissionRequest, room: float, estimates: OutputEstimates) ->
     )
 
 
-def _room(limits: Sequence[Limits]) -> float:
-    """Return the smallest limit in tokens."""
-    sizes = [size for each in limits for size in (each.tokens_per_minute, each.tokens_per_day) if size is not None]
+def _smallest_token_limit(all_limits: Sequence[Limits]) -> float:
+    sizes = [size for limits in all_limits for size in (limits.tokens_per_minute, limits.tokens_per_day) if size is not None]
     return min(sizes, default=math.inf)

@@ -1,4 +1,4 @@
-"""Whose limits: a tenant's or a key's, over all models or for one, or those of a model over all tenants. Values only."""
+"""Owners of limits: a tenant or a key, over all models or for one, or a model over all tenants. Values only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 LimitScope = Literal["tenant", "key", "model"]
 
-ALL_TENANTS = "model"  # stands where an id would, for the limits of a model over all tenants
+ALL_TENANTS = "model"  # `Owner.id` for the limits of a model over all tenants
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Whose limits: of a tenant or key over all models or for one, or of a model over all tenants. `id` is then ALL_TENANTS."""
+    """Owner of limits. `model` is None over all models; for a model over all tenants, `id` is ALL_TENANTS."""
 
     scope: LimitScope
     id: str
@@ -20,7 +20,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def owners_of(tenant_id: str, key_id: str, model: str) -> tuple[Owner, ...]:
-    """Return everybody whose limits the use of a model counts against, if he has any."""
+    """Return every owner whose limits, if it has any, a request of this key for this model counts towards."""
     return (
         Owner("tenant", tenant_id),
         Owner("tenant", tenant_id, model),

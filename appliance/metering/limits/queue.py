@@ -1,14 +1,13 @@
-"""Requests that wait a moment for room instead of being refused. Knows lines and time; what room is, `attempt` decides.
+"""Queues of refused requests that wait for room: one FIFO queue per owner of limits. Whether there is room, `attempt` decides.
 
-    ask ─► refused, but room comes in time ─► in the line of every owner that refused it ─► admitted, all limits at once
-                                                 │                                     └─► its patience is over: refused
-                                                 └─ everybody behind it leaves room for what those before it need
+    refused, but the wait is short enough ─► joins the queue of every refusing owner ─► admitted by all limits at once
+                                                                                     └─► timed out: refused
 
-A line is first come, first served: nobody takes what a waiter ahead of it needs. A request that its tenant or key refused
-stays in that line until it is admitted or gives up, so that nobody behind it uses up this limit while it waits for another. In
-the line of a model, which all tenants share, it stands only while the model refuses it: otherwise a tenant that waits for
-its own limits would block all others. The places in a line, and those of all lines together, are shared: a tenant that fills
-them keeps no other out.
+Queues are first come, first served: admission checks leave room for what the waiters ahead need. A request refused by its
+tenant or key stays in that queue until it is admitted or gives up, so that nobody behind it uses up this limit while it waits
+for another. It is in the queue of a model, which all tenants share, only while the model refuses it: otherwise a tenant waiting
+for its own limits would block all others. Places, per queue and in total, are shared between tenants: a tenant that fills them
+does not keep others out.
 """
 
 from __future__ import annotations
@@ -30,57 +29,57 @@ from appliance.base.shared_places import has_place
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import NOTHING_AHEAD, Ahead, Allowance
 from appliance.metering.limits.decisions import WINDOW_KINDS, LimitDecision
-from appliance.metering.limits.line import Line
 from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.waiter_queue import WaiterQueue
 
-WAITING_MAX = 1024  # places of all lines together
-LINE_MAX = 256
-TRIES_PER_TURN = 32  # in a turn of the event loop: two milliseconds
-ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
+WAITERS_MAX = 1024  # in all queues together
+WAITERS_PER_QUEUE_MAX = 256
+TRIES_PER_TURN = 32  # per iteration of the event loop: two milliseconds
+ROUNDING_S = 0.001  # waits are reported in whole milliseconds, rounded up
 
 _log = structlog.get_logger()
 
 
-class Alarm(Protocol):
-    """A scheduled call."""
+class TimerHandle(Protocol):
+    """A scheduled call that can be cancelled, such as `asyncio.TimerHandle`."""
 
     def cancel(self) -> None:
-        """Do not make it."""
+        """Cancel the call."""
         ...
 
 
-Later = Callable[[float, Callable[[], None]], Alarm]
+CallLater = Callable[[float, Callable[[], None]], TimerHandle]
 
 
-def on_the_loop(delay_s: float, call: Callable[[], None]) -> Alarm:
+def call_on_loop(delay_s: float, call: Callable[[], None]) -> TimerHandle:
     """Schedule `call` in the running event loop."""
     return asyncio.get_running_loop().call_later(delay_s, call)
 
 
 class WaitObserver(Protocol):
-    """Who counts the waits: `how` they end is admitted, refused, abandoned (its caller was cancelled) or failed."""
+    """Receives the start and end of each wait, for metrics."""
 
     def wait_began(self, model: str) -> None:
-        """Hear that a request waits for room."""
+        """Handle the start of a request's wait."""
         ...
 
     def wait_ended(self, model: str, how: str, waited_s: float) -> None:
-        """Hear that it does not any more."""
+        """Handle its end; `how` is admitted, refused, abandoned (the caller was cancelled) or failed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
-    """Why a request was not admitted: each refusing decision, with whose limit it is. `estimate` adds when running requests
-    will probably make room; it is slow, so only what a client is told goes through it."""
+    """Why a request was not admitted: the refusing decisions, each with the allowance it comes from. `estimate` fills in when
+    running requests will probably make room; it is slow, so it is applied only to what a client receives."""
 
     by: Sequence[tuple[Allowance, LimitDecision]]
     estimate: Callable[[Allowance, LimitDecision], LimitDecision] = lambda _allowance, decision: decision
 
     @property
     def decisions(self) -> list[LimitDecision]:
-        """Return the decisions alone."""
+        """Return the decisions without their allowances."""
         return [decision for _allowance, decision in self.by]
 
     @property
@@ -91,49 +90,49 @@ class Refusals:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    """A request in the `lines` of whoever refused it. `tokens` maps all of its allowances to what it is expected to need
-    there."""
+    """A waiting request. `tokens` is its expected need in each of its allowances; `queues` are the allowances whose queues it
+    is in."""
 
     seq: int
     request: AdmissionRequest
     tokens: Mapping[Allowance, int]
     attempt: Callable[[Waiter], Reservation | Refusals]
     deadline_s: float
-    answer: asyncio.Future[Reservation]
-    lines: set[Allowance] = field(default_factory=set)
-    alarm: Alarm | None = None
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)  # with the request's id for the log
+    outcome: asyncio.Future[Reservation]
+    queues: set[Allowance] = field(default_factory=set)
+    retry_timer: TimerHandle | None = None
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)  # has the request's id, for log lines
 
 
 class AdmissionQueue:
-    """The lines of all owners. Belongs to one event loop; nothing in it waits but `wait`."""
+    """The queues of all owners. Belongs to one event loop; only `wait` awaits anything."""
 
-    def __init__(self, clock: Clock, *, later: Later = on_the_loop, observer: WaitObserver | None = None) -> None:
+    def __init__(self, clock: Clock, *, call_later: CallLater = call_on_loop, observer: WaitObserver | None = None) -> None:
         self._clock = clock
-        self._later = later
+        self._call_later = call_later
         self._observer = observer
         self._seq = itertools.count()
-        self._lines: dict[Allowance, Line[Waiter]] = {}
+        self._queues: dict[Allowance, WaiterQueue[Waiter]] = {}  # without empty ones
         self._waiting: set[Waiter] = set()
-        self._moved: set[Allowance] = set()  # lines whose waiters are to be tried again
-        self._due: deque[Waiter] = deque()  # the waiters to be tried next, in order of arrival
-        self._trying = False
+        self._to_wake: set[Allowance] = set()  # their waiters are to be tried again
+        self._due: deque[Waiter] = deque()  # to be tried next, in order of arrival
+        self._is_scheduled = False
 
     @property
     def waiting(self) -> list[AdmissionRequest]:
-        """Return the requests that wait."""
+        """Return the waiting requests."""
         return [waiter.request for waiter in self._waiting]
 
     def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
-        """Return what those before `waiter` in the line need; everyone in it when None, for a newcomer."""
-        line = self._lines.get(allowance)
-        return NOTHING_AHEAD if line is None else line.ahead(None if waiter is None else waiter.seq)
+        """Return what the requests ahead of `waiter` in this queue need; of all in the queue for a new request (None)."""
+        queue = self._queues.get(allowance)
+        return NOTHING_AHEAD if queue is None else queue.ahead(None if waiter is None else waiter.seq)
 
     def has_room(self, refusals: Refusals, tenant_id: str) -> bool:
-        """Return whether one more request of the tenant may join the lines of those that refused it."""
-        lines = [self._lines[allowance] for allowance, _decision in refusals.by if allowance in self._lines]
-        return _has_place(self._waiting, tenant_id, WAITING_MAX) and all(
-            _has_place(list(line), tenant_id, LINE_MAX) for line in lines
+        """Return whether one more request of the tenant may join the queues of the owners that refused it."""
+        queues = [self._queues[allowance] for allowance, _decision in refusals.by if allowance in self._queues]
+        return _has_place(self._waiting, tenant_id, WAITERS_MAX) and all(
+            _has_place(list(queue), tenant_id, WAITERS_PER_QUEUE_MAX) for queue in queues
         )
 
     async def wait(
@@ -144,9 +143,9 @@ class AdmissionQueue:
         attempt: Callable[[Waiter], Reservation | Refusals],
         wait_s: float,
     ) -> Reservation:
-        """Return the reservation as soon as `attempt` finds room. `tokens` is what is needed of each of its allowances.
+        """Return the reservation as soon as `attempt` succeeds. `tokens` is the expected need in each of its allowances.
 
-        Raises the last refusal after `wait_s`, and what `refuse_all` was given. A caller that is cancelled takes nothing.
+        Raises the last refusal after `wait_s`, or the error given to `refuse_all`. A cancelled caller reserves nothing.
         """
         with self._observed(request.model):
             waiter = Waiter(
@@ -155,21 +154,21 @@ class AdmissionQueue:
                 tokens=tokens,
                 attempt=attempt,
                 deadline_s=self._clock.monotonic_s() + wait_s,
-                answer=asyncio.get_running_loop().create_future(),
+                outcome=asyncio.get_running_loop().create_future(),
             )
-            kept = False
+            is_delivered = False
             try:
                 self._waiting.add(waiter)
-                self._join_lines(waiter, refusals)
-                await asyncio.wait((waiter.answer,))
-                kept = True
-                return waiter.answer.result()
+                self._join_queues(waiter, refusals)
+                await asyncio.wait((waiter.outcome,))
+                is_delivered = True
+                return waiter.outcome.result()
             finally:
-                self._discard(waiter, kept=kept)
+                self._discard(waiter, is_delivered=is_delivered)
 
     @contextmanager
     def _observed(self, model: str) -> Iterator[None]:
-        """Tell the observer how long a wait was and how it ended."""
+        """Report the start, duration and outcome of a wait to the observer."""
         if self._observer is None:
             yield
             return
@@ -188,31 +187,31 @@ class AdmissionQueue:
             self._observer.wait_ended(model, how, self._clock.monotonic_s() - began_s)
 
     def wake(self, allowances: Iterable[Allowance]) -> None:
-        """Try everyone in these lines again, in order of arrival: something was given back, or a waiter has left.
+        """Retry every waiter in these queues, in order of arrival: something was released or a waiter left.
 
-        That happens in the next turns of the event loop, once for everything within a turn, and TRIES_PER_TURN at a time.
-        Newcomers do not get in between: they leave room for those who wait.
+        The attempts run in the next iterations of the event loop, at most TRIES_PER_TURN in each; calls within one iteration
+        are combined. New requests cannot overtake meanwhile: their checks leave room for the waiters.
         """
-        self._moved.update(allowance for allowance in allowances if allowance in self._lines)
+        self._to_wake.update(allowance for allowance in allowances if allowance in self._queues)
         self._schedule_tries()
 
     def _schedule_tries(self) -> None:
-        if (self._moved or self._due) and not self._trying:
-            self._trying = True
+        if (self._to_wake or self._due) and not self._is_scheduled:
+            self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._try_some)
 
     def _try_some(self) -> None:
-        """Try some of those that are due. Lines that moved meanwhile come after them."""
-        self._trying = False
+        """Try some of the due waiters. Queues woken meanwhile come after them."""
+        self._is_scheduled = False
         if not self._due:
-            waiters = {waiter for allowance in self._moved for waiter in self._lines.get(allowance, ())}
-            self._moved.clear()
-            self._due.extend(sorted(waiters, key=lambda each: each.seq))
+            waiters = {waiter for allowance in self._to_wake for waiter in self._queues.get(allowance, ())}
+            self._to_wake.clear()
+            self._due.extend(sorted(waiters, key=lambda waiter: waiter.seq))
         try:
             for _ in range(min(TRIES_PER_TURN, len(self._due))):
                 waiter = self._due.popleft()
                 if waiter in self._waiting:
-                    self._moved |= self._try(waiter)
+                    self._to_wake |= self._try(waiter)
         finally:
             self._schedule_tries()
 
@@ -222,10 +221,10 @@ class AdmissionQueue:
             self._refuse(waiter, error)
 
     def _try(self, waiter: Waiter) -> set[Allowance]:
-        """Try `waiter` once; return the lines in which others have moved up because of it. A bug ends its wait and no other."""
+        """Try `waiter` once; return the queues in which others have moved up. An unexpected error ends only this wait."""
         try:
             return self._try_once(waiter)
-        except Exception as error:  # noqa: BLE001 - nobody awaits this callback: whoever waits is told
+        except Exception as error:  # noqa: BLE001 - nobody awaits this callback: the waiter gets the error
             return self._fail(waiter, error)
 
     def _try_once(self, waiter: Waiter) -> set[Allowance]:
@@ -235,72 +234,73 @@ class AdmissionQueue:
         left_s = waiter.deadline_s - self._clock.monotonic_s()
         if left_s <= 0 or not may_wait(answer.decisions, left_s + ROUNDING_S):
             return self._refuse(waiter, answer.error)
-        return self._join_lines(waiter, answer)
+        return self._join_queues(waiter, answer)
 
     def _admit(self, waiter: Waiter, reservation: Reservation) -> set[Allowance]:
-        """End a wait with `reservation` and return the lines that the waiter has left."""
+        """End a wait with `reservation` and return the queues that the waiter has left."""
         try:
             left = self._leave(waiter)
-            waiter.answer.set_result(reservation)
+            waiter.outcome.set_result(reservation)
         except Exception:
             reservation.void()
             raise
         return left
 
     def _fail(self, waiter: Waiter, error: Exception) -> set[Allowance]:
-        """Log the bug that is being handled, and end a wait with it; return the lines that the waiter has left."""
+        """Log the unexpected error being handled and end a wait with it; return the queues that the waiter has left."""
         request = waiter.request
         waiter.context.run(_log.exception, "admission_failed", model=request.model, key_id=request.key_id)
         return self._refuse(waiter, error)
 
     def _refuse(self, waiter: Waiter, error: Exception) -> set[Allowance]:
-        """End a wait with `error` and return the lines that the waiter has left."""
-        if not waiter.answer.done():
-            waiter.answer.set_exception(error)
+        """End a wait with `error` and return the queues that the waiter has left."""
+        if not waiter.outcome.done():
+            waiter.outcome.set_exception(error)
         return self._leave(waiter)
 
-    def _join_lines(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
-        """Join the line of every owner that refused, leave and return those of models that did not, and plan a retry."""
+    def _join_queues(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
+        """Join the queue of each refusing owner and schedule a retry; leave and return queues of models that no longer
+        refuse."""
         refusing = {allowance for allowance, _decision in refusals.by}
         for allowance in refusing:
-            for_window = any(each is allowance and d.kind in WINDOW_KINDS for each, d in refusals.by)
-            line = self._lines.get(allowance, Line())
-            line.join(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
-            self._lines[allowance] = line
-            waiter.lines.add(allowance)
-        left = {each for each in waiter.lines if each.owner.scope == "model" and each not in refusing}
+            wants_window = any(by is allowance and decision.kind in WINDOW_KINDS for by, decision in refusals.by)
+            queue = self._queues.get(allowance, WaiterQueue())
+            queue.join(waiter.seq, waiter, waiter.tokens[allowance], wants_window=wants_window)
+            self._queues[allowance] = queue
+            waiter.queues.add(allowance)
+        left = {allowance for allowance in waiter.queues if allowance.owner.scope == "model" and allowance not in refusing}
         for allowance in left:
-            self._leave_line(waiter, allowance)
-        self._plan(waiter, known_wait_s(refusals.decisions) or waiter.deadline_s - self._clock.monotonic_s())
+            self._leave_queue(waiter, allowance)
+        self._schedule_retry(waiter, exact_wait_s(refusals.decisions) or waiter.deadline_s - self._clock.monotonic_s())
         return left
 
-    def _plan(self, waiter: Waiter, delay_s: float) -> None:
-        if waiter.alarm is not None:
-            waiter.alarm.cancel()
-        waiter.alarm = self._later(delay_s, lambda: self.wake(list(waiter.lines)))
+    def _schedule_retry(self, waiter: Waiter, delay_s: float) -> None:
+        if waiter.retry_timer is not None:
+            waiter.retry_timer.cancel()
+        waiter.retry_timer = self._call_later(delay_s, lambda: self.wake(list(waiter.queues)))
 
     def _leave(self, waiter: Waiter) -> set[Allowance]:
-        """Leave every line and return them."""
+        """Leave every queue and return them."""
         self._waiting.discard(waiter)
-        if waiter.alarm is not None:
-            waiter.alarm.cancel()
-        left = set(waiter.lines)
+        if waiter.retry_timer is not None:
+            waiter.retry_timer.cancel()
+        left = set(waiter.queues)
         for allowance in left:
-            self._leave_line(waiter, allowance)
+            self._leave_queue(waiter, allowance)
         return left
 
-    def _leave_line(self, waiter: Waiter, allowance: Allowance) -> None:
-        line = self._lines[allowance]
-        line.leave(waiter.seq)
-        waiter.lines.discard(allowance)
-        if not line:
-            del self._lines[allowance]
+    def _leave_queue(self, waiter: Waiter, allowance: Allowance) -> None:
+        queue = self._queues[allowance]
+        queue.leave(waiter.seq)
+        waiter.queues.discard(allowance)
+        if not queue:
+            del self._queues[allowance]
 
-    def _discard(self, waiter: Waiter, *, kept: bool) -> None:
-        """Remove a waiter that nobody awaits any more. If it was admitted just then, that is put back; those behind move up."""
+    def _discard(self, waiter: Waiter, *, is_delivered: bool) -> None:
+        """Remove a waiter that nobody awaits any more, and wake those behind it. An undelivered reservation is voided."""
         left = self._leave(waiter)
-        if not kept and waiter.answer.done() and waiter.answer.exception() is None:
-            waiter.answer.result().void()
+        if not is_delivered and waiter.outcome.done() and waiter.outcome.exception() is None:
+            waiter.outcome.result().void()
         self.wake(left)
 
 
@@ -308,12 +308,12 @@ def _has_place(waiters: Collection[Waiter], tenant_id: str, places: int) -> bool
     return has_place(sum(waiter.request.tenant_id == tenant_id for waiter in waiters), len(waiters), places)
 
 
-def known_wait_s(decisions: Iterable[LimitDecision]) -> float:
-    """Return the longest exact wait of the refusing limits; 0 when all depend on running requests."""
+def exact_wait_s(decisions: Iterable[LimitDecision]) -> float:
+    """Return the longest exact wait among refusing decisions; 0 when all depend on running requests."""
     return max((decision.wait_s or 0.0 for decision in decisions if not decision.estimated), default=0.0)
 
 
 def may_wait(decisions: Iterable[LimitDecision], patience_s: float) -> bool:
-    """Return whether a refused request could be admitted within `patience_s`; estimated waits are taken to be short enough."""
+    """Return whether a refused request could be admitted within `patience_s`; estimated waits are assumed short enough."""
     refused = list(decisions)
-    return patience_s > 0 and all(decision.wait_s is not None for decision in refused) and known_wait_s(refused) <= patience_s
+    return patience_s > 0 and all(decision.wait_s is not None for decision in refused) and exact_wait_s(refused) <= patience_s

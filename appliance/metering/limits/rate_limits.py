@@ -1,4 +1,4 @@
-"""What is left of limits per minute, as the x-ratelimit headers tell it. Values, and which of some limits is the tightest."""
+"""What is left of limits per minute, for the x-ratelimit headers: the tightest limit of each kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from appliance.tenancy.principals import Limits
 
 
 class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit per minute as headers tell it: `remaining` now, and after how many seconds it is full again."""
+    """One limit per minute for the headers: `remaining` now, and `reset_s` until the bucket is full again."""
 
     limit: int
     remaining: int
@@ -23,19 +23,19 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RateLimitState(msgspec.Struct, frozen=True, kw_only=True):
-    """The tightest of the limits per minute that hold for a request; None where there is none."""
+    """The tightest limits per minute that apply to a request; None for a kind without a limit."""
 
     requests: RateLimit | None
     tokens: RateLimit | None
 
 
 def rate_limit_state(found: Sequence[tuple[Allowance | None, Limits]], at: Moment) -> RateLimitState:
-    """Return the state of these limits. Without an allowance nobody has used anything of them yet."""
+    """Return the state of these limits. Without an allowance, nothing of a limit has been used yet."""
     return RateLimitState(requests=_tightest(found, "requests", at), tokens=_tightest(found, "tokens", at))
 
 
 def _tightest(found: Sequence[tuple[Allowance | None, Limits]], kind: LimitKind, at: Moment) -> RateLimit | None:
-    """Return the limit of this kind of which least remains."""
+    """Return the limit of this kind with the least remaining."""
     levels: list[tuple[int, int, TokenBucket | None]] = []
     for allowance, limits in found:
         capacity = limits.tokens_per_minute if kind == "tokens" else limits.requests_per_minute

@@ -1,4 +1,4 @@
-"""The error that tells a client of the limits that refused it. Only words and codes; the decisions were made elsewhere."""
+"""Turns refusing decisions into the error for the client. Only messages and codes; the decisions are made elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIMIT_NAMES = {
 
 
 def refusal(decisions: Sequence[LimitDecision]) -> Refused:
-    """Return the error that tells of refusing `decisions`: what never fits before what is spent before what frees with time."""
+    """Return the error for refusing `decisions`: a request that never fits, else a spent budget, else the longest wait."""
     never = [decision for decision in decisions if decision.wait_s is None and decision.kind != "budget"]
     if never:
         return _never_fits(never[0])
@@ -36,7 +36,7 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
 
 
 def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
-    """Return the error that tells of a spent budget."""
+    """Return the error for a spent budget."""
     limit, left = (_money(picos, decision.currency) for picos in (decision.limit, max(decision.level, 0)))
     need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
     message = (
@@ -46,7 +46,7 @@ def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
 
 
 def not_priced(model: str, currency: str | None) -> ModelNotPriced:
-    """Return the error that tells of a model that may not be served because nobody has said what it costs."""
+    """Return the error for a model that may not be served because it has no price."""
     priced_in = "the currency of this appliance" if currency is None else currency
     message = f"the model {model} has no price in {priced_in}; the operator of the appliance can add one"
     return ModelNotPriced(message, param="model")
@@ -61,7 +61,7 @@ def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
 
 
 def _money(picos: int, currency: str) -> str:
-    """Return an amount in units, never more than there is: micro-units are its smallest part."""
+    """Return an amount in units of its currency, rounded down to micro-units."""
     return f"{format_micros(picos // PICOS_PER_MICRO).rstrip('0').rstrip('.')} {currency}"
 
 

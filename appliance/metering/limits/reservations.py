@@ -1,4 +1,4 @@
-"""What a running request holds of all its limits until it ends: it is either settled or voided, exactly once."""
+"""The reservation of a running request in all its limits. It ends exactly once: settled or voided."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from appliance.metering.limits.windows import Moment
 
 
 class Reservation:
-    """What a request holds since `admitted_at`, in the windows and by the price of that moment.
+    """What a request holds since `admitted_at`, in the windows and at the price of that time.
 
-    `overlooked` are the refusals of limits in shadow mode, which refused nobody.
+    `shadow_refusals` are the refusals by limits in shadow mode, which were not enforced.
     """
 
     def __init__(
@@ -28,28 +28,28 @@ class Reservation:
         moment: Callable[[], Moment],
         on_end: Callable[[Reservation, int], None],
         on_recorded: Callable[[str], None],
-        overlooked: Sequence[LimitDecision] = (),
+        shadow_refusals: Sequence[LimitDecision] = (),
         cut_at_budget: bool = False,
     ) -> None:
         self.request = request
         self.need = need
         self.holds = list(holds)
         self.admitted_at = admitted_at
-        self.overlooked = overlooked
+        self.shadow_refusals = shadow_refusals
         self._moment = moment
         self._on_end = on_end
         self._on_recorded = on_recorded
         self._cut_at_budget = cut_at_budget
         self._ended = False
         self.request_id: str | None = None
-        """Of the record that its settlement goes to, once it is settled."""
+        """Id of the ledger's record of the settlement; set by `settle`."""
         self.used = Amount(tokens=0, cost_picos=0)
         self.output_tokens = 0
-        self._first: tuple[float, int] | None = None  # when output was first heard of, and how much
+        self._first_output: tuple[float, int] | None = None  # time and tokens at the first progress report with output
 
     @property
     def tokens_reserved(self) -> int:
-        """Return the tokens that the buckets hold."""
+        """Return the tokens reserved in the buckets."""
         return self.need.expected.tokens
 
     @property
@@ -58,45 +58,45 @@ class Reservation:
         return BASIS_POINTS if self.request.rate is None else self.request.rate.basis_points
 
     def record_progress(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> bool:
-        """Update how far the request is; return whether it must end because that spent a budget."""
+        """Update the request's progress; return whether it must end because a budget is used up."""
         self.output_tokens = completion_tokens
-        if self._first is None and completion_tokens:
-            self._first = (self._moment().monotonic_s, completion_tokens)
+        if self._first_output is None and completion_tokens:
+            self._first_output = (self._moment().monotonic_s, completion_tokens)
         if not self._cut_at_budget or self._ended:
             return False
         at = self._moment()
         cost_picos = self.request.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
-        spent = [hold.record_cost(cost_picos, self.request.currency, at) for hold in self.holds]  # each of them hears of it
+        spent = [hold.record_cost(cost_picos, self.request.currency, at) for hold in self.holds]  # every hold must be updated
         return any(spent)
 
-    def hold_to_budget(self, cut_at_budget: bool) -> None:
-        """Set whether a spent budget ends the request from now on; if not, it counts in its budgets once it has ended."""
+    def set_cut_at_budget(self, cut_at_budget: bool) -> None:
+        """Set whether a spent budget ends the request; if not, its cost counts towards budgets only once it has ended."""
         if not cut_at_budget:
             for hold in self.holds:
                 hold.forget_live()
         self._cut_at_budget = cut_at_budget
 
-    def token_s(self, now_s: float) -> float | None:
-        """Return the seconds that a token of its answers takes together, None before the second time that it was heard of."""
-        if self._first is None or self.output_tokens <= self._first[1]:
+    def seconds_per_token(self, now_s: float) -> float | None:
+        """Return the seconds per output token over all its answers; None before the second progress report with output."""
+        if self._first_output is None or self.output_tokens <= self._first_output[1]:
             return None
-        return (now_s - self._first[0]) / (self.output_tokens - self._first[1])
+        return (now_s - self._first_output[0]) / (self.output_tokens - self._first_output[1])
 
     @property
     def tokens_left(self) -> int:
-        """Return how many output tokens are probably still to come: up to what was expected, and beyond that as many again as
-        there were, within the longest that it may take."""
-        prompt, had = self.request.prompt_tokens, self.output_tokens
+        """Estimate the output tokens still to come: the rest of the expected output, or beyond that as many again as there
+        were, up to the maximum length."""
+        prompt, generated = self.request.prompt_tokens, self.output_tokens
         expected, longest = self.need.expected.tokens - prompt, self.need.worst.tokens - prompt
-        return expected - had if had < expected else max(min(had, longest - had), 0)
+        return expected - generated if generated < expected else max(min(generated, longest - generated), 0)
 
     def settle(
         self, tokens_used: int, *, cached_tokens: int = 0, rejected_tokens: int = 0, request_id: str | None = None
     ) -> None:
-        """Replace the reservation by the tokens that are billed, `cached_tokens` of them at the cached price.
+        """Replace the reservation by the billed tokens, `cached_tokens` of them at the cached price.
 
-        Call it before they are written to the record of `request_id` (None: there is none), and `recorded` afterwards. Raises
-        RuntimeError when the reservation has ended.
+        Call it before the settlement of `request_id` is written to the ledger (None: it has no record), and `mark_recorded`
+        afterwards. Raises RuntimeError when the reservation has ended.
         """
         if tokens_used < 0:
             raise ValueError("token counts must not be negative")
@@ -111,13 +111,13 @@ class Reservation:
             hold.settle(used, self.request.currency, now_s)
         self._on_end(self, -(-completion // self.request.answers))
 
-    def recorded(self) -> None:
-        """Note that the record has the settlement, for reads of the ledger from now on, or that it never will."""
+    def mark_recorded(self) -> None:
+        """Note that the ledger includes the settlement from now on, or that it never will."""
         if self.request_id is not None:
             self._on_recorded(self.request_id)
 
     def void(self) -> None:
-        """Put everything back: the request was not served. Raises RuntimeError when the reservation has ended."""
+        """Give everything back: the request was not served. Raises RuntimeError when the reservation has ended."""
         self._end()
         now_s = self._moment().monotonic_s
         for hold in self.holds:

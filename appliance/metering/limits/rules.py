@@ -1,4 +1,4 @@
-"""Which limits hold for a request: of its tenant, key and model, over all models and for this one. Values only."""
+"""Which limits apply to a request: those of its tenant, key and model, over all models and for this one. Values only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.tenancy.principals import Limits, Principal
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Limits that hold for a request, whose they are, and how they are meant. Budgets are in `currency`."""
+    """Limits that apply to a request, with their owner and mode (`enforce` or `shadow`). Budgets are in `currency`."""
 
     owner: Owner
     limits: Limits
@@ -19,9 +19,9 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def rules_for(principal: Principal, model: str | None, policy: ModelPolicy | None, currency: str) -> list[Rule]:
-    """Return what holds for a request, or for every request when `model` is None. Those of tenant and key are always there.
+    """Return the rules for a request; with `model` None, those for every request. Tenant and key always have one.
 
-    Models, and tenants without a currency of their own, have their budgets in `currency`.
+    Budgets of models, and of tenants without a currency of their own, are in `currency`.
     """
     tenant, key = principal.tenant, principal.key
     billed_in = tenant.currency or currency

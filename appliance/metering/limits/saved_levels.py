@@ -1,7 +1,7 @@
-"""The table of how full the buckets of limits were, so that a restart forgets no debt; and the task that writes it.
+"""Saves the levels of token buckets, so that a restart forgets no debt, and reads them back.
 
-About once a second the levels that changed are written in one transaction. After a kill, what happened since the last of them
-is read from the usage events, so nothing is given twice. Knows no rules of limits.
+About once a second the changed levels are written in one transaction. After a kill, usage since the last save is read from the
+usage events, so no quota is granted twice. Knows no rules of limits.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ Levels = dict[Owner, dict[LimitKind, SavedLevel]]
 
 
 class LevelSource(Protocol):
-    """Whoever holds the buckets."""
+    """The owner of the buckets, `Admission`."""
 
     def unsaved_levels(self) -> Levels:
         """Return the levels that changed since the last call."""
         ...
 
-    def save_again(self, owners: Iterable[Owner]) -> None:
-        """Keep the levels of these owners unsaved: they could not be written."""
+    def mark_unsaved(self, owners: Iterable[Owner]) -> None:
+        """Return the levels of these owners again at the next call: they could not be written."""
         ...
 
 
 class LimitLevels:
-    """Writes what `source` has changed about once a second; `stop` writes the rest."""
+    """Writes the changed levels of `source` about once a second; `stop` writes the rest."""
 
     def __init__(self, db: Database, source: LevelSource, *, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
         self._db = db
         self._source = source
-        failure = "levels of limits could not be saved; it is tried again"
+        failure = "levels of limits could not be saved; retrying"
         self._saving = Background("limit levels", lambda: repeat(self.save, SAVE_INTERVAL_S, failure=failure, sleep=sleep))
 
     def start(self) -> None:
-        """Begin to save."""
+        """Start saving."""
         self._saving.start()
 
     async def stop(self) -> None:
-        """Save what is unsaved and end. Raises the database's error."""
+        """Save what is unsaved and stop. Raises the database's error."""
         if self._saving.started:
             await self._saving.stop()
             await self.save()
@@ -67,19 +67,19 @@ class LimitLevels:
         try:
             await self._db.batch_write(_SAVE[self._db.kind].execute, rows)
         except BaseException:
-            self._source.save_again(unsaved)
+            self._source.mark_unsaved(unsaved)
             raise
         return len(rows)
 
 
-async def find(connection: AsyncConnection, owners: Iterable[Owner]) -> Levels:
-    """Return the saved levels of each of `owners` by the kind of limit."""
-    places = {(owner.id, owner.model or ""): owner for owner in owners}
-    ids, models = ({place[column] for place in places} for column in (0, 1))
+async def read_levels(connection: AsyncConnection, owners: Iterable[Owner]) -> Levels:
+    """Return the saved levels of each of `owners` by kind of limit."""
+    by_key = {(owner.id, owner.model or ""): owner for owner in owners}
+    ids, models = ({key[column] for key in by_key} for column in (0, 1))
     query = select(limit_levels).where(limit_levels.c.owner.in_(ids), limit_levels.c.model.in_(models))
-    found: Levels = {owner: {} for owner in places.values()}
+    found: Levels = {owner: {} for owner in by_key.values()}
     for row in (await connection.execute(query)).all():
-        owner = places.get((row.owner, row.model))
+        owner = by_key.get((row.owner, row.model))
         if owner is not None:
             found[owner][row.kind] = SavedLevel(capacity=row.capacity, units=int(row.level_units), saved_at=row.saved_at)
     return found

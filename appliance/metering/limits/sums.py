@@ -1,6 +1,6 @@
-"""What owners of limits had used today, this month and in the last minute when they were met: admission counts on from there.
+"""Past usage of owners of limits: today, this month and in the last minute. Allowances start from it.
 
-Values, and where they come from; `ledger_sums` reads them.
+Only values and the reader's protocol; `ledger_sums` implements it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RECENT = timedelta(minutes=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLevel:
-    """A bucket of `capacity` as it was at `saved_at`, in the bucket's own `units`, and what was used `since` then, as (moment,
-    tokens or requests)."""
+    """The level of a bucket of `capacity` at `saved_at`, in the bucket's `units`, and the usage `since` then as (moment, tokens
+    or requests)."""
 
     capacity: int
     units: int
@@ -32,25 +32,27 @@ class SavedLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodSums:
-    """Tokens of the day, cost of the month, that in other currencies, saved levels of buckets, and (admitted_at, tokens) of the
-    last minute for buckets that were never saved. `through_posting` is the last event that stands in the sums of day and month,
-    and `counted` are those of the requests that were asked for that do."""
+    """Past usage of one owner.
+
+    `through_posting` is the posting of the last event in the sums of day and month; `included` are those of the requests passed
+    as `ended` that are in them. `recent` has (admitted_at, tokens) of the last minute, for buckets without a saved level.
+    """
 
     tokens_today: int
     cost_month_picos: int
     through_posting: int = 0
-    counted: frozenset[str] = frozenset()
+    included: frozenset[str] = frozenset()
     recent: tuple[tuple[datetime, int], ...] = ()
     levels: Mapping[LimitKind, SavedLevel] = field(default_factory=dict)
     other_costs_picos: Mapping[str, int] = field(default_factory=dict)
 
 
 class SumsReader(OutputsReader, Protocol):
-    """Where admission gets the sums from when it meets owners for the first time."""
+    """Source of the past usage of owners that are loaded for the first time."""
 
     async def read(
         self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
     ) -> Mapping[Owner, PeriodSums]:
-        """Return the sums of settled events of each owner, and their cost in its currency, and which of the requests `ended`
-        stand in them. It is called once the snapshot is taken, so that it can name every request that the snapshot may have."""
+        """Return the sums of settled events of each owner, with costs in its currency, and which of the requests `ended` they
+        include. `ended` is called after the snapshot is taken, so that it can name every request that the snapshot may hold."""
         ...

@@ -1,11 +1,12 @@
-"""The token bucket as exact arithmetic, with takes that may still be given back. Pure integers; no clock, no database.
+"""A token bucket with exact refunds. Pure integers; no clock, no database.
 
-A take that is given back leaves the bucket as if it had never been, also when the bucket would have been full meanwhile and
-the refill lost. To know that, the bucket keeps what happened between open takes. Whatever happens in a stretch of time (refill
-up to the brim, takes, charges down to the bound of the debt), it maps the level before to min(max(before + shift, low), high):
-such maps compose into one of their kind, so a stretch is three integers however much happened in it.
+A refund leaves the bucket as if the refunded tokens had never been taken, also when the bucket would have been full meanwhile
+and refill would have been lost. For that, the bucket keeps what happened between open takes. Whatever happens in such an
+interval (refill up to the capacity, takes, charges down to the debt's bound), it maps the level before it to
+min(max(before + shift, low), high). Such maps compose into one of the same form, so an interval is three integers, however much
+happened in it.
 
-    level ── open take ── stretch ── open take ── stretch ── now
+    level ── open take ── interval ── open take ── interval ── now
                           (shift, low, high)
 """
 
@@ -29,80 +30,80 @@ def _micros(moment_s: float) -> int:
 
 
 @dataclass(slots=True)
-class _Stretch:
-    """What happened between two open takes, as a map of levels. Where `low` exceeds `high`, every level ends at `high`."""
+class _Interval:
+    """What happened between two open takes, as a map of levels. If `low` exceeds `high`, every level ends at `high`."""
 
     shift: int = 0
     low: float = -math.inf
     high: float = math.inf
 
     def add(self, units: int, *, low: float = -math.inf, high: float = math.inf) -> None:
-        """Compose with a change by `units` that ends within `low` and `high`."""
+        """Compose with a change by `units` whose result is clamped to `low` and `high`."""
         # Comparisons instead of min and max: this runs a dozen times per request.
         self.shift += units
         least, most = self.low + units, self.high + units
         self.low = low if least < low else least
         most = low if most < low else most
-        self.high = high if most > high else most  # last, for `high` also wins where it is below `low`
+        self.high = high if most > high else most  # applied last: `high` also wins where it is below `low`
 
     def refill(self, units: int, full: int) -> None:
-        """Compose with a gain that ends at `full` at most. A shorter `add`, for it comes with each question to a bucket."""
+        """Compose with a gain up to `full`. A faster `add`, because every access to a bucket refills it."""
         self.shift += units
         self.low += units
         most = self.high + units
         self.high = full if most > full else most
 
-    def then(self, later: _Stretch) -> None:
-        """Compose with a later stretch."""
+    def then(self, later: _Interval) -> None:
+        """Compose with a later interval."""
         self.add(later.shift, low=later.low, high=later.high)
 
     def apply(self, level: int) -> int:
-        """Return the level after the stretch. Bounds are whole wherever they matter: an infinite one never binds."""
+        """Return the level after the interval. The result is whole: an infinite bound never binds."""
         return int(min(max(level + self.shift, self.low), self.high))
 
 
 @dataclass(slots=True, eq=False)
 class Take:
-    """Units that were taken and may still be given back: open until it is settled. `before` is the level that it met."""
+    """Units taken from a bucket that may still be refunded: open until settled. `before` is the level before the take."""
 
     bucket: TokenBucket
     units: int
     before: int
-    after: _Stretch = field(default_factory=_Stretch)
+    after: _Interval = field(default_factory=_Interval)
     previous: Take | None = None
     next: Take | None = None
 
 
 class TokenBucket:
-    """`capacity` tokens at most, refilled evenly at `capacity` per minute. Exact: levels are integers of 1/60 000 000 token.
+    """Holds at most `capacity` tokens, refilled evenly at `capacity` per minute. Exact: a unit is 1/60 000 000 of a token.
 
-    Over any stretch of t seconds no more than capacity + capacity/60 * t tokens are taken and kept. What a request used beyond
-    what it had taken is charged afterwards and may leave a debt, so that the rate holds in the long run. The debt is bounded by
-    DEBT_MINUTES_MAX capacities: however large the surprise was, tokens are there again after that many minutes.
+    In any t seconds, at most capacity + capacity/60 * t tokens are taken and not refunded. What a request uses beyond its take
+    is charged afterwards and may leave a debt, so that the rate holds in the long run. The debt is bounded by DEBT_MINUTES_MAX
+    capacities: after at most that many minutes, tokens are available again.
     """
 
-    __slots__ = ("_at_us", "_forgone", "_last", "_seen_s", "_units", "capacity")
+    __slots__ = ("_at_us", "_deferred_debt", "_last", "_refilled_s", "_units", "capacity")
 
     def __init__(self, capacity: int, now_s: float, *, units: int | None = None) -> None:
         self.capacity = capacity
         self._units = self._units_max if units is None else min(max(units, self._units_min), self._units_max)
         self._at_us = _micros(now_s)
-        self._seen_s = now_s
+        self._refilled_s = now_s
         self._last: Take | None = None
-        self._forgone = 0  # debt that a smaller limit does not ask for, and a larger one would
+        self._deferred_debt = 0  # debt beyond one minute of a lowered limit; due when the limit is raised
 
     def units(self, now_s: float) -> int:
-        """Return the level in units, with what a resize has put aside: what a restart must remember."""
+        """Return the level in units minus the deferred debt: what must survive a restart."""
         self._refill(now_s)
-        return self._units - self._forgone
+        return self._units - self._deferred_debt
 
     def level(self, now_s: float) -> int:
-        """Return the whole tokens that are there now; negative in debt."""
+        """Return the whole tokens available now; negative when in debt."""
         self._refill(now_s)
         return self._units // UNITS_PER_TOKEN
 
     def take(self, need: int, now_s: float) -> Take | None:
-        """Take `need` tokens and return what must be settled once, or take nothing and return None when they are not there."""
+        """Take `need` tokens and return the take, to be settled once; None, taking nothing, if they are not available."""
         self._refill(now_s)
         units = need * UNITS_PER_TOKEN
         if units > self._units:
@@ -115,7 +116,7 @@ class TokenBucket:
         return take
 
     def settle(self, take: Take, used: int, now_s: float) -> None:
-        """Close `take`, once, at the `used` tokens: less than taken is as if only that had been taken, more is charged now."""
+        """Close `take` once: unused tokens are refunded as if never taken, use beyond the take is charged now."""
         kept = min(used * UNITS_PER_TOKEN, take.units)
         self._give_back(take, kept)
         self._close(take)
@@ -123,15 +124,15 @@ class TokenBucket:
             self.charge(used - kept // UNITS_PER_TOKEN, now_s)
 
     def charge(self, tokens: int, now_s: float) -> None:
-        """Take tokens that were used already, if need be into debt, down to minus DEBT_MINUTES_MAX capacities."""
+        """Take tokens that have already been used, possibly into debt, down to minus DEBT_MINUTES_MAX capacities."""
         self._refill(now_s)
         self._change(-tokens * UNITS_PER_TOKEN, low=self._units_min)
 
     def wait_s(self, need: int, now_s: float, *, ahead: int = 0) -> float | None:
-        """Return after how many seconds `need` tokens are there: 0 when now, None when never (`need` above capacity).
+        """Return the seconds until `need` tokens are available: 0 if they are, None if never (`need` above capacity).
 
-        In whole milliseconds, rounded up: waiting this long is enough, one millisecond less is not. `ahead` tokens are promised
-        to others, who take them as soon as they are there.
+        In whole milliseconds, rounded up: waiting this long is enough, one millisecond less is not. `ahead` tokens are taken
+        first, by waiters ahead.
         """
         if need > self.capacity:
             return None
@@ -142,18 +143,18 @@ class TokenBucket:
         return ceil_to_ms(-(-missing // self.capacity)) if self.capacity else None
 
     def resize(self, capacity: int, now_s: float) -> None:
-        """Change the limit at once; what has been used of the old one counts against the new one.
+        """Change the capacity at once; what was used of the old one counts against the new one.
 
-        A smaller limit asks for one minute's debt at most; the rest is put aside and counts if the limit is raised again.
+        Lowering it leaves at most one minute's debt; the rest is deferred until the limit is raised again.
         """
         if capacity == self.capacity:
             return
         self._refill(now_s)
-        grown = (capacity - self.capacity) * UNITS_PER_TOKEN
+        growth = (capacity - self.capacity) * UNITS_PER_TOKEN
         self.capacity = capacity
-        asked = self._units + grown
-        self._change(grown - min(self._forgone, max(grown, 0)), low=-self._units_max)
-        self._forgone += self._units - asked
+        unbounded = self._units + growth
+        self._change(growth - min(self._deferred_debt, max(growth, 0)), low=-self._units_max)
+        self._deferred_debt += self._units - unbounded
 
     @property
     def _units_max(self) -> int:
@@ -164,15 +165,15 @@ class TokenBucket:
         return -DEBT_MINUTES_MAX * self._units_max
 
     def _refill(self, now_s: float) -> None:
-        if now_s == self._seen_s:
-            return  # one moment asks a bucket many things
-        self._seen_s = now_s
+        if now_s == self._refilled_s:
+            return  # a bucket is read several times per moment
+        self._refilled_s = now_s
         now_us = _micros(now_s)
         if now_us > self._at_us:
             gained, full = (now_us - self._at_us) * self.capacity, self._units_max
             level = self._units + gained
-            if self._forgone:
-                self._forgone = max(self._forgone - max(level - full, 0), 0)
+            if self._deferred_debt:
+                self._deferred_debt = max(self._deferred_debt - max(level - full, 0), 0)
             self._units = full if level > full else level
             if self._last is not None:
                 self._last.after.refill(gained, full)
@@ -184,19 +185,19 @@ class TokenBucket:
             self._last.after.add(units, low=low)
 
     def _give_back(self, take: Take, kept: int) -> None:
-        """Shrink `take` to `kept` units, and replay what the later open takes met, as if it had never been larger."""
+        """Shrink `take` to `kept` units, and recompute the levels from it on as if it had never been larger."""
         take.units = kept
-        step: Take = take
-        level = step.after.apply(step.before - step.units)
-        while step.next is not None and step.next.before != level:
-            step = step.next
-            step.before = level
-            level = step.after.apply(level - step.units)
-        if step.next is None:
+        current: Take = take
+        level = current.after.apply(current.before - current.units)
+        while current.next is not None and current.next.before != level:
+            current = current.next
+            current.before = level
+            level = current.after.apply(level - current.units)
+        if current.next is None:
             self._units = level
 
     def _close(self, take: Take) -> None:
-        """Forget that `take` was open: it becomes part of the stretch before it."""
+        """Merge a closed `take` and the interval after it into the interval before it."""
         if take.previous is not None:
             take.previous.after.add(-take.units)
             take.previous.after.then(take.after)

@@ -55,7 +55,7 @@ class Books(EmptySums):
                 tokens_today=USED + self.corrected[owner] + self.settled[owner],
                 cost_month_picos=0,
                 through_posting=self.posting,
-                counted=asked & self.records,
+                included=asked & self.records,
                 levels={"tokens": level},
             )
             for owner in currencies
@@ -134,7 +134,7 @@ class Box:
         self.books.settled.update(dict.fromkeys(owners(reservation), used))
         self.books.records.add(request_id)
         await self.books.pause()
-        reservation.recorded()
+        reservation.mark_recorded()
 
     async def correct(self) -> None:
         """Commit a correction, of which admission hears a little later."""
@@ -189,7 +189,7 @@ async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) ->
     for owner, allowance in box.admission._allowances.items():
         assert (allowance.running, allowance._windows.day.reserved) == (0, 0)
         assert allowance._windows.day.used == USED + box.settled[owner] + box.books.corrected[owner]
-    first_reads = box.admission._first_reads
-    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._corrections) == (None, [], {}, [])
-    assert (first_reads._ended, first_reads._recorded) == ({}, [])
-    assert not [task for task in asyncio.all_tasks() if task.get_name() == "first reads"]
+    loader = box.admission._loader
+    assert (loader._task, list(loader._queued), loader._loading, loader._corrections) == (None, [], {}, [])
+    assert (loader._ended, loader._recorded) == ({}, [])
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "allowance loader"]

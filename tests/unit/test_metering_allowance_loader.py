@@ -24,8 +24,8 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits import ledger_sums
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.allowance_loader import OWNERS_PER_READ, AllowanceLoader
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.first_reads import OWNERS_PER_READ, FirstReads
 from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
@@ -77,8 +77,8 @@ async def admission(clock: FakeClock, slow: SlowSums) -> AsyncIterator[Admission
     yield opened
     slow.go_on.set()
     await opened.stop()
-    first_reads = opened._first_reads
-    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._corrections) == (None, [], {}, [])
+    loader = opened._loader
+    assert (loader._task, list(loader._queued), loader._loading, loader._corrections) == (None, [], {}, [])
 
 
 def asking(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> AdmissionRequest:
@@ -219,23 +219,23 @@ async def test_what_ends_and_is_recorded_is_kept_no_longer_than_a_read_that_may_
     slow.go_on.set()
     running = [await admission.admit(asking(bob)) for _ in range(4)]
     slow.go_on.clear()
-    ended = admission._first_reads._ended
+    ended = admission._loader._ended
     running[0].settle(10, request_id="recorded before")
-    running[0].recorded()
+    running[0].mark_recorded()
     assert list(ended) == []
 
     running[1].settle(10, request_id="recorded later")
     await begin(admission, asking(principal()))
     for number in (2, 3):
         running[number].settle(10, request_id=f"recorded meanwhile {number}")
-        running[number].recorded()
+        running[number].mark_recorded()
     assert len(ended) == 3, "what is read now may lack them"
     slow.go_on.set()
     await turns()
     assert list(ended) == ["recorded later"]
-    running[1].recorded()
+    running[1].mark_recorded()
     assert list(ended) == []
-    assert admission._first_reads._recorded == []
+    assert admission._loader._recorded == []
 
 
 async def test_a_bug_after_a_read_is_told_to_all_who_wait_and_the_next_read_is_tried(
@@ -322,14 +322,14 @@ async def test_a_read_that_is_cancelled_is_told_to_who_waits_and_the_next_one_is
     with pytest.raises(InternalError, match="was cancelled"):
         async with asyncio.timeout(5.0):
             await admission.admit(asking(bob))
-    assert admission._first_reads._task is None
+    assert admission._loader._task is None
     assert await admission.admit(asking(bob))
 
 
 async def test_after_a_read_was_cancelled_nobody_is_read_who_waited_for_it(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     tasks = [*await begin(admission, asking(bob)), *await begin(admission, asking(principal()))]
-    task = admission._first_reads._task
+    task = admission._loader._task
     assert task is not None
     task.cancel()
     await asyncio.wait(tasks)
@@ -363,7 +363,7 @@ async def test_the_log_tells_of_a_bug_in_a_read_whose_it_was_and_of_no_outage(
     monkeypatch.setattr(slow, "read", failing)
     with structlog.testing.capture_logs() as logs, pytest.raises(type(error)):
         await admission.admit(asking(key_of(bob, "another key of his")))
-    assert [(line["event"], line["owner_id"]) for line in logs] == [("first_read_failed", "another key of his")] * told
+    assert [(line["event"], line["owner_id"]) for line in logs] == [("allowance_load_failed", "another key of his")] * told
 
 
 async def test_what_runs_counts_once_with_limits_whose_read_ended_by_a_bug_before(
@@ -374,7 +374,7 @@ async def test_what_runs_counts_once_with_limits_whose_read_ended_by_a_bug_befor
     slow.go_on.set()
     running = await admission.admit(asking(bob))
     with monkeypatch.context() as bug:
-        bug.setattr(FirstReads, "_count_ended", lambda *_given: 1 // 0)
+        bug.setattr(AllowanceLoader, "_count_ended", lambda *_given: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             await admission.admit(asking(bob, policy))
     assert [hold.allowance.owner.scope for hold in running.holds] == ["tenant", "key"]
@@ -452,7 +452,7 @@ def test_sums_that_are_read_over_midnight_are_of_the_day_before(clock: FakeClock
     clock.advance(2)
     morning = calendar._moment()
     allowance._windows.enter(morning)
-    allowance.remember(PeriodSums(tokens_today=90, cost_month_picos=5), evening)
+    allowance.restore(PeriodSums(tokens_today=90, cost_month_picos=5), evening)
     today, month = allowance._windows.enter(morning)
     assert (today.used, month.used) == (0, 5)
 
@@ -532,7 +532,7 @@ async def test_a_read_says_which_requests_of_those_that_have_just_ended_it_has(
     await ledger.settle(voided(refused))
     owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, EmptySums())._moment()
     found = (await utc_sums(database).read({owner: "EUR"}, at, lambda: [each.request_id for each in entries]))[owner]
-    assert (found.tokens_today, found.counted) == (5, frozenset({written}))
+    assert (found.tokens_today, found.included) == (5, frozenset({written}))
 
 
 async def test_what_was_spent_in_other_currencies_is_read_too(
@@ -576,8 +576,8 @@ async def test_a_request_that_ends_while_its_model_is_read_counts_once(
         await end()
     await admission.admit(asking(cast.bob.principal, policy))
     assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._windows.day.used == 600
-    running.recorded()
-    assert not admission._first_reads._ended
+    running.mark_recorded()
+    assert not admission._loader._ended
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -595,13 +595,13 @@ async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_ta
     await ledger.caught_up()
     held.gate = asyncio.Event()
     running.settle(600, request_id=entry.request_id)
-    await ledger.settle(posted(entry.request_id, prompt=600, completion=0), running.recorded)
+    await ledger.settle(posted(entry.request_id, prompt=600, completion=0), running.mark_recorded)
     await admission.admit(asking(cast.bob.principal, policy))
     held.gate.set()
     await ledger.stop()
     await journal.close()
     assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._windows.day.used == 600
-    assert not admission._first_reads._ended
+    assert not admission._loader._ended
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
