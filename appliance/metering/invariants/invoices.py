@@ -16,18 +16,18 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import tables
 from appliance.metering.invariants.finding import Finding, named
-from appliance.metering.invoicing.free_allowances import FreeAllowance, free_in, read_allowances
+from appliance.metering.invoicing.free_allowances import FreeAllowance, allowance_in, read_allowances
 from appliance.metering.invoicing.lines import (
     FREE_ALLOWANCE,
-    FreeMonth,
-    InvoiceBroken,
+    InvoiceInconsistent,
     InvoiceLine,
+    MonthAllowance,
     allowance_lines,
     totals_of,
     usage_lines,
 )
 from appliance.metering.invoicing.rows import InvoiceHead, closing_facts, head_from_row, read_lines
-from appliance.metering.invoicing.sums import Cover, read_event_sums
+from appliance.metering.invoicing.sums import Coverage, read_event_sums
 
 _NUMBERS = "invoice:"
 
@@ -37,24 +37,24 @@ class _Invoiced:
     """What the tenant's closed invoices so far cover, and what they billed and gave free for each month."""
 
     allowances: Sequence[FreeAllowance]
-    cover: Cover | None = None
+    cover: Coverage | None = None
     billed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     granted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, head: InvoiceHead, lines: Sequence[InvoiceLine]) -> None:
         """Add one more invoice."""
-        self.cover = Cover(head.month, head.through_posting or 0)
+        self.cover = Coverage(head.month, head.through_posting or 0)
         for line in lines:
             if line.kind == FREE_ALLOWANCE:
                 self.granted[line.month] -= line.rounded_micros
             else:
                 self.billed[line.month] += line.rounded_micros
 
-    def free(self, month: str, lines: Sequence[InvoiceLine]) -> dict[str, FreeMonth]:
+    def free(self, month: str, lines: Sequence[InvoiceLine]) -> dict[str, MonthAllowance]:
         """Return the allowance of each month that an invoice of `month` bills."""
         return {
-            of: FreeMonth(
-                monthly_micros=free_in(self.allowances, of),
+            of: MonthAllowance(
+                monthly_micros=allowance_in(self.allowances, of),
                 billed_micros=self.billed[of],
                 granted_micros=self.granted[of],
             )
@@ -100,13 +100,13 @@ async def _is_exact(connection: AsyncConnection, head: InvoiceHead, stored: list
     After a downgrade, a version without batch work puts it on the lines of other work. Such an invoice must be exactly what
     that version would have written.
     """
-    sums = await read_event_sums(connection, head.tenant_id, Cover(head.month, head.through_posting or 0), invoiced.cover)
+    sums = await read_event_sums(connection, head.tenant_id, Coverage(head.month, head.through_posting or 0), invoiced.cover)
     as_one = [replace(group, batch=False) for group in sums]
     try:
         return any(
             _with_allowances(usage_lines(groups, head.month), head.month, invoiced) == stored for groups in (sums, as_one)
         )
-    except InvoiceBroken:
+    except InvoiceInconsistent:
         return False
 
 
