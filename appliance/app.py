@@ -32,7 +32,7 @@ from appliance.base.version import current_version
 from appliance.console.routes import create_console_router
 from appliance.console.unknown_paths import answer_unknown_path
 from appliance.metering import sealed_secrets
-from appliance.metering.alerts.outbox_history import OutboxHistory
+from appliance.metering.alerts.outbox_pruning import OutboxPruner
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport
@@ -165,7 +165,7 @@ class Appliance:
         started_at = clock.now()
         pepper = read_or_create_pepper(settings.data_dir)
         alerts = Alerts(settings, db, clock, calendar, pepper)
-        on_settled = alerts.budgets.settled
+        on_settled = alerts.budgets.on_settled
         epoch_id = await self._begin_epoch(db, on_settled)
         sums = LedgerSums(db, calendar=calendar, request_deadline_s=settings.request_deadline_s)
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
@@ -220,7 +220,7 @@ class Appliance:
             housekeeping=Housekeeping(
                 keys,
                 RequestHistory(db, clock, keep_days=settings.request_history_days),
-                OutboxHistory(db, clock, keep_days=settings.request_history_days),
+                OutboxPruner(db, clock, keep_days=settings.request_history_days),
             ),
             alerts=alerts,
             models=models,

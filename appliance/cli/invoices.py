@@ -19,7 +19,7 @@ from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import OnlyTenant, at_tenant, find
-from appliance.metering.invoicing.wording import payment
+from appliance.metering.invoicing.wording import format_payment
 
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
 
@@ -296,7 +296,7 @@ def _save(path: Path, content: bytes) -> str:
 
 
 def _row(invoice: Row, tenant: Row) -> Row:
-    due = invoice["problem"] or payment(invoice["due_micros"], invoice["currency"])
+    due = invoice["problem"] or format_payment(invoice["due_micros"], invoice["currency"])
     return {**invoice, "tenant": tenant["name"], "due": due}
 
 

@@ -19,8 +19,8 @@ from appliance.console.forms import GRACES, Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names, tenants_by_name
-from appliance.metering.alerts.outbox import EVENTS, LEASE_S, TENANT_EVENTS, Delivery, reading
-from appliance.metering.alerts.targets import shown_target
+from appliance.metering.alerts.outbox import EVENTS, LEASE_S, TENANT_EVENTS, Delivery, read_action
+from appliance.metering.alerts.targets import redact_target
 from appliance.metering.alerts.webhooks import KINDS, Webhook, WebhookChanges
 from appliance.serving.alerting.texts import text_of
 from appliance.tenancy.access import Access
@@ -46,7 +46,7 @@ EVENT_WORDS = {
 async def list_alerts(context: ContextDependency) -> Html:
     """The places that alerts go to, as far as the member may see them."""
     access = context.access
-    access.require_somewhere(reading(access))
+    access.require_somewhere(read_action(access))
     page = await context.services.alerts.webhooks.list(PAGE_ROWS, context.query.get("cursor"), access=access)
     names = await tenant_names(context.services, access)
     failing = await context.services.alerts.webhooks.failing([webhook.id for webhook in page.data])
@@ -88,7 +88,7 @@ async def add_alert(context: ContextDependency) -> Html:
 @get("/alerts/{webhook_id:str}")
 async def show_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """One place, its settings, and the latest messages to it."""
-    return await _alert_page(context, await _found(context, webhook_id, reading(context.access)))
+    return await _alert_page(context, await _found(context, webhook_id, read_action(context.access)))
 
 
 @post("/alerts/{webhook_id:str}", guards=[needs(Action.WEBHOOKS)], status_code=200)
@@ -124,7 +124,7 @@ async def send_test(context: ContextDependency, webhook_id: FromPath[str]) -> Ht
     """Put a test into the outbox; the list of deliveries shows the result."""
     webhook = await _found(context, webhook_id)
     try:
-        await context.services.alerts.outbox.test(webhook_id, access=context.access)
+        await context.services.alerts.outbox.send_test(webhook_id, access=context.access)
     except (Conflict, RateLimitExceeded) as error:
         return await _alert_page(context, webhook, notice=sentence(error.message))
     return context.redirect(f"/alerts/{webhook_id}", done="test-sent")
@@ -197,7 +197,7 @@ def _line(access: Access, webhook: Webhook, names: dict[str, str], failing: Coll
     return {
         "webhook": webhook,
         "failing": webhook.id in failing,
-        "target": webhook.target if whole else shown_target(webhook.kind, webhook.target),
+        "target": webhook.target if whole else redact_target(webhook.kind, webhook.target),
         "tenant": names.get(webhook.tenant_id, webhook.tenant_id) if webhook.tenant_id is not None else None,
         "events": [EVENT_WORDS.get(event, event) for event in webhook.events],
     }

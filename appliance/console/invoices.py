@@ -32,7 +32,7 @@ from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.invoices import BILLABLE, check_draft
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
-from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, tax_name
+from appliance.metering.invoicing.wording import ABORT_POLICY, format_day, format_payment, line_name, month_name, tax_name
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
 
@@ -45,9 +45,9 @@ ALL_TENANTS = "all"
 FIELDS = ("tenant", "month")
 WORDS: dict[str, Any] = {
     "month_name": month_name,
-    "day_name": day_name,
+    "format_day": format_day,
     "line_name": line_name,
-    "payment": payment,
+    "format_payment": format_payment,
     "tax_name": tax_name,
     "abort_policy": ABORT_POLICY,
 }

@@ -18,7 +18,7 @@ from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.rows import Invoice
-from appliance.metering.invoicing.wording import month_name, payment
+from appliance.metering.invoicing.wording import format_payment, month_name
 from appliance.tenancy.pages import every_row
 from appliance.tenancy.roles import Action
 
@@ -107,4 +107,6 @@ def _closed(context: Context) -> Html:
 
 def _form(context: Context, open_month: OpenMonth, form: Form | None) -> Html:
     title = f"Close all drafts of {month_name(open_month.month)}"
-    return context.sheet("fragments/month_close.html", title=title, open_month=open_month, payment=payment, form=form)
+    return context.sheet(
+        "fragments/month_close.html", title=title, open_month=open_month, format_payment=format_payment, form=form
+    )

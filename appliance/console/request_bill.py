@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.base.money import BASIS_POINTS
-from appliance.metering.invoicing.wording import percent
+from appliance.metering.invoicing.wording import format_percent
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.prices import Price
 from appliance.metering.usage import LedgerFilter
@@ -69,7 +69,7 @@ def discount(event: UsageEvent) -> str | None:
     """Return the share of the price that is paid, such as `50 %`; None for the full price."""
     if event.price_basis_points == BASIS_POINTS:
         return None
-    return percent(event.price_basis_points)
+    return format_percent(event.price_basis_points)
 
 
 def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:

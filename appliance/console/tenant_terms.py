@@ -17,7 +17,7 @@ from appliance.console.forms import Form
 from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
-from appliance.metering.invoicing.free_allowances import free_in
+from appliance.metering.invoicing.free_allowances import allowance_in
 from appliance.tenancy.fields import BILLING_FIELDS, LIMIT_MODES
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
@@ -52,7 +52,7 @@ async def free_terms(services: Services, tenant_id: str, *, access: Access) -> F
     month = services.reports.calendar.month_of(services.clock.now())
     allowances = await services.free_allowances.list(tenant_id, access=access)
     later = tuple((one.first_month, one.monthly_micros) for one in allowances if one.first_month > month)
-    micros = free_in(allowances, month)
+    micros = allowance_in(allowances, month)
     return FreeTerms(micros=micros, later=later) if micros or later else None
 
 

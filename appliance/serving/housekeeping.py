@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from appliance.base.background import Background, repeat
-from appliance.metering.alerts.outbox_history import OutboxHistory
+from appliance.metering.alerts.outbox_pruning import OutboxPruner
 from appliance.metering.ledger.request_history import RequestHistory
 from appliance.tenancy.keys import Keys
 
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 class Housekeeping:
     """Runs every INTERVAL_S and does a bounded amount of work each time."""
 
-    def __init__(self, keys: Keys, requests: RequestHistory, alerts: OutboxHistory) -> None:
+    def __init__(self, keys: Keys, requests: RequestHistory, alerts: OutboxPruner) -> None:
         self._keys = keys
         self._requests = requests
         self._alerts = alerts

@@ -50,7 +50,7 @@ async def pages(site: Site) -> list[str]:
     await box.services.sampler.sample()
     address = "https://hooks.example.com/services/a-long-path-of-a-program-that-hears-of-budgets"
     webhook, _ = await box.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_BOX)
-    await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
+    await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
     await box.services.members.create("somebody-with-quite-a-long-address@engineering.example.com", "a password of tests")
     await box.services.box_records.put("seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record())
     hosted = (HostedPrice(name=LONG_NAME, prompt=1, completion=2),)

@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import ALERTED_FOR
+from appliance.metering.alerts.budgets import ALERT_WINDOW
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
@@ -151,7 +151,7 @@ class Life:
     def count(self, events: list[UsageEvent]) -> None:
         """Let the twins look at what the events belong to."""
         self.settled_events += events
-        since = CALENDAR.day_of(self.clock.now()) - ALERTED_FOR
+        since = CALENDAR.day_of(self.clock.now()) - ALERT_WINDOW
         for owner in self.owners:
             for day in {event.billing_day for event in events if owner.has(event)}:
                 owner.check(self.settled_events, day, events, since)
@@ -161,7 +161,7 @@ class Life:
         async with self.database.writing() as connection:
             await take(connection, POSTING, len(events))
             await connection.run_sync(rollups.add, CALENDAR, events)
-            await connection.run_sync(self.budgets.settled, events)
+            await connection.run_sync(self.budgets.on_settled, events)
 
     async def change_limit(self) -> None:
         """Raise, lower or remove the limits of somebody; a sweep sees what stands reached by that."""

@@ -79,7 +79,7 @@ async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
             await _close(invoices, twin, person, month)
 
     for tenant_id, twin in twins.items():
-        stored = (await invoices.list_of(tenant_id, access=WHOLE_BOX)).data
+        stored = (await invoices.list_for_tenant(tenant_id, access=WHOLE_BOX)).data
         closed = [invoice for invoice in stored if not invoice.is_draft]
         assert {invoice.head.month: usage_picos(invoice.lines) for invoice in closed} == twin.closed
         rest = sum(twin.waiting.values())

@@ -21,14 +21,14 @@ from appliance.base.sealing import Sealer
 from appliance.base.tables import outbox as outbox_table
 from appliance.metering.alerts import outbox as outbox_module
 from appliance.metering.alerts.outbox import Delivery, Outbox
-from appliance.metering.alerts.targets import Reach
+from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Endpoint, Webhooks
 from appliance.metering.ledger.records import UsageEvent
 from appliance.serving.alerting.delivery import AlertDelivery, Sender
 from appliance.telemetry.metrics import Metrics
 from tests.support.cast import PEPPER, Person
 
-LOOPBACK = Reach((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
+LOOPBACK = TargetPolicy((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
 DEADLINE_S = 60.0
 TARGET = "https://alerts.example.com/in"
 
@@ -99,9 +99,9 @@ class AlertBox:
         return [Delivery(**{name: row[name] for name in Delivery.__slots__}) for row in rows]
 
 
-def alert_box(database: Database, clock: Clock, *, reach: Reach = LOOPBACK, mail: bool = True) -> AlertBox:
+def alert_box(database: Database, clock: Clock, *, target_policy: TargetPolicy = LOOPBACK, mail: bool = True) -> AlertBox:
     """Return the components over `database`."""
-    webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), reach=reach, mail=mail)
+    webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), target_policy=target_policy, mail=mail)
     return AlertBox(db=database, clock=clock, outbox=Outbox(database, clock), webhooks=webhooks)
 
 

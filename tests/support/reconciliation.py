@@ -460,7 +460,7 @@ async def _check_invoices(history: History, billed: list[ExpectedEvent]) -> None
     for person, _currency in history.people:
         tenant_id = person.tenant.id
         await history.invoices.draft(tenant_id, "2026-12", access=WHOLE_BOX)
-        invoices = (await history.invoices.list_of(tenant_id, access=WHOLE_BOX)).data
+        invoices = (await history.invoices.list_for_tenant(tenant_id, access=WHOLE_BOX)).data
         lines = [line for invoice in invoices for line in invoice.lines]
         facts = [fact for fact in billed if fact.tenant_id == tenant_id]
         assert sum(line.exact_picos for line in lines) == sum(fact.cost_picos for fact in facts)

@@ -72,7 +72,7 @@ async def running_spender(
     """Yield a spender with a running ledger, through another `database` object if given."""
     database, clock, calendar = database or alerts.db, alerts.clock, calendar or BillingCalendar()
     budgets = euro_budget_alerts(database, clock, calendar)
-    ledger = utc_ledger(database, clock, epoch_id, calendar=calendar, on_settled=budgets.settled)
+    ledger = utc_ledger(database, clock, epoch_id, calendar=calendar, on_settled=budgets.on_settled)
     await ledger.start()
     try:
         yield Spender(alerts, budgets, ledger, await make_price(alerts.db, clock, currency))

@@ -70,7 +70,7 @@ async def test_a_test_is_delivered_listed_and_sent_again(box: ApiBox) -> None:
     assert sent["payload"]["type"] == "webhook.test"
     assert (await box.call("GET", f"{path}/deliveries"))["data"] == [sent]
     (claimed,) = await box.services.alerts.outbox.claim(1)
-    await box.services.alerts.outbox.failed(claimed, "the receiver answered 500", None)
+    await box.services.alerts.outbox.mark_failed(claimed, "the receiver answered 500", None)
     failed = await box.call("GET", f"{path}/deliveries/{sent['id']}")
     assert (failed["state"], failed["last_error"]) == ("failed", "the receiver answered 500")
     assert [row["id"] for row in (await box.call("GET", f"{path}/deliveries?state=failed"))["data"]] == [sent["id"]]

@@ -23,7 +23,7 @@ from appliance.base.sealing import Sealer
 from appliance.base.version import current_version
 from appliance.cli import output
 from appliance.cli.main import main
-from appliance.metering.alerts.targets import Reach
+from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, replay
@@ -507,7 +507,7 @@ async def _seal_something(url: str, pepper: bytes) -> None:
         factors = SecondFactors(database, clock, pepper)
         enrolment = factors.begin(alice)
         await factors.enable(alice, enrolment, pyotp.TOTP(enrolment.secret).at(clock.now()))
-        webhooks = Webhooks(database, clock, Sealer(pepper, SEALING_PURPOSE), reach=Reach(), mail=False)
+        webhooks = Webhooks(database, clock, Sealer(pepper, SEALING_PURPOSE), target_policy=TargetPolicy(), mail=False)
         await webhooks.create(kind="webhook", target="https://192.0.78.9/hook", access=WHOLE_BOX)
     finally:
         await database.close()

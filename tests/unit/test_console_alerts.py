@@ -111,7 +111,7 @@ async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
 async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
     alice = await box.alice()
     webhook = await added(box, alice)
-    delivery = await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
+    delivery = await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
     async with box.services.db.writing() as connection:
         failed = {"next_attempt_at": None, "attempts": 14, "last_error": "answered 503"}
         await connection.execute(update(outbox).where(outbox.c.id == delivery.id).values(**failed))
@@ -123,7 +123,7 @@ async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
     answer = await alice.post(f"/alerts/{webhook.id}/deliveries/{delivery.id}/retry")
     assert answer.headers["location"] == f"/alerts/{webhook.id}"
     assert (await box.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_BOX)).state == "pending"
-    newer = await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
+    newer = await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
     async with box.services.db.writing() as connection:
         taken = {"next_attempt_at": None, "attempts": 1, "delivered_at": newer.created_at}
         await connection.execute(update(outbox).where(outbox.c.id == newer.id).values(**taken))
@@ -158,12 +158,12 @@ async def test_paused_it_takes_no_test_and_resumed_it_does(box: Box) -> None:
 async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_was_chosen(box: Box, clock: FakeClock) -> None:
     alice = await box.alice()
     webhook = await added(box, alice)
-    (before,) = (await box.services.alerts.webhooks.endpoint(webhook.id)).secrets
+    (before,) = (await box.services.alerts.webhooks.read_endpoint(webhook.id)).secrets
     path = f"/alerts/{webhook.id}/rotate"
     assert "Old secret expires" in (await alice.fragment(path)).text
     assert (await alice.post_htmx(path, grace_s="1")).status_code == 422
     (secret,) = _SECRET.findall((await alice.post_htmx(path, grace_s="3600")).text)
-    assert (await box.services.alerts.webhooks.endpoint(webhook.id)).secrets == (secret, before)
+    assert (await box.services.alerts.webhooks.read_endpoint(webhook.id)).secrets == (secret, before)
     assert (
         await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_BOX)
     ).previous_secret_until == clock.now() + timedelta(hours=1)
@@ -173,7 +173,7 @@ async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_w
 async def test_removed_it_is_gone_and_what_was_pending_is_given_up(box: Box) -> None:
     alice = await box.alice()
     webhook = await added(box, alice)
-    await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
+    await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
     path = f"/alerts/{webhook.id}"
     assert "No more alerts are sent to this target" in (await alice.fragment(f"{path}/remove")).text
     assert (await alice.post(f"{path}/remove")).headers["location"] == "/alerts"

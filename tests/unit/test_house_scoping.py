@@ -34,7 +34,7 @@ ROWS = (
 # Methods that are not told who asks, and why nobody needs to be.
 NOT_TOLD = {
     "Outbox.claim": "the deliverer's: whatever is due, of everybody",
-    "Webhooks.endpoint": "the deliverer's: secrets, which no handler may have",
+    "Webhooks.read_endpoint": "the deliverer's: secrets, which no handler may have",
     "Corrections.add": "corrections are an action of the box alone: no role in a tenant has it",
     "Generations.start": "the request that its own key has just made",
 }

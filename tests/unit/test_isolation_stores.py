@@ -62,7 +62,7 @@ async def calls(database: Database, clock: FakeClock, cast: Cast) -> dict[str, t
         "invoices.head": (DEVELOPER, lambda access: invoices.head(draft, access=access)),
         "invoices.get": (DEVELOPER, lambda access: invoices.get(draft, access=access)),
         "invoices.events": (DEVELOPER, lambda access: invoices.events(draft, access=access)),
-        "invoices.list_of": (DEVELOPER, lambda access: invoices.list_of(bob, access=access)),
+        "invoices.list_for_tenant": (DEVELOPER, lambda access: invoices.list_for_tenant(bob, access=access)),
         "allowances.set": (MANAGER, lambda access: allowances.set(bob, "2026-12", 5, access=access)),
         "allowances.list": (DEVELOPER, lambda access: allowances.list(bob, access=access)),
     }
@@ -94,7 +94,7 @@ async def test_a_store_does_for_its_own_role_what_it_refuses_to_a_lesser_one(
         "keys.update",
         "memberships.change",
         "memberships.remove",
-        "invoices.list_of",
+        "invoices.list_for_tenant",
         "allowances.list",
     ):
         role, call = asked[name]

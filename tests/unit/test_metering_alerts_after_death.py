@@ -12,7 +12,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.journal import Journal
 from appliance.metering.alerts.budgets import BudgetAlerts
-from appliance.metering.alerts.keys import KeyAlerts
+from appliance.metering.alerts.key_expiry import KeyExpiryAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import replay
@@ -58,10 +58,10 @@ async def start_again(alerts: AlertBox, journal: Path) -> BudgetAlerts:
     """Begin an epoch as the appliance does, with alerts that remember nothing."""
     budgets = euro_budget_alerts(alerts.db, alerts.clock, CALENDAR)
     opened = Journal(journal)
-    await replay(alerts.db, opened, alerts.clock, CALENDAR, budgets.settled)
+    await replay(alerts.db, opened, alerts.clock, CALENDAR, budgets.on_settled)
     await opened.close()
     epoch_id = await begin_epoch(alerts.db, alerts.clock, "next")
-    await recover(alerts.db, alerts.clock, epoch_id, calendar=CALENDAR, on_settled=budgets.settled)
+    await recover(alerts.db, alerts.clock, epoch_id, calendar=CALENDAR, on_settled=budgets.on_settled)
     return budgets
 
 
@@ -108,7 +108,7 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
     both = [("2026-11", 80), ("2026-11", 100)]
     assert await told(alerts) == both
     models = typed("Any", SimpleNamespace(list=list[Any]))
-    watch = AlertWatch(alerts.db, clock, budgets, KeyAlerts(alerts.db, clock), models)
+    watch = AlertWatch(alerts.db, clock, budgets, KeyExpiryAlerts(alerts.db, clock), models)
     await watch.check()
     await (await start_again(alerts, tmp_path / "j")).sweep()
     assert await told(alerts) == both
@@ -153,7 +153,7 @@ async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
     budgets = await start_again(alerts, tmp_path / "j")
     assert await told(alerts) == []
     epoch_id = await begin_epoch(alerts.db, clock, "later")
-    ledger = utc_ledger(alerts.db, clock, epoch_id, calendar=CALENDAR, on_settled=budgets.settled)
+    ledger = utc_ledger(alerts.db, clock, epoch_id, calendar=CALENDAR, on_settled=budgets.on_settled)
     await ledger.start()
     await ledger.open(after)
     await settle(ledger, posted(after.request_id, completion=1))

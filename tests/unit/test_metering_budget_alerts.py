@@ -11,9 +11,9 @@ import pytest
 
 from appliance.base import counters
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import PERIODS_MAX, SWEEP_INTERVAL_S, Watch
-from appliance.metering.alerts.outbox_history import KEEP_DAYS_MIN, OutboxHistory
-from appliance.metering.alerts.plans import Period, Plan
+from appliance.metering.alerts.budgets import PERIODS_MAX, SWEEP_INTERVAL_S, ThresholdTracker
+from appliance.metering.alerts.outbox_pruning import KEEP_DAYS_MIN, OutboxPruner
+from appliance.metering.alerts.rules import AlertRule, Period
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
@@ -178,7 +178,7 @@ async def test_a_sweep_looks_once_an_hour_while_nothing_changes(
 ) -> None:
     await set_budget(database, clock, cast.bob, 1000)
 
-    async def looks() -> bool:
+    async def checks() -> bool:
         with record_statements() as statements:
             await spender.budgets.sweep()
         return any("FROM usage_rollups" in statement for statement in statements)
@@ -186,9 +186,9 @@ async def test_a_sweep_looks_once_an_hour_while_nothing_changes(
     told = []
     for wait_s in (1000, 0, SWEEP_INTERVAL_S - 1, 1, 0):
         clock.advance(wait_s)
-        told.append(await looks())
+        told.append(await checks())
     await set_budget(database, clock, cast.bob, 2000)
-    assert [*told, await looks(), await looks()] == [True, False, False, True, False, True, False]
+    assert [*told, await checks(), await checks()] == [True, False, False, True, False, True, False]
 
 
 async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_other(
@@ -198,7 +198,7 @@ async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_
         await spender.spend(person, 90)
         await set_budget(database, clock, person, 100)
     async with database.reading() as connection:
-        first, last = await connection.run_sync(spender.budgets._due_notices, clock.now().date())
+        first, last = await connection.run_sync(spender.budgets._due_alerts, clock.now().date())
     async with database.writing() as connection:
         await counters.locked(connection, counters.POSTING)  # as whoever settles
         await connection.run_sync(spender.budgets._enqueue, [last])
@@ -290,9 +290,9 @@ async def test_of_a_month_of_which_the_alerts_may_be_forgotten_nothing_is_told_a
     began = clock.now()
     await spender.spend(cast.bob, 9)
     for message in await spender.alerts.outbox.claim(1):
-        await spender.alerts.outbox.delivered(message)
+        await spender.alerts.outbox.mark_delivered(message)
     clock.advance((KEEP_DAYS_MIN + 1) * 86400)
-    assert await OutboxHistory(database, clock, keep_days=1).prune() == 1
+    assert await OutboxPruner(database, clock, keep_days=1).prune() == 1
     await spender.spend(cast.bob, 1, at=began)
     assert await spender.alerts_sent() == []
 
@@ -302,71 +302,71 @@ async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]
     events = [settled_event(person, cost, spender.alerts.clock.now()) for cost in costs]
     async with spender.alerts.db.writing() as connection:
         await connection.run_sync(rollups.add, BillingCalendar(), events)
-        await connection.run_sync(spender.budgets.settled, events)
+        await connection.run_sync(spender.budgets.on_settled, events)
 
 
 TODAY = Period("tokens_per_day", START.date())
 
 
-def watched(left: int | None = None) -> Watch:
-    """Return the watch of a hundred tokens a day that tells of 80: `left` tokens before that, as far as it is known."""
+def tracker_of_tokens(headroom: int | None = None) -> ThresholdTracker:
+    """Return the tracker of a limit of 100 tokens a day that alerts at 80, with `headroom` (None: unknown) today."""
     owner = Owner("model", ALL_TENANTS, "demo")
-    plan = Plan(owner=owner, owner_fields={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
-    return Watch(plan, left={} if left is None else {TODAY: left})
+    rule = AlertRule(owner=owner, owner_fields={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
+    return ThresholdTracker(rule, headroom={} if headroom is None else {TODAY: headroom})
 
 
-def used(watch: Watch, person: Person, tokens: int) -> object | None:
-    """Count tokens of today, and return the look that is due then, None when none is."""
-    looks = list(watch.count(settled_event(person, 0, START, tokens=tokens), START.date()))
-    return watch.looks[TODAY] if looks else None
+def used(tracker: ThresholdTracker, person: Person, tokens: int) -> object | None:
+    """Add tokens used today; return the check that they make due, or None."""
+    checks = list(tracker.add_usage(settled_event(person, 0, START, tokens=tokens), START.date()))
+    return tracker.pending_checks[TODAY] if checks else None
 
 
 def test_a_period_that_must_be_looked_at_is_unknown_until_the_look_is_durable(cast: Cast) -> None:
     """A COMMIT that failed to whoever sent it may have happened: what it counted is in no memory."""
-    watch = watched(left=5)
-    assert [used(watch, cast.bob, tokens) is not None for tokens in (1, 5, 1)] == [False, True, True]
-    assert watch.left == {}
+    tracker = tracker_of_tokens(5)
+    assert [used(tracker, cast.bob, tokens) is not None for tokens in (1, 5, 1)] == [False, True, True]
+    assert tracker.headroom == {}
 
 
 def test_transactions_that_end_in_another_order_than_they_looked_put_no_threshold_off(cast: Cast) -> None:
-    watch = watched()
-    first, second = used(watch, cast.bob, 20), used(watch, cast.bob, 50)
-    watch.remember(TODAY, 70, second)
-    watch.remember(TODAY, 20, first)
-    assert watch.left == {TODAY: 10}
+    tracker = tracker_of_tokens()
+    first, second = used(tracker, cast.bob, 20), used(tracker, cast.bob, 50)
+    tracker.store_check(TODAY, 70, second)
+    tracker.store_check(TODAY, 20, first)
+    assert tracker.headroom == {TODAY: 10}
 
 
 def test_what_a_look_has_not_seen_is_counted_although_its_transaction_ends_behind_a_later_look(cast: Cast) -> None:
-    watch = watched()
-    first, second = used(watch, cast.bob, 50), used(watch, cast.bob, 20)
-    watch.remember(TODAY, 50, first)
-    third = used(watch, cast.bob, 15)
+    tracker = tracker_of_tokens()
+    first, second = used(tracker, cast.bob, 50), used(tracker, cast.bob, 20)
+    tracker.store_check(TODAY, 50, first)
+    third = used(tracker, cast.bob, 15)
     assert third is not None, "85 are used, and nobody has seen more than 70 of them"
-    watch.remember(TODAY, 70, second)
-    watch.remember(TODAY, 85, third)
-    assert watch.left == {TODAY: None}
+    tracker.store_check(TODAY, 70, second)
+    tracker.store_check(TODAY, 85, third)
+    assert tracker.headroom == {TODAY: None}
 
 
-@pytest.mark.parametrize("left", [5, None])
-def test_what_is_given_back_puts_no_threshold_off_because_it_may_be_rolled_back(cast: Cast, left: int | None) -> None:
-    watch = watched(left)
-    before = dict(watch.left)
-    assert [used(watch, cast.bob, tokens) for tokens in (-20, 0)] == [None, None]
-    assert watch.left == before
+@pytest.mark.parametrize("headroom", [5, None])
+def test_what_is_given_back_puts_no_threshold_off_because_it_may_be_rolled_back(cast: Cast, headroom: int | None) -> None:
+    tracker = tracker_of_tokens(headroom)
+    before = dict(tracker.headroom)
+    assert [used(tracker, cast.bob, tokens) for tokens in (-20, 0)] == [None, None]
+    assert tracker.headroom == before
 
 
 def test_more_periods_than_may_be_remembered_are_looked_at_again(
     cast: Cast,
 ) -> None:
-    watch = watched()
+    tracker = tracker_of_tokens()
     for number in range(PERIODS_MAX):
         period = Period("tokens_per_day", START.date() + timedelta(days=number))
-        watch.looks[period] = look = object()
-        watch.remember(period, 30, look)
-    assert len(watch.left) == PERIODS_MAX
-    assert used(watch, cast.bob, 1) is None
+        tracker.pending_checks[period] = check = object()
+        tracker.store_check(period, 30, check)
+    assert len(tracker.headroom) == PERIODS_MAX
+    assert used(tracker, cast.bob, 1) is None
     period = Period("tokens_per_day", START.date() - timedelta(days=1))
-    watch.looks[period] = look = object()
-    watch.remember(period, 70, look)
-    assert watch.left == {period: 10}
-    assert used(watch, cast.bob, 1) is not None
+    tracker.pending_checks[period] = check = object()
+    tracker.store_check(period, 70, check)
+    assert tracker.headroom == {period: 10}
+    assert used(tracker, cast.bob, 1) is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import NOTICES_PER_TRANSACTION
+from appliance.metering.alerts.budgets import ALERTS_PER_TRANSACTION
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.metering.limits import owner_sums
@@ -339,7 +339,7 @@ async def test_a_look_at_many_owners_is_one_statement_a_period(box: Box) -> None
 
 
 async def test_a_sweep_tells_of_more_than_it_writes_at_once_and_the_next_writes_nothing(box: Box) -> None:
-    count = NOTICES_PER_TRANSACTION // 2 + 1
+    count = ALERTS_PER_TRANSACTION // 2 + 1
     for number in range(count):
         await box.models.put(f"m{number}", Limits(tokens_per_day=10))
         await box.spender.spend(box.bob, 1, model=f"m{number}")

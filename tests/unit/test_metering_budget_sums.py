@@ -9,8 +9,8 @@ from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import used_query
-from appliance.metering.alerts.plans import Period, Plan
+from appliance.metering.alerts.budgets import usage_query
+from appliance.metering.alerts.rules import AlertRule, Period
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.owner_sums import IN_LIST_MAX, sums_query
 from appliance.metering.limits.owners import ALL_TENANTS, LimitScope, Owner
@@ -25,13 +25,13 @@ READ: dict[LimitScope, str] = {
 }
 
 
-def plans(*scopes: LimitScope) -> dict[Owner, Plan]:
+def plans(*scopes: LimitScope) -> dict[Owner, AlertRule]:
     """Return plans of three owners of each scope."""
     owners = [
         Owner(scope, ALL_TENANTS, f"m{n}") if scope == "model" else Owner(scope, f"{n}") for scope in scopes for n in "abc"
     ]
     terms = {"owner_fields": {}, "currency": "EUR", "limits": {"budget": 1, "tokens_per_day": 1}, "percents": (80,)}
-    return {owner: Plan(owner=owner, **terms) for owner in owners}  # type: ignore[arg-type]
+    return {owner: AlertRule(owner=owner, **terms) for owner in owners}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -40,7 +40,7 @@ def plans(*scopes: LimitScope) -> dict[Owner, Plan]:
 async def test_a_look_goes_to_the_sums_of_its_owners_alone(
     database: Database, scopes: tuple[LimitScope, ...], period: Period
 ) -> None:
-    query = used_query(BillingCalendar("Europe/Berlin"), period, plans(*scopes))
+    query = usage_query(BillingCalendar("Europe/Berlin"), period, plans(*scopes))
     asked = str(query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True})).replace(":", r"\:")
     async with database.reading() as connection:
         lines = [str(row[3]) for row in (await connection.execute(text(f"EXPLAIN QUERY PLAN {asked}"))).all()]
@@ -49,7 +49,7 @@ async def test_a_look_goes_to_the_sums_of_its_owners_alone(
 
 
 def test_the_days_of_a_month_are_those_of_the_billing_zone() -> None:
-    query = used_query(BillingCalendar("Europe/Berlin"), MONTH, plans("model"))
+    query = usage_query(BillingCalendar("Europe/Berlin"), MONTH, plans("model"))
     asked = str(query.compile(compile_kwargs={"literal_binds": True}))
     assert asked.count("2026-") == 31
     assert "2026-10-25 22" not in asked

@@ -14,7 +14,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, InvalidValue, NotFound
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invariants import books
+from appliance.metering.invariants import whole_ledger
 from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _recorded_sums_query
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
@@ -195,7 +195,7 @@ async def test_the_largest_correction_can_be_taken_back_and_the_books_can_be_pro
         await correct(database, clock, event.id, cost_picos=1)
     assert refused.value.param == "cost_picos"
     async with database.reading() as connection:
-        findings = await books.check(connection, database.kind, BillingCalendar())
+        findings = await whole_ledger.check(connection, database.kind, BillingCalendar())
     assert {finding.name: finding.state for finding in findings}["corrections"] == "holds"
     await correct(database, clock, event.id, cost_picos=-most)
     assert sum(each.cost_picos for each in await all_events(database)) == event.cost_picos

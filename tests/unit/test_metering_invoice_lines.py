@@ -10,9 +10,9 @@ from appliance.base.errors import CurrenciesMixed
 from appliance.metering.invoicing.lines import (
     ADJUSTMENT,
     EventSums,
-    FreeMonth,
-    InvoiceBroken,
+    InvoiceInconsistent,
     InvoiceLine,
+    MonthAllowance,
     allowance_lines,
     currency_of,
     totals_of,
@@ -62,7 +62,7 @@ def test_each_kind_of_tokens_is_a_line_at_its_own_price() -> None:
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_counts_that_do_not_come_to_the_cost_of_the_ledger_make_no_invoice(difference: int) -> None:
     whole = used(5, 7, 11, 13)
-    with pytest.raises(InvoiceBroken, match=str(whole.cost_picos)):
+    with pytest.raises(InvoiceInconsistent, match=str(whole.cost_picos)):
         usage_lines([dataclasses.replace(whole, cost_picos=whole.cost_picos + difference)], MONTH)
 
 
@@ -103,18 +103,20 @@ def test_two_currencies_in_which_something_is_owed_have_no_invoice() -> None:
 @pytest.mark.parametrize(
     ("free", "now", "given"),
     [
-        (FreeMonth(monthly_micros=5), 3, -3),
-        (FreeMonth(monthly_micros=5), 5, -5),
-        (FreeMonth(monthly_micros=5), 7, -5),
-        (FreeMonth(monthly_micros=5, billed_micros=4, granted_micros=4), 3, -1),
-        (FreeMonth(monthly_micros=5, billed_micros=7, granted_micros=5), 3, None),
-        (FreeMonth(monthly_micros=5, billed_micros=4, granted_micros=4), -3, 3),  # a correction of what was free is free
-        (FreeMonth(monthly_micros=5, billed_micros=4, granted_micros=4), -9, 4),  # a month never costs less than nothing
-        (FreeMonth(monthly_micros=5), -1, None),
-        (FreeMonth(monthly_micros=0), 3, None),
+        (MonthAllowance(monthly_micros=5), 3, -3),
+        (MonthAllowance(monthly_micros=5), 5, -5),
+        (MonthAllowance(monthly_micros=5), 7, -5),
+        (MonthAllowance(monthly_micros=5, billed_micros=4, granted_micros=4), 3, -1),
+        (MonthAllowance(monthly_micros=5, billed_micros=7, granted_micros=5), 3, None),
+        (MonthAllowance(monthly_micros=5, billed_micros=4, granted_micros=4), -3, 3),  # a correction of what was free is free
+        (MonthAllowance(monthly_micros=5, billed_micros=4, granted_micros=4), -9, 4),  # a month never costs less than nothing
+        (MonthAllowance(monthly_micros=5), -1, None),
+        (MonthAllowance(monthly_micros=0), 3, None),
     ],
 )
-def test_an_allowance_takes_what_the_month_cost_and_no_more_than_itself(free: FreeMonth, now: int, given: int | None) -> None:
+def test_an_allowance_takes_what_the_month_cost_and_no_more_than_itself(
+    free: MonthAllowance, now: int, given: int | None
+) -> None:
     lines = allowance_lines([line(now), dataclasses.replace(line(100), month="2026-09")], {MONTH: free})
     found = [(line.month, line.tokens, line.requests, line.rounded_micros, line.exact_picos) for line in lines]
     assert found == ([] if given is None else [(MONTH, 0, 0, given, given * 10**6)])

@@ -16,7 +16,7 @@ from pypdf import PdfReader
 from appliance.metering.invoicing import pdf_text
 from appliance.metering.invoicing.lines import ADJUSTMENT, FREE_ALLOWANCE, InvoiceLine, totals_of
 from appliance.metering.invoicing.pdf import render_pdf
-from appliance.metering.invoicing.pdf_scripts import drawn_order
+from appliance.metering.invoicing.pdf_bidi import to_visual_order
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.seller import Seller
 
@@ -87,7 +87,7 @@ def test_figures_end_at_the_right_edges_of_their_columns() -> None:
 
     def note(text: str, _cm: Any, tm: Any, _font: Any, size: float) -> None:
         for shown in re.findall(r"^[-\d,.]{4,}$", text.strip(), re.MULTILINE):
-            ends.setdefault(round(tm[4] + pdf_text.width_of(shown, size)), []).append(shown)
+            ends.setdefault(round(tm[4] + pdf_text.text_width(shown, size)), []).append(shown)
 
     page = PdfReader(io.BytesIO(render_pdf(invoice(line(), line("z", micros=5, tokens=1_000))))).pages[0]
     page.extract_text(visitor_text=note)
@@ -140,9 +140,9 @@ def test_a_name_in_any_script_is_drawn_or_its_absence_is_seen(name: str, shown: 
 
 
 def test_scripts_from_right_to_left_are_joined_and_ordered() -> None:
-    assert drawn_order("שלום 12-34 Acme (א)") == "(א) Acme 12-34 םולש"
-    assert drawn_order("Acme שלום עולם ok") == "Acme םלוע םולש ok"
-    assert drawn_order("سلام") == "\ufee1\ufefc\ufeb3"  # seen from the left: meem alone, lam with alef, seen that begins
+    assert to_visual_order("שלום 12-34 Acme (א)") == "(א) Acme 12-34 םולש"
+    assert to_visual_order("Acme שלום עולם ok") == "Acme םלוע םולש ok"
+    assert to_visual_order("سلام") == "\ufee1\ufefc\ufeb3"  # seen from the left: meem alone, lam with alef, seen that begins
     assert "\ufffd" not in texts(invoice(line(), name="شركة النور للتقنية"))[0]
 
 
@@ -155,7 +155,7 @@ def test_the_longest_names_break_over_lines_and_stay_on_the_page() -> None:
 def test_every_character_of_the_first_plane_can_be_drawn() -> None:
     for start in range(0, 0x10000, 0x400):
         text = "".join(chr(code) for code in range(start, start + 0x400) if not 0xD800 <= code < 0xE000)
-        pdf_text.runs_of(text, bold=True)
+        pdf_text.font_runs(text, bold=True)
     names = ["".join(chr(code) for code in range(start, start + 150)) for start in range(0x20, 0xD700, 0x1900)]
     assert all(texts(invoice(line(), name=name.replace("\x7f", "").strip() or "x")) for name in names)
 

@@ -31,11 +31,11 @@ from appliance.base.tables import audit_log, invoice_lines
 from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing import invoices as service
-from appliance.metering.invoicing.free_allowances import FreeAllowances, free_in
-from appliance.metering.invoicing.lines import EventSums, FreeMonth, allowance_lines, totals_of, usage_lines, usage_picos
+from appliance.metering.invoicing.free_allowances import FreeAllowances, allowance_in
+from appliance.metering.invoicing.lines import EventSums, MonthAllowance, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.seller import Seller
-from appliance.metering.invoicing.sums import Cover, read_event_sums
+from appliance.metering.invoicing.sums import Coverage, read_event_sums
 from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX, Access
@@ -457,7 +457,7 @@ async def test_an_allowance_is_its_tenants_own(books: Books) -> None:
     bobs, charlies = [await books.allowances.list(tenant_id, access=WHOLE_BOX) for tenant_id in (bob, charlie)]
     assert [(row.first_month, row.monthly_micros) for row in bobs] == [("2026-10", 4), ("2026-11", 2), ("2026-12", 3)]
     assert [(row.first_month, row.monthly_micros) for row in charlies] == [("2026-11", 7)]
-    assert [free_in(bobs, month) for month in ("2026-09", "2026-10", "2026-11", "2027-01")] == [0, 4, 2, 3]
+    assert [allowance_in(bobs, month) for month in ("2026-09", "2026-10", "2026-11", "2027-01")] == [0, 4, 2, 3]
 
 
 async def test_who_manages_a_tenant_reads_its_invoices_and_decides_nothing_about_them(books: Books) -> None:
@@ -466,14 +466,14 @@ async def test_who_manages_a_tenant_reads_its_invoices_and_decides_nothing_about
     manager, viewer = (
         Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role}) for role in (TenantRole.MANAGER, TenantRole.VIEWER)
     )
-    assert (await books.invoices.list_of(tenant_id, access=manager)).data
+    assert (await books.invoices.list_for_tenant(tenant_id, access=manager)).data
     assert await books.allowances.list(tenant_id, access=manager) == []
     for refused in (
         books.invoices.draft(tenant_id, "2026-10", access=manager),
         books.invoices.close(drafted.head.id, access=manager),
         books.invoices.discard(drafted.head.id, access=manager),
         books.allowances.set(tenant_id, "2026-10", 1, access=manager),
-        books.invoices.list_of(tenant_id, access=viewer),
+        books.invoices.list_for_tenant(tenant_id, access=viewer),
         books.allowances.list(tenant_id, access=viewer),
     ):
         with pytest.raises(RoleNotAllowed):
@@ -495,7 +495,7 @@ async def test_a_draft_that_cannot_be_computed_keeps_no_other_invoice_from_being
     draft = await books.draft("2026-10")
     for currency in ("EUR", "USD"):
         await books.post(OCTOBER, currency=currency)
-    listed = (await books.invoices.list_of(books.bob.tenant.id, access=WHOLE_BOX)).data
+    listed = (await books.invoices.list_for_tenant(books.bob.tenant.id, access=WHOLE_BOX)).data
     assert [(each.head.id, each.lines == (), "EUR and USD" in (each.problem or "")) for each in listed] == [
         (draft.head.id, True, True),
         (closed.head.id, False, False),
@@ -528,8 +528,8 @@ async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None
     drafted = await books.draft("2026-11")
     await books.draft("2026-11", books.cast.charlie)
 
-    page = await books.invoices.list_of(books.bob.tenant.id, 1, access=WHOLE_BOX)
-    rest = await books.invoices.list_of(books.bob.tenant.id, 1, page.next_cursor, access=WHOLE_BOX)
+    page = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, access=WHOLE_BOX)
+    rest = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, page.next_cursor, access=WHOLE_BOX)
     assert [*page.data, *rest.data] == [drafted, closed]
     assert len((await books.invoices.list(month="2026-11", access=WHOLE_BOX)).data) == 2
     assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_BOX)).data] == [closed.head.id]
@@ -633,7 +633,7 @@ def test_the_worked_example_of_the_documentation_is_what_the_code_says() -> None
         )  # fmt: skip
 
     lines = usage_lines([used(123_456_789, 98_765_432, 4_567_891, 150_000), used(80_000_001, 0, 2_000_003, 120_000)], "2026-10")
-    lines += allowance_lines(lines, {"2026-10": FreeMonth(monthly_micros=5_000_000)})
+    lines += allowance_lines(lines, {"2026-10": MonthAllowance(monthly_micros=5_000_000)})
     totals = totals_of(lines, tax_basis_points=1900, currency="EUR")
     text = (Path(__file__).resolve().parents[2] / "docs" / "billing.md").read_text("utf-8").replace("−", "-")
 
@@ -651,11 +651,11 @@ async def test_lines_are_the_same_however_their_events_were_split_by_the_moment_
     for prompt, cached, completion in ((10, 10, 0), (7, 3, 2), (5, 0, 0), (0, 0, 4)):
         await books.post(OCTOBER, Tokens(prompt=prompt, cached=cached, completion=completion))
     async with books.database.reading() as connection:
-        whole = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 4), None)
+        whole = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 4), None)
         assert [line.requests for line in usage_lines(whole, "2026-10")] == [2, 2, 2]
         for posting in range(5):
-            ahead = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", posting), None)
-            since = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 4), Cover("2026-10", posting))
+            ahead = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", posting), None)
+            since = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 4), Coverage("2026-10", posting))
             assert usage_lines([*ahead, *since], "2026-10") == usage_lines(whole, "2026-10")
 
 
@@ -664,7 +664,7 @@ async def test_whether_a_currency_is_on_an_invoice_does_not_depend_on_the_moment
     for tokens in (Tokens(prompt=3, completion=0), Tokens(prompt=0, completion=-1)):  # together nothing
         await books.post(OCTOBER, tokens, is_correction=True, currency="USD")
     async with books.database.reading() as connection:
-        whole = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 3), None)
-        ahead = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 2), None)
-        since = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 3), Cover("2026-10", 2))
+        whole = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 3), None)
+        ahead = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 2), None)
+        since = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 3), Coverage("2026-10", 2))
     assert usage_lines([*ahead, *since], "2026-10") == usage_lines(whole, "2026-10")

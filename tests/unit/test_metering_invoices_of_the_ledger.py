@@ -12,7 +12,7 @@ from appliance.base.errors import CurrenciesMixed
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import invoices as promise
 from appliance.metering.invoicing.lines import usage_picos
-from appliance.metering.invoicing.sums import Cover, _queries, read_event_sums
+from appliance.metering.invoicing.sums import Coverage, _sums_queries, read_event_sums
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Settlement, Usage
@@ -111,7 +111,7 @@ async def test_what_was_posted_since_a_sum_ahead_is_the_difference_of_two_sums(
     events = [each for each in await all_events(database) if each.tenant_id == cast.bob.tenant.id]
     for ahead in range(19):
         async with database.reading() as connection:
-            since = await read_event_sums(connection, cast.bob.tenant.id, Cover("2026-10", 17), Cover("2026-10", ahead))
+            since = await read_event_sums(connection, cast.bob.tenant.id, Coverage("2026-10", 17), Coverage("2026-10", ahead))
         assert sum(each.prompt_tokens for each in since) == sum(
             event.prompt_tokens
             for event in events
@@ -121,13 +121,13 @@ async def test_what_was_posted_since_a_sum_ahead_is_the_difference_of_two_sums(
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_what_was_posted_since_a_sum_ahead_is_found_by_its_postings(database: Database) -> None:
-    (query,) = _queries("a tenant", Cover("2026-11", 1000), Cover("2026-11", 900))
+    (query,) = _sums_queries("a tenant", Coverage("2026-11", 1000), Coverage("2026-11", 900))
     assert await query_plan(database, query) == [POSTED_SINCE]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_an_invoice_reads_its_month_and_what_was_posted_since_the_one_before(database: Database) -> None:
-    month, late = _queries("a tenant", Cover("2026-11", 1000), Cover("2026-10", 900))
+    month, late = _sums_queries("a tenant", Coverage("2026-11", 1000), Coverage("2026-10", 900))
     index = "ix_usage_events_tenant_id_billing_day"
     assert await query_plan(database, month) == [
         f"SEARCH usage_events USING INDEX {index} (tenant_id=? AND billing_day>? AND billing_day<?)"

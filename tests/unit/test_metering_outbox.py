@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.db import Database
 from appliance.base.errors import Conflict, NotFound, RateLimitExceeded
 from appliance.metering.alerts import outbox as outbox_module
-from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, Delivery, Outbox, retry_s
+from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, Delivery, Outbox, retry_delay_s
 from appliance.metering.alerts.send_limits import RETRIES_PER_HOUR_MAX, TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import WebhookChanges
 from appliance.tenancy.access import WHOLE_BOX
@@ -100,7 +100,7 @@ async def test_who_has_waited_longest_for_an_attempt_is_claimed_first(alerts: Al
     put_off, waiting = [await add_webhook(alerts) for _ in range(2)]
     await alerts.enqueue("one")
     (claimed,) = await alerts.outbox.claim(10, busy={waiting})
-    await alerts.outbox.failed(claimed, "no answer", 30.0)
+    await alerts.outbox.mark_failed(claimed, "no answer", 30.0)
     clock.advance(60)
     await alerts.enqueue("two")  # due later than either, and for both
     (first,) = await alerts.outbox.claim(1)
@@ -129,7 +129,7 @@ async def test_an_attempt_that_failed_puts_off_its_own_message_alone(alerts: Ale
     await alerts.enqueue()
     first, second = await alerts.outbox.claim(10)
     assert first.next_attempt_at == second.next_attempt_at, "claimed at the same moment"
-    await alerts.outbox.failed(first, "no answer", 30.0)
+    await alerts.outbox.mark_failed(first, "no answer", 30.0)
     left = {message.id: message for message in await alerts.messages()}
     assert left[first.id].last_error == "no answer"
     assert left[second.id] == second
@@ -143,7 +143,7 @@ async def test_a_webhook_that_is_removed_takes_only_what_is_pending_for_it(alert
     removed, other = [await add_webhook(alerts) for _ in range(2)]
     await alerts.enqueue("one")
     (claimed,) = await alerts.outbox.claim(10, busy={other})
-    await alerts.outbox.failed(claimed, "no answer for days", None)
+    await alerts.outbox.mark_failed(claimed, "no answer for days", None)
     await alerts.enqueue("two")
     await alerts.webhooks.remove(removed, access=WHOLE_BOX)
     told = {(message.webhook_id, message.payload["data"]["subject"]): message for message in await alerts.messages()}
@@ -176,15 +176,15 @@ async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: Alert
     await add_webhook(alerts)
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
-    await alerts.outbox.failed(claimed, "no answer", 30.0)
+    await alerts.outbox.mark_failed(claimed, "no answer", 30.0)
     assert await alerts.outbox.next_due_s() == 30.0
     clock.advance(30.0)
     (claimed,) = await alerts.outbox.claim(10)
-    await alerts.outbox.failed(claimed, "no answer again", None)
+    await alerts.outbox.mark_failed(claimed, "no answer again", None)
     (message,) = await alerts.messages()
     assert (message.state, message.last_error, message.attempts) == ("failed", "no answer again", 2)
     assert await alerts.outbox.next_due_s() is None
-    assert await alerts.outbox.pending() == 0
+    assert await alerts.outbox.count_pending() == 0
 
 
 async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: AlertBox, clock: FakeClock) -> None:
@@ -193,7 +193,7 @@ async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: Alert
     (claimed,) = await alerts.outbox.claim(10)
     clock.advance(1)
     await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_BOX)
-    await alerts.outbox.failed(claimed, "no answer", 3600.0)
+    await alerts.outbox.mark_failed(claimed, "no answer", 3600.0)
     (again,) = await alerts.outbox.claim(10)
     assert (again.id, again.attempts) == (claimed.id, 1)
 
@@ -202,7 +202,7 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertB
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
-    await alerts.outbox.delivered(claimed)
+    await alerts.outbox.mark_delivered(claimed)
     assert (await alerts.outbox.get(webhook_id, claimed.id, access=WHOLE_BOX)).state == "delivered"
     alerts.db.outbox_written.clear()
     assert (await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_BOX)).state == "pending"
@@ -233,17 +233,17 @@ async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(ale
     webhook_id = await add_webhook(alerts, events=["invoice.closed"])
     await add_webhook(alerts)
     for _ in range(TESTS_PER_HOUR_MAX):
-        delivery = await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
+        delivery = await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
         clock.advance(60)
     assert (delivery.event, delivery.webhook_id) == ("webhook.test", webhook_id)
     with pytest.raises(RateLimitExceeded) as refused:
-        await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
+        await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
     assert refused.value.retry_after_s is not None
     clock.advance(refused.value.retry_after_s - 0.001)
     with pytest.raises(RateLimitExceeded):
-        await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
+        await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
     clock.advance(0.001)
-    await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
+    await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
     assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
 
 
@@ -253,7 +253,7 @@ async def test_neither_other_messages_nor_tests_of_another_webhook_count_as_test
         await alerts.enqueue(f"message {number}")
     for webhook_id in webhook_ids:
         for _ in range(TESTS_PER_HOUR_MAX):
-            delivery = await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
+            delivery = await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
         assert delivery.payload["data"] == {"webhook_id": webhook_id, "note": "This is a test. Nothing has happened."}
 
 
@@ -262,15 +262,15 @@ async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_
 ) -> None:
     for _ in range(TESTS_PER_HOUR_MAX):
         removed = await add_webhook(alerts, cast.bob.tenant.id)
-        await alerts.outbox.test(removed, access=WHOLE_BOX)
+        await alerts.outbox.send_test(removed, access=WHOLE_BOX)
         await alerts.webhooks.remove(removed, access=WHOLE_BOX)
     made_again = await add_webhook(alerts, cast.bob.tenant.id)
     with pytest.raises(RateLimitExceeded):
-        await alerts.outbox.test(made_again, access=WHOLE_BOX)
+        await alerts.outbox.send_test(made_again, access=WHOLE_BOX)
     for stranger in (cast.charlie.tenant.id, None):
-        await alerts.outbox.test(await add_webhook(alerts, stranger), access=WHOLE_BOX)
+        await alerts.outbox.send_test(await add_webhook(alerts, stranger), access=WHOLE_BOX)
     clock.advance(3600)
-    await alerts.outbox.test(made_again, access=WHOLE_BOX)
+    await alerts.outbox.send_test(made_again, access=WHOLE_BOX)
 
 
 async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
@@ -278,7 +278,7 @@ async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox
     await alerts.enqueue(tenant_id=cast.bob.tenant.id)
     bobs = await alerts.messages()
     box = await add_webhook(alerts)
-    boxs = await alerts.outbox.test(box, access=WHOLE_BOX)
+    boxs = await alerts.outbox.send_test(box, access=WHOLE_BOX)
     for attempt in range(RETRIES_PER_HOUR_MAX):
         message = bobs[attempt % 2]
         await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_BOX)
@@ -294,12 +294,12 @@ async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox
 
 async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:
     first, second = await add_webhook(alerts), await add_webhook(alerts)
-    delivery = await alerts.outbox.test(first, access=WHOLE_BOX)
+    delivery = await alerts.outbox.send_test(first, access=WHOLE_BOX)
     await alerts.webhooks.remove(first, access=WHOLE_BOX)
     missing: list[tuple[str, Awaitable[object]]] = [
         ("delivery_id", alerts.outbox.get(second, delivery.id, access=WHOLE_BOX)),
         ("delivery_id", alerts.outbox.retry(second, delivery.id, access=WHOLE_BOX)),
-        ("webhook_id", alerts.outbox.test("wh_unknown", access=WHOLE_BOX)),
+        ("webhook_id", alerts.outbox.send_test("wh_unknown", access=WHOLE_BOX)),
         ("webhook_id", alerts.outbox.get(first, delivery.id, access=WHOLE_BOX)),
         ("webhook_id", alerts.outbox.list(first, access=WHOLE_BOX)),
     ]
@@ -315,9 +315,9 @@ async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBo
         await alerts.enqueue(subject)
     first, second, third = [message.id for message in await alerts.messages()]
     (claimed,) = await alerts.outbox.claim(1)
-    await alerts.outbox.delivered(claimed)
+    await alerts.outbox.mark_delivered(claimed)
     (claimed,) = await alerts.outbox.claim(1)
-    await alerts.outbox.failed(claimed, "no", None)
+    await alerts.outbox.mark_failed(claimed, "no", None)
     other = await add_webhook(alerts)
     assert (await alerts.outbox.list(other, access=WHOLE_BOX)).data == [], "those of another webhook"
     page = await alerts.outbox.list(webhook_id, 2, access=WHOLE_BOX)
@@ -330,11 +330,11 @@ async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBo
 
 
 def test_waits_grow_are_spread_and_end_after_about_three_days() -> None:
-    waits = [retry_s(attempt, 0.5) for attempt in range(1, ATTEMPTS_MAX)]
+    waits = [retry_delay_s(attempt, 0.5) for attempt in range(1, ATTEMPTS_MAX)]
     assert waits[:4] == [10.0, 30.0, 90.0, 270.0]
     assert waits == sorted(waits, key=lambda wait_s: wait_s or 0)
     assert waits[-1] == 12 * 3600
     total = timedelta(seconds=sum(wait_s or 0 for wait_s in waits))
     assert timedelta(days=2.8) < total < timedelta(days=3)
-    assert retry_s(ATTEMPTS_MAX, 0.5) is None
-    assert (retry_s(1, 0.0), retry_s(1, 1.0)) == (5.0, 15.0)
+    assert retry_delay_s(ATTEMPTS_MAX, 0.5) is None
+    assert (retry_delay_s(1, 0.0), retry_delay_s(1, 1.0)) == (5.0, 15.0)

@@ -15,9 +15,9 @@ import pytest
 
 from appliance.base.errors import InvalidValue
 from appliance.metering.alerts.signature import new_signing_secret, signature, signature_headers
-from appliance.metering.alerts.targets import Reach, check_mailbox, check_web_target, shown_target
+from appliance.metering.alerts.targets import TargetPolicy, check_mailbox, check_web_target, redact_target
 
-OFFICE = Reach((ipaddress.ip_network("10.1.0.0/16"), ipaddress.ip_network("fd00::/8")))
+OFFICE = TargetPolicy((ipaddress.ip_network("10.1.0.0/16"), ipaddress.ip_network("fd00::/8")))
 
 
 def test_the_example_of_the_specification_is_signed_as_it_says() -> None:
@@ -136,7 +136,7 @@ def test_a_url_that_may_not_be_reached_is_refused_and_the_field_named(target: ob
 
 def test_plain_http_is_for_networks_that_the_operator_lists() -> None:
     with pytest.raises(InvalidValue, match="webhook_networks"):
-        check_web_target("http://alerts.internal/", Reach())
+        check_web_target("http://alerts.internal/", TargetPolicy())
     listed, other = ipaddress.ip_address("10.1.0.9"), ipaddress.ip_address("1.1.1.1")
     assert OFFICE.allows(listed, encrypted=False)
     assert OFFICE.allows(ipaddress.ip_address("::ffff:10.1.0.9"), encrypted=False)
@@ -177,5 +177,5 @@ def test_what_is_not_one_mailbox_is_refused(mailbox: object) -> None:
 
 
 def test_the_path_of_a_url_is_not_shown() -> None:
-    assert shown_target("webhook", "https://hooks.example.com:8443/services/T0/secret?x=1") == "https://hooks.example.com:8443"
-    assert shown_target("email", "bob@example.com") == "bob@example.com"
+    assert redact_target("webhook", "https://hooks.example.com:8443/services/T0/secret?x=1") == "https://hooks.example.com:8443"
+    assert redact_target("email", "bob@example.com") == "bob@example.com"

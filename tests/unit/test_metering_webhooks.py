@@ -47,16 +47,16 @@ async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: A
         stored = (await connection.execute(select(webhooks.c.secret))).scalar_one()
     assert secret not in stored
     assert secret.removeprefix("whsec_") not in stored
-    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (secret,)
-    stranger = Webhooks(alerts.db, alerts.clock, Sealer(b"x" * 32, "another"), reach=LOOPBACK, mail=True)
+    assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (secret,)
+    stranger = Webhooks(alerts.db, alerts.clock, Sealer(b"x" * 32, "another"), target_policy=LOOPBACK, mail=True)
     with pytest.raises(Unsealable):
-        await stranger.endpoint(webhook.id)
+        await stranger.read_endpoint(webhook.id)
 
 
 async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertBox, database: Database, clock: FakeClock) -> None:
     webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
     assert secret is None
-    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == ()
+    assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == ()
     with pytest.raises(InvalidValue, match="no secret"):
         await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
     without = alert_box(database, clock, mail=False)
@@ -121,12 +121,12 @@ async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts
     webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     rotated, second = await alerts.webhooks.rotate(webhook.id, 3600, access=WHOLE_BOX)
     assert rotated.previous_secret_until is not None
-    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (second, first)
+    assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (second, first)
     clock.advance(3600)
-    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (second,)
+    assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (second,)
     rotated, third = await alerts.webhooks.rotate(webhook.id, 0, access=WHOLE_BOX)
     assert rotated.previous_secret_until is None
-    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (third,)
+    assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (third,)
     async with alerts.db.reading() as connection:
         assert (await connection.execute(select(webhooks.c.previous_secret))).scalar_one() is None
 
@@ -137,7 +137,7 @@ async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> 
     with pytest.raises(InvalidValue) as refused:
         await alerts.webhooks.rotate(webhook.id, grace_s, access=WHOLE_BOX)  # type: ignore[arg-type]
     assert refused.value.param == "grace_s"
-    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (first,)
+    assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (first,)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> No
         alerts.webhooks.get(webhook.id, access=WHOLE_BOX),
         alerts.webhooks.remove(webhook.id, access=WHOLE_BOX),
         alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX),
-        alerts.webhooks.endpoint(webhook.id),
+        alerts.webhooks.read_endpoint(webhook.id),
         alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_BOX),
     ):
         with pytest.raises(NotFound) as refused:
@@ -228,7 +228,9 @@ async def test_what_is_done_to_one_webhook_is_done_to_no_other(alerts: AlertBox,
     changed, others = made[0], made[1:]
 
     async def of_others() -> list[object]:
-        return [(await alerts.webhooks.get(each, access=WHOLE_BOX), await alerts.webhooks.endpoint(each)) for each in others]
+        return [
+            (await alerts.webhooks.get(each, access=WHOLE_BOX), await alerts.webhooks.read_endpoint(each)) for each in others
+        ]
 
     before = await of_others()
     await alerts.webhooks.rotate(changed, access=WHOLE_BOX)
@@ -304,9 +306,9 @@ async def test_a_webhook_fails_whose_newest_message_with_an_ended_attempt_was_no
         await alerts.enqueue(subject)
         for claimed in await alerts.outbox.claim(10, busy={made["not tried"]}):
             if claimed.webhook_id in [made[name] for name in by]:
-                await alerts.outbox.delivered(claimed)
+                await alerts.outbox.mark_delivered(claimed)
             else:
-                await alerts.outbox.failed(claimed, "no answer", None)
+                await alerts.outbox.mark_failed(claimed, "no answer", None)
     await alerts.enqueue("three")  # nobody has tried it
     assert await alerts.webhooks.failing(made.values()) == {made["failed"], made["broken lately"]}
     assert await alerts.webhooks.failing([made["failed"], made["recovered"]]) == {made["failed"]}
@@ -317,7 +319,7 @@ async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_
     changes = WebhookChanges(target=TARGET + "/other", events=["invoice.closed"])
     await alerts.webhooks.update(webhook.id, changes, access=WHOLE_BOX)
     _, second = await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
-    delivery = await alerts.outbox.test(webhook.id, access=WHOLE_BOX)
+    delivery = await alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
     await alerts.outbox.retry(webhook.id, delivery.id, access=WHOLE_BOX)
     await alerts.webhooks.remove(webhook.id, access=WHOLE_BOX)
     query = select(audit_log).where(audit_log.c.target_kind == "webhook").order_by(audit_log.c.id)

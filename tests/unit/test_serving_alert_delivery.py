@@ -78,7 +78,7 @@ async def test_a_receiver_is_left_alone_as_long_as_it_asks_but_not_for_ever(aler
         await alerts.delivery(RecordingSender(SendFailed("failed", "503", retry_after_s=asked_s))).deliver_due()
         assert await alerts.outbox.next_due_s() == waits_s
         message = next(message for message in await alerts.messages() if message.state == "pending")
-        await alerts.outbox.delivered(message)
+        await alerts.outbox.mark_delivered(message)
 
 
 async def test_after_the_last_attempt_it_is_given_up_and_said_so(alerts: AlertBox, clock: FakeClock) -> None:
@@ -229,7 +229,7 @@ async def test_a_stop_ends_attempts_that_hang_and_loses_nothing(alerts: AlertBox
 async def test_a_secret_that_cannot_be_read_is_said_and_tried_again(alerts: AlertBox) -> None:
     await webhook(alerts)
     await alerts.enqueue()
-    alerts.webhooks = Webhooks(alerts.db, alerts.clock, Sealer(b"y" * 32, "x"), reach=LOOPBACK, mail=True)
+    alerts.webhooks = Webhooks(alerts.db, alerts.clock, Sealer(b"y" * 32, "x"), target_policy=LOOPBACK, mail=True)
     sender = RecordingSender()
     await alerts.delivery(sender).deliver_due()
     (message,) = await alerts.messages()

@@ -15,7 +15,7 @@ import pytest
 
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.signature import new_signing_secret, signature
-from appliance.metering.alerts.targets import Address, Reach
+from appliance.metering.alerts.targets import Address, TargetPolicy
 from appliance.metering.alerts.webhooks import Endpoint
 from appliance.serving.alerting.delivery import SendFailed
 from appliance.serving.alerting.http import HttpSender
@@ -62,8 +62,10 @@ class Sending:
     def __init__(self) -> None:
         self.made: list[HttpSender] = []
 
-    async def __call__(self, target: str, *, reach: Reach = LOOPBACK, now: datetime = START, **options: Any) -> None:
-        sender = HttpSender(reach, version="test", **{"resolve": names(), **options})
+    async def __call__(
+        self, target: str, *, target_policy: TargetPolicy = LOOPBACK, now: datetime = START, **options: Any
+    ) -> None:
+        sender = HttpSender(target_policy, version="test", **{"resolve": names(), **options})
         self.made.append(sender)
         await sender.send(endpoint(target), DELIVERY, now)
 
@@ -205,7 +207,7 @@ async def test_the_resolver_of_the_machine_is_asked_by_default(send: Sending) ->
 async def test_a_name_that_leads_inside_is_not_connected_to(send: Sending, address: str) -> None:
     async with receiving() as receiver:
         target = f"https://innocent.example.com:{receiver.port}/"
-        failure = await refused(send(target, reach=Reach(), resolve=names(innocent_example_com=address)))
+        failure = await refused(send(target, target_policy=TargetPolicy(), resolve=names(innocent_example_com=address)))
     assert failure.reason == "address"
     assert receiver.requests == []
 

@@ -10,7 +10,7 @@ from typing import cast as typed
 import pytest
 
 from appliance.base.db import Database
-from appliance.metering.alerts.keys import SWEEP_INTERVAL_S, KeyAlerts
+from appliance.metering.alerts.key_expiry import SWEEP_INTERVAL_S, KeyExpiryAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
 from appliance.tenancy.access import WHOLE_BOX
@@ -46,7 +46,7 @@ class Watched:
             alerts.db,
             clock,
             euro_budget_alerts(alerts.db, clock, BillingCalendar()),
-            KeyAlerts(alerts.db, clock),
+            KeyExpiryAlerts(alerts.db, clock),
             typed("Any", self.engines),
         )
 

@@ -28,7 +28,7 @@ from appliance.base.errors import NotFound
 from appliance.base.money import BASIS_POINTS
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.csv_file import render_csv
-from appliance.metering.invoicing.invoices import ONLY
+from appliance.metering.invoicing.invoices import DRAFT_CONDITIONS
 from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.rows import STATES, Invoice
 from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
@@ -51,7 +51,7 @@ class DraftBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The month to draft an invoice for."""
 
     month: Month
-    only: Annotated[str, one_of(ONLY)] | None = None
+    only: Annotated[str, one_of(DRAFT_CONDITIONS)] | None = None
 
 
 class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -101,7 +101,7 @@ async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) 
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     services = services_of(request)
     await services.tenants.get(tenant_id, access=access)
-    return page_shape(await services.invoices.list_of(tenant_id, *paging(request), access=access), invoice_shape)
+    return page_shape(await services.invoices.list_for_tenant(tenant_id, *paging(request), access=access), invoice_shape)
 
 
 @post("/tenants/{tenant_id:str}/invoices", summary="Draft an invoice", opt={"body": DraftBody, "errors": (409,)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.api.shapes import Shape
-from appliance.metering.alerts.targets import shown_target
+from appliance.metering.alerts.targets import redact_target
 from appliance.metering.alerts.webhooks import Webhook
 
 
@@ -45,5 +45,5 @@ class DeliveryShape(Shape, kw_only=True):
 
 def webhook_shape(webhook: Webhook, *, whole: bool = True) -> WebhookShape:
     """Return the JSON of `webhook`, with its whole target or only the part that everybody may read."""
-    target = webhook.target if whole else shown_target(webhook.kind, webhook.target)
+    target = webhook.target if whole else redact_target(webhook.kind, webhook.target)
     return WebhookShape.of(webhook, target=target)

@@ -1,1 +1,1 @@
-"""Which alerts go out, and to whom: thresholds, the outbox, webhooks and their signatures. Sends nothing itself."""
+"""Decides which alerts go to whom: threshold rules, the outbox, webhooks and their signatures. Sends nothing itself."""

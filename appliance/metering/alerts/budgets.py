@@ -1,12 +1,12 @@
-"""Alerts when usage reaches a share of a budget: the month's money, and the day's tokens, of every owner of limits.
+"""Threshold alerts: usage of a tenant, key or model reaches a percentage of its monthly budget or tokens per day.
 
-An alert is due when the usage is at or above the threshold, and the outbox sends each webhook only one alert per threshold,
-owner, limit and period. So neither the order in which events settle nor the number of checks matters: `settled` checks in the
-transaction that settles (of the ledger, or of a start that settles what a dead run left), and `sweep` checks where nothing
-settles (a lowered budget, a new webhook).
+An alert is due while usage is at or above the threshold, and the outbox sends each webhook only one alert per threshold, owner,
+limit and period. So neither the order in which events settle nor the number of checks matters. `on_settled` checks in the
+settling transaction (of the ledger, or of the recovery at a start); `sweep` checks when nothing settles (after a lowered
+budget, for a new webhook).
 
-A check has to sum usage. Between two checks a counter in memory holds how much can be used, at least, before the next
-threshold: so almost every settlement costs one subtraction per owner with a budget, and nothing where there is no budget.
+A check sums usage in the database. Between checks a counter in memory holds a lower bound of the usage left until the next
+threshold, so most settlements cost one subtraction per owner with a budget, and nothing for owners without.
 """
 
 from __future__ import annotations
@@ -26,193 +26,198 @@ from appliance.base.batches import batched
 from appliance.base.clock import Clock
 from appliance.base.db import Database, after_commit
 from appliance.metering.alerts import outbox
-from appliance.metering.alerts.notices import Notice, notices_of
-from appliance.metering.alerts.outbox_history import KEEP_DAYS_MIN
-from appliance.metering.alerts.plans import Period, Plan, read_plans
+from appliance.metering.alerts.outbox_pruning import KEEP_DAYS_MIN
+from appliance.metering.alerts.rules import AlertRule, Period, read_alert_rules
+from appliance.metering.alerts.threshold_alerts import ThresholdAlert, reached_alerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rollups import SETTLED, join_sum
 from appliance.metering.limits.owner_sums import days_of_month, rows_by_owner, sums_query
 from appliance.metering.limits.owners import Owner, owners_of
 
-PERIODS_MAX = 64  # of one owner: late events may belong to other months and days than today's
+PERIODS_MAX = 64  # per owner: late events may belong to earlier months and days
 SWEEP_INTERVAL_S = 3600.0
-ALERTED_FOR = timedelta(days=KEEP_DAYS_MIN - 1)
-"""Days and months that began longer ago alert nobody: the outbox may have forgotten what it sent about them."""
-NOTICES_PER_TRANSACTION = 50  # notices in one transaction of a sweep, for which settlements wait
+ALERT_WINDOW = timedelta(days=KEEP_DAYS_MIN - 1)
+"""Periods that began earlier raise no alerts: the outbox may have pruned the alerts already sent about them."""
+ALERTS_PER_TRANSACTION = 50  # in a sweep; its transactions block settlements
 
 
 @dataclass(slots=True)
-class Watch:
-    """A plan, and for each period how much can be used, at least, before the next alert is due; None when none is left.
+class ThresholdTracker:
+    """Tracks usage against one rule. `headroom`: by period, a lower bound of the usage left until the next threshold, None if
+    all thresholds are reached; a missing period must be checked.
 
-    `looks` has the latest check of each period whose result is not yet durable.
+    `pending_checks` identifies the latest check of each period whose result is not durable yet.
     """
 
-    plan: Plan
-    left: dict[Period, int | None] = field(default_factory=dict)
-    looks: dict[Period, object] = field(default_factory=dict)
+    rule: AlertRule
+    headroom: dict[Period, int | None] = field(default_factory=dict)
+    pending_checks: dict[Period, object] = field(default_factory=dict)
 
-    def count(self, event: UsageEvent, since: date) -> Iterator[Period]:
-        """Count the event, and yield the periods that must be checked, of those that begin on `since` or later.
+    def add_usage(self, event: UsageEvent, since: date) -> Iterator[Period]:
+        """Subtract the event from the headroom, and yield the periods, from those beginning on or after `since`, to check now.
 
-        Negative corrections are not counted, and events that are rolled back stay counted: `left` is a lower bound. An event
-        that counts as zero or less reaches no threshold.
+        Negative corrections and events that are rolled back are not added back: `headroom` is a lower bound. An event whose
+        usage is zero or negative cannot reach a threshold.
         """
         tokens, day = event.prompt_tokens + event.completion_tokens, event.billing_day
-        for kind in self.plan.limits:
+        for kind in self.rule.limits:
             period = Period(kind, day.replace(day=1) if kind == "budget" else day)
-            used, left = self.plan.counted(kind, tokens, event.cost_picos, event.currency), self.left.get(period, 0)
-            if used <= 0 or left is None or period.start < since:
+            used = self.rule.counted_usage(kind, tokens, event.cost_picos, event.currency)
+            headroom = self.headroom.get(period, 0)
+            if used <= 0 or headroom is None or period.start < since:
                 continue
-            left -= used
-            if left > 0:
-                self.left[period] = left
+            headroom -= used
+            if headroom > 0:
+                self.headroom[period] = headroom
                 continue
-            # Nothing is remembered until the alert is durable: if it is rolled back, the next event checks again.
-            self.left.pop(period, None)
-            self.looks[period] = object()
+            # No headroom is stored until the alert is durable: after a rollback the next event checks again.
+            self.headroom.pop(period, None)
+            self.pending_checks[period] = object()
             yield period
 
-    def remember(self, period: Period, used: int, look: object, _db: Database | None = None) -> None:
-        """Store the result of the check `look`, which is durable now, if it was the latest one.
+    def store_check(self, period: Period, used: int, check: object, _db: Database | None = None) -> None:
+        """Store the headroom found by `check`, whose transaction has committed, unless a later check has begun.
 
-        On PostgreSQL a transaction may learn of its COMMIT after the next one has already checked, or even stored its result:
-        what that one counted is missing from the sums of the first.
+        On PostgreSQL the next transaction may check, and even store its result, before this one learns of its own COMMIT; the
+        usage added by the next one is missing from the sums of this one.
         """
-        if self.looks.get(period) is not look:
+        if self.pending_checks.get(period) is not check:
             return
-        del self.looks[period]
-        if len(self.left) >= PERIODS_MAX:
-            self.left.clear()
-        next_at = self.plan.next_at(period.kind, used)
-        self.left[period] = None if next_at is None else next_at - used
+        del self.pending_checks[period]
+        if len(self.headroom) >= PERIODS_MAX:
+            self.headroom.clear()
+        next_threshold = self.rule.next_threshold(period.kind, used)
+        self.headroom[period] = None if next_threshold is None else next_threshold - used
 
 
-class _Watches:
-    """A watch for every owner with a plan, as of one count of changes, and those that apply to the use of a model by a key."""
+class _Trackers:
+    """The trackers of all owners with a rule, as read at version `as_of` of tenants, keys and models."""
 
-    def __init__(self, as_of: int, watches: dict[Owner, Watch]) -> None:
+    def __init__(self, as_of: int, trackers: dict[Owner, ThresholdTracker]) -> None:
         self.as_of = as_of
-        self.by_owner = watches
-        self._by_use: dict[tuple[str, str], tuple[Watch, ...]] = {}
+        self.by_owner = trackers
+        self._by_key_and_model: dict[tuple[str, str], tuple[ThresholdTracker, ...]] = {}
 
-    def for_event(self, event: UsageEvent) -> tuple[Watch, ...]:
-        """Return the watches of the owners whose limits the event counts against."""
-        use = event.key_id, event.model
-        found = self._by_use.get(use)
+    def for_event(self, event: UsageEvent) -> tuple[ThresholdTracker, ...]:
+        """Return the trackers of the owners whose limits the event counts against."""
+        key_and_model = event.key_id, event.model
+        found = self._by_key_and_model.get(key_and_model)
         if found is None:
             owners = owners_of(event.tenant_id, event.key_id, event.model)
-            found = self._by_use[use] = tuple(self.by_owner[owner] for owner in owners if owner in self.by_owner)
+            found = tuple(self.by_owner[owner] for owner in owners if owner in self.by_owner)
+            self._by_key_and_model[key_and_model] = found
         return found
 
 
 class BudgetAlerts:
-    """Watches all budgets. Every settlement calls `settled` in its transaction."""
+    """Raises threshold alerts for all owners. Every settlement calls `on_settled` in its transaction."""
 
     def __init__(self, db: Database, clock: Clock, calendar: BillingCalendar, *, currency: str) -> None:
         self._db = db
         self._clock = clock
         self._calendar = calendar
         self._currency = currency
-        self._watches = _Watches(-1, {})
-        self._swept_of = (-1, -1)
+        self._trackers = _Trackers(-1, {})
+        self._swept_versions = (-1, -1)
         self._swept_s = 0.0
         self._enqueued: set[tuple[str, str]] = set()
         self._enqueued_as_of: tuple[int, date] | None = None
 
-    def settled(self, connection: Connection, events: Sequence[UsageEvent]) -> None:
-        """Send an alert for each threshold that these events reach. Call it after the events were added to the sums."""
-        watches = self._watches_now(connection)
-        if not watches.by_owner:
+    def on_settled(self, connection: Connection, events: Sequence[UsageEvent]) -> None:
+        """Enqueue an alert for each threshold that these events reach. Call it after adding the events to the rollups."""
+        trackers = self._current_trackers(connection)
+        if not trackers.by_owner:
             return
-        since = self._calendar.day_of(self._clock.now()) - ALERTED_FOR
-        due: defaultdict[Period, dict[Owner, Watch]] = defaultdict(dict)
+        since = self._calendar.day_of(self._clock.now()) - ALERT_WINDOW
+        due: defaultdict[Period, dict[Owner, ThresholdTracker]] = defaultdict(dict)
         for event in events:
             if event.status in SETTLED:
-                for watch in watches.for_event(event):
-                    for period in watch.count(event, since):
-                        due[period][watch.plan.owner] = watch
-        for period, reached in due.items():
-            self._look(connection, period, reached)
+                for tracker in trackers.for_event(event):
+                    for period in tracker.add_usage(event, since):
+                        due[period][tracker.rule.owner] = tracker
+        for period, trackers_due in due.items():
+            self._check(connection, period, trackers_due)
 
-    def _watches_now(self, connection: Connection) -> _Watches:
-        """Return all watches. They are read again when any tenant, key or model has changed.
+    def _current_trackers(self, connection: Connection) -> _Trackers:
+        """Return all trackers, reading the rules again if any tenant, key or model has changed.
 
-        A watch whose plan is unchanged is kept. An owner without a plan in between starts anew: its usage meanwhile was not
-        counted.
+        A tracker is kept while its rule is unchanged. An owner that had no rule for a time gets a new one: its usage meanwhile
+        was not tracked.
         """
-        changes = self._db.principals.value
-        if self._watches.as_of != changes:
-            before = self._watches.by_owner
-            plans = read_plans(connection, self._clock.now(), self._currency)
-            same = {owner: before[owner] for owner, plan in plans.items() if owner in before and before[owner].plan == plan}
-            self._watches = _Watches(changes, {owner: same.get(owner) or Watch(plan) for owner, plan in plans.items()})
-        return self._watches
+        version = self._db.principals.value
+        if self._trackers.as_of != version:
+            before = self._trackers.by_owner
+            rules = read_alert_rules(connection, self._clock.now(), self._currency)
+            kept = {owner: before[owner] for owner, rule in rules.items() if owner in before and before[owner].rule == rule}
+            trackers = {owner: kept.get(owner) or ThresholdTracker(rule) for owner, rule in rules.items()}
+            self._trackers = _Trackers(version, trackers)
+        return self._trackers
 
-    def _look(self, connection: Connection, period: Period, watches: dict[Owner, Watch]) -> None:
-        used = _used_by(connection, self._calendar, period, {owner: watch.plan for owner, watch in watches.items()})
-        for owner, watch in watches.items():
-            self._enqueue(connection, notices_of(watch.plan, period, used[owner]))
-            after_commit(connection, partial(watch.remember, period, used[owner], watch.looks[period]))
+    def _check(self, connection: Connection, period: Period, trackers: dict[Owner, ThresholdTracker]) -> None:
+        rules = {owner: tracker.rule for owner, tracker in trackers.items()}
+        used = _usage_by_owner(connection, self._calendar, period, rules)
+        for owner, tracker in trackers.items():
+            self._enqueue(connection, reached_alerts(tracker.rule, period, used[owner]))
+            after_commit(connection, partial(tracker.store_check, period, used[owner], tracker.pending_checks[period]))
 
     async def sweep(self) -> None:
-        """Send an alert for every threshold that is reached now, if owners or webhooks have changed since the last sweep.
-
-        Also once every SWEEP_INTERVAL_S. A change during a sweep is seen by the next one.
-        """
-        of = (self._db.principals.value, self._db.webhooks.value)
+        """Enqueue an alert for every threshold that is reached now, if owners or webhooks have changed since the last sweep or
+        SWEEP_INTERVAL_S have passed. A change during a sweep is seen by the next one."""
+        versions = (self._db.principals.value, self._db.webhooks.value)
         now_s = self._clock.monotonic_s()
-        if of == self._swept_of and now_s - self._swept_s < SWEEP_INTERVAL_S:
+        if versions == self._swept_versions and now_s - self._swept_s < SWEEP_INTERVAL_S:
             return
         today = self._calendar.day_of(self._clock.now())
         async with self._db.reading() as connection:
-            due = await connection.run_sync(self._due_notices, today)
-        as_of = of[1], today
+            due = await connection.run_sync(self._due_alerts, today)
+        as_of = versions[1], today
         if as_of != self._enqueued_as_of:
             self._enqueued_as_of, self._enqueued = as_of, set()
-        new = [notice for notice in due if (notice.event, notice.subject) not in self._enqueued]
-        for some in batched(new, NOTICES_PER_TRANSACTION):
+        new = [alert for alert in due if (alert.event, alert.subject) not in self._enqueued]
+        for batch in batched(new, ALERTS_PER_TRANSACTION):
             async with self._db.writing() as connection:
-                # Lock as a settlement does: two that write the same messages in another order would deadlock on PostgreSQL.
+                # Lock like a settlement: two transactions writing the same messages in different order deadlock on PostgreSQL.
                 await counters.locked(connection, counters.POSTING)
-                await connection.run_sync(self._enqueue, some)
-            self._enqueued |= {(notice.event, notice.subject) for notice in some}
-        self._swept_of, self._swept_s = of, now_s
+                await connection.run_sync(self._enqueue, batch)
+            self._enqueued |= {(alert.event, alert.subject) for alert in batch}
+        self._swept_versions, self._swept_s = versions, now_s
 
-    def _due_notices(self, connection: Connection, today: date) -> list[Notice]:
-        """Return every notice that is due by the usage of today and this month."""
-        plans = read_plans(connection, self._clock.now(), self._currency)
-        due: list[Notice] = []
+    def _due_alerts(self, connection: Connection, today: date) -> list[ThresholdAlert]:
+        """Return the alerts due for the current day and month."""
+        rules = read_alert_rules(connection, self._clock.now(), self._currency)
+        due: list[ThresholdAlert] = []
         for period in (Period("budget", today.replace(day=1)), Period("tokens_per_day", today)):
-            limited = {owner: plan for owner, plan in plans.items() if period.kind in plan.limits}
-            for owner, spent in _used_by(connection, self._calendar, period, limited).items():
-                due += notices_of(limited[owner], period, spent)
+            limited = {owner: rule for owner, rule in rules.items() if period.kind in rule.limits}
+            for owner, used in _usage_by_owner(connection, self._calendar, period, limited).items():
+                due += reached_alerts(limited[owner], period, used)
         return due
 
-    def _enqueue(self, connection: Connection, notices: Sequence[Notice]) -> None:
-        for notice in notices:
+    def _enqueue(self, connection: Connection, alerts: Sequence[ThresholdAlert]) -> None:
+        for alert in alerts:
             outbox.enqueue(
                 connection,
                 self._clock.now(),
-                event=notice.event,
-                subject=notice.subject,
-                data=notice.data,
-                tenant_id=notice.tenant_id,
+                event=alert.event,
+                subject=alert.subject,
+                data=alert.data,
+                tenant_id=alert.tenant_id,
             )
 
 
-def _used_by(connection: Connection, calendar: BillingCalendar, period: Period, plans: Mapping[Owner, Plan]) -> Counter[Owner]:
-    """Return how much each owner of `plans` has used in `period` that counts against its limit, by one query."""
+def _usage_by_owner(
+    connection: Connection, calendar: BillingCalendar, period: Period, rules: Mapping[Owner, AlertRule]
+) -> Counter[Owner]:
+    """Return the usage in `period` that counts against each owner's limit, by one query."""
     used: Counter[Owner] = Counter()
-    rows = connection.execute(used_query(calendar, period, plans)) if plans else ()
-    for owner, row in rows_by_owner(rows, plans):
+    rows = connection.execute(usage_query(calendar, period, rules)) if rules else ()
+    for owner, row in rows_by_owner(rows, rules):
         cost_picos = join_sum(row.high, row.low)
-        used[owner] += plans[owner].counted(period.kind, int(row.tokens), cost_picos, row.currency)
+        used[owner] += rules[owner].counted_usage(period.kind, int(row.tokens), cost_picos, row.currency)
     return used
 
 
-def used_query(calendar: BillingCalendar, period: Period, plans: Mapping[Owner, Plan]) -> CompoundSelect[Any]:
-    """Return the query for the sums of the owners of `plans`, which must not be empty."""
+def usage_query(calendar: BillingCalendar, period: Period, rules: Mapping[Owner, AlertRule]) -> CompoundSelect[Any]:
+    """Return the query for the usage sums of the owners of `rules`, which must not be empty."""
     is_month = period.kind == "budget"
-    return sums_query(plans, days_of_month(calendar, period.start) if is_month else [calendar.day_start(period.start)])
+    return sums_query(rules, days_of_month(calendar, period.start) if is_month else [calendar.day_start(period.start)])

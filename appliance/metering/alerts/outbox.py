@@ -1,12 +1,12 @@
-"""The table of outgoing messages: written in the transaction of what they report, delivered at least once.
+"""Transactional outbox of messages to webhooks: written in the transaction of the event they report, delivered at least once.
 
     enqueue ──► pending ── attempt ──► delivered
                   ▲  │ └── attempt failed ──► pending, later       each arrow is one conditional UPDATE
             retry │  └──── ATTEMPTS_MAX failed, webhook gone ──► failed
 
-An attempt is claimed by moving `next_attempt_at` past its own end. If the process dies between sending and noting it, the row
-is sent again at that time, or at once by the next run, under the same id, by which receivers recognise repetitions. Knows no
-protocol.
+A delivery attempt is claimed by moving `next_attempt_at` past the attempt's time limit. If the process dies after sending but
+before recording it, the message is sent again at that time, or at once by the next process, under the same id, by which
+receivers detect duplicates. Knows no protocol.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from appliance.base.db import Database, after_commit, insert_for
 from appliance.base.errors import Conflict, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import outbox, webhooks
-from appliance.metering.alerts.send_limits import TEST_EVENT, Retries, check_tests
+from appliance.metering.alerts.send_limits import TEST_EVENT, RetryLimiter, check_test_limit
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
@@ -39,7 +39,7 @@ ATTEMPTS_MAX = 14
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 12 * 3600.0
 RETRY_FACTOR = 3.0  # with these four, the last attempt is on average 2.9 days after the first
-LEASE_S = 120.0  # longer than any attempt may take
+LEASE_S = 120.0  # longer than an attempt may take
 ERROR_CHARS_MAX = 500
 
 State = Literal["pending", "delivered", "failed"]
@@ -48,7 +48,7 @@ STATES = ("pending", "delivered", "failed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One message to one webhook. `attempts` counts those that began; `last_error` is the reason of the last failure."""
+    """One message to one webhook. `attempts` counts attempts begun; `last_error` is the reason of the last failed one."""
 
     id: str
     webhook_id: str
@@ -62,14 +62,14 @@ class Delivery:
 
     @property
     def state(self) -> State:
-        """Return pending, delivered or failed (given up)."""
+        """Return the state; `failed` means that no further attempt is made."""
         if self.delivered_at is not None:
             return "delivered"
         return "failed" if self.next_attempt_at is None else "pending"
 
 
 class _Owner(NamedTuple):
-    """The owner of a webhook, and since when nothing is sent to it."""
+    """The owner of a webhook (None: the box), and since when the webhook is disabled."""
 
     tenant_id: str | None
     disabled_at: datetime | None
@@ -87,33 +87,33 @@ def enqueue(
     data: Mapping[str, Any],
     tenant_id: str | None = None,
 ) -> int:
-    """Write one message to each webhook that listens to `event`, and return how many are new.
+    """Write a message to each webhook subscribed to `event`, and return how many are new.
 
-    Call it in the transaction of what happened. `subject` says what it happened to: each webhook gets only one message for an
-    event and subject, whoever writes it. Without a tenant only the webhooks of the box get it.
+    Call it in the transaction of the event itself. `subject` deduplicates: each webhook gets only one message per event and
+    subject. With `tenant_id` None only the webhooks of the box get it.
     """
     num_new = 0
-    for webhook_id in _listening(connection, event, tenant_id):
-        num_new += _put(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
+    for webhook_id in _subscribed_webhooks(connection, event, tenant_id):
+        num_new += _insert_message(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
     return num_new
 
 
-def _listening(connection: Connection, event: str, tenant_id: str | None) -> list[str]:
+def _subscribed_webhooks(connection: Connection, event: str, tenant_id: str | None) -> list[str]:
     owner: ColumnElement[bool] = webhooks.c.tenant_id.is_(None)
     if tenant_id is not None:
         owner = owner | (webhooks.c.tenant_id == tenant_id)
-    query = select(webhooks.c.id, webhooks.c.events).where(owner, *_ready()).order_by(webhooks.c.id)
+    query = select(webhooks.c.id, webhooks.c.events).where(owner, *_is_active()).order_by(webhooks.c.id)
     return [webhook_id for webhook_id, events in connection.execute(query).all() if event in events]
 
 
-def _ready() -> tuple[ColumnElement[bool], ...]:
+def _is_active() -> tuple[ColumnElement[bool], ...]:
     return webhooks.c.disabled_at.is_(None), webhooks.c.removed_at.is_(None)
 
 
-def _put(
+def _insert_message(
     connection: Connection, now: datetime, event: str, data: Mapping[str, Any], webhook_id: str, dedupe_key: str
 ) -> str | None:
-    """Return the id of the new message, None when the same one was written before."""
+    """Return the id of the new message, or None if `dedupe_key` exists."""
     message_id = new_id("msg")
     statement = insert_for(connection.dialect.name, outbox).values(
         id=message_id,
@@ -128,16 +128,16 @@ def _put(
     written = statement.on_conflict_do_nothing(index_elements=["dedupe_key"]).returning(outbox.c.id)
     if connection.execute(written).first() is None:
         return None
-    after_commit(connection, _wake)
+    after_commit(connection, _wake_delivery)
     return message_id
 
 
-def _wake(db: Database) -> None:
+def _wake_delivery(db: Database) -> None:
     db.outbox_written.set()
 
 
-async def abandon(connection: AsyncConnection, webhook_id: str, reason: str) -> None:
-    """Give up what is pending for a webhook."""
+async def give_up_pending(connection: AsyncConnection, webhook_id: str, reason: str) -> None:
+    """Mark all pending messages of a webhook as failed."""
     await connection.execute(
         update(outbox)
         .where(outbox.c.webhook_id == webhook_id, outbox.c.delivered_at.is_(None), outbox.c.next_attempt_at.is_not(None))
@@ -145,11 +145,11 @@ async def abandon(connection: AsyncConnection, webhook_id: str, reason: str) -> 
     )
 
 
-def retry_s(attempts: int, randomness: float) -> float | None:
-    """Return how many seconds to wait after the failed attempt number `attempts`, None to give up.
+def retry_delay_s(attempts: int, randomness: float) -> float | None:
+    """Return the backoff in seconds after failed attempt number `attempts`, or None to give up.
 
-    The wait grows by RETRY_FACTOR from RETRY_S_MIN to RETRY_S_MAX; `randomness`, 0 to 1, scales it by 0.5 to 1.5, so that
-    messages that failed together are not sent together again.
+    Exponential by RETRY_FACTOR from RETRY_S_MIN to RETRY_S_MAX, with jitter: `randomness`, 0 to 1, scales it by 0.5 to 1.5, so
+    that messages that failed together are not retried together.
     """
     if attempts >= ATTEMPTS_MAX:
         return None
@@ -157,24 +157,24 @@ def retry_s(attempts: int, randomness: float) -> float | None:
 
 
 class Outbox:
-    """Messages to webhooks: which are due, how attempts ended, and what administrators see of them."""
+    """Claims due messages, records the outcome of attempts, and lists, retries and tests for administrators."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
-        self._retries = Retries(clock)
+        self._retries = RetryLimiter(clock)
 
     async def claim(self, count: int, busy: Collection[str] = ()) -> list[Delivery]:
         """Claim and return the oldest due message of each of at most `count` webhooks that are not `busy`.
 
-        One message at a time for each webhook: a slow receiver holds up only its own messages.
+        One message at a time per webhook, so that a slow receiver delays only its own messages.
         """
         now = self._clock.now()
         oldest = func.min(outbox.c.id)
         query = (
             select(oldest)
             .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
-            .where(outbox.c.next_attempt_at <= now, outbox.c.webhook_id.not_in(sorted(busy)), *_ready())
+            .where(outbox.c.next_attempt_at <= now, outbox.c.webhook_id.not_in(sorted(busy)), *_is_active())
             .group_by(outbox.c.webhook_id)
             .order_by(func.min(outbox.c.next_attempt_at), oldest)
             .limit(count)
@@ -198,8 +198,8 @@ class Outbox:
         row = (await connection.execute(statement)).mappings().first()
         return None if row is None else _from_row(row)
 
-    async def release(self) -> None:
-        """Make the messages claimed by a dead run due at once. Call it before the first claim of this run."""
+    async def release_claims(self) -> None:
+        """Make messages claimed by a dead process due at once. Call it before the first claim of this process."""
         async with self._db.writing() as connection:
             await connection.execute(
                 update(outbox)
@@ -207,8 +207,8 @@ class Outbox:
                 .values(next_attempt_at=self._clock.now(), claimed_at=None)
             )
 
-    async def delivered(self, delivery: Delivery) -> None:
-        """Note that the receiver has it."""
+    async def mark_delivered(self, delivery: Delivery) -> None:
+        """Record that the receiver accepted the message."""
         async with self._db.writing() as connection:
             await connection.execute(
                 update(outbox)
@@ -216,9 +216,9 @@ class Outbox:
                 .values(delivered_at=self._clock.now(), next_attempt_at=None, claimed_at=None, last_error=None)
             )
 
-    async def failed(self, delivery: Delivery, error: str, wait_s: float | None) -> None:
-        """Note why the claimed attempt failed and when to try again; `wait_s` None gives up. A message that somebody has
-        retried meanwhile stays as it is."""
+    async def mark_failed(self, delivery: Delivery, error: str, wait_s: float | None) -> None:
+        """Record why the claimed attempt failed; try again in `wait_s` seconds, or never if None. A message that was retried
+        by hand meanwhile is not changed."""
         next_attempt_at = None if wait_s is None else self._clock.now() + timedelta(seconds=wait_s)
         async with self._db.writing() as connection:
             await connection.execute(
@@ -229,26 +229,26 @@ class Outbox:
             )
 
     async def next_due_s(self, busy: Collection[str] = ()) -> float | None:
-        """Return in how many seconds something is due for webhooks that are not `busy`, None when nothing is pending."""
+        """Return the seconds until a message of a webhook that is not `busy` is due, or None if none is pending."""
         query = (
             select(func.min(outbox.c.next_attempt_at))
             .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
-            .where(outbox.c.next_attempt_at.is_not(None), outbox.c.webhook_id.not_in(sorted(busy)), *_ready())
+            .where(outbox.c.next_attempt_at.is_not(None), outbox.c.webhook_id.not_in(sorted(busy)), *_is_active())
         )
         async with self._db.reading() as connection:
             first: datetime | None = (await connection.execute(query)).scalar_one()
         return None if first is None else max((first - self._clock.now()).total_seconds(), 0.0)
 
-    async def pending(self) -> int:
-        """Return how many messages are neither delivered nor given up."""
+    async def count_pending(self) -> int:
+        """Return how many messages are pending."""
         query = select(func.count()).select_from(outbox).where(outbox.c.next_attempt_at.is_not(None))
         async with self._db.reading() as connection:
             return int((await connection.execute(query)).scalar_one())
 
     async def get(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
-        """Return one message of a webhook. Raises NotFound, also for another tenant's, and RoleNotAllowed."""
+        """Return one message of a webhook. Raises RoleNotAllowed, and NotFound (also for another tenant's webhook)."""
         async with self._db.reading() as connection:
-            await _owner(connection, webhook_id, access, reading(access))
+            await _read_owner(connection, webhook_id, access, read_action(access))
             return await _get(connection, webhook_id, delivery_id)
 
     async def list(
@@ -260,46 +260,46 @@ class Outbox:
         state: str | None = None,
         access: Access,
     ) -> Page[Delivery]:
-        """Return the messages of a webhook, the newest first. Raises as `get`."""
+        """Return the messages of a webhook, newest first. Raises the errors of `get`."""
         async with self._db.reading() as connection:
-            await _owner(connection, webhook_id, access, reading(access))
-        query = select(outbox).where(outbox.c.webhook_id == webhook_id, *_in_state(state))
+            await _read_owner(connection, webhook_id, access, read_action(access))
+        query = select(outbox).where(outbox.c.webhook_id == webhook_id, *_state_conditions(state))
         return await read_page(self._db, "deliveries", query, outbox.c.id, limit, cursor, _from_row, newest_first=True)
 
     async def retry(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
-        """Make a message due again, with as many attempts as a new one, under its old id.
+        """Make a message due now under the same id, with its attempts reset.
 
         Raises NotFound, RoleNotAllowed, Conflict and RateLimitExceeded.
         """
         async with self._db.writing() as connection:
-            tenant_id = await _check_ready(connection, webhook_id, access)
+            tenant_id = await _check_enabled(connection, webhook_id, access)
             before = await _get(connection, webhook_id, delivery_id)
-            self._retries.count(tenant_id)
+            self._retries.acquire(tenant_id)
             await connection.execute(
                 update(outbox)
                 .where(outbox.c.id == delivery_id)
                 .values(attempts=0, next_attempt_at=self._clock.now(), claimed_at=None, delivered_at=None)
             )
             after = await _get(connection, webhook_id, delivery_id)
-            after_commit(connection, _wake)
+            after_commit(connection, _wake_delivery)
             facts = {"delivery": delivery_id, "event": before.event, "was": before.state}
             await audit.record(
                 connection, self._clock, "webhook.retry", "webhook", webhook_id, tenant_id=tenant_id, after=facts
             )
         return after
 
-    async def test(self, webhook_id: str, *, access: Access) -> Delivery:
-        """Write a test message to one webhook.
+    async def send_test(self, webhook_id: str, *, access: Access) -> Delivery:
+        """Enqueue a test message to one webhook.
 
-        Raises NotFound, RoleNotAllowed, Conflict when it is disabled, and RateLimitExceeded.
+        Raises NotFound, RoleNotAllowed, Conflict if the webhook is disabled, and RateLimitExceeded.
         """
         now = self._clock.now()
         async with self._db.writing() as connection:
-            tenant_id = await _check_ready(connection, webhook_id, access)
-            await check_tests(connection, webhook_id, tenant_id, now)
+            tenant_id = await _check_enabled(connection, webhook_id, access)
+            await check_test_limit(connection, webhook_id, tenant_id, now)
             text = "This is a test. Nothing has happened."
             data = {"webhook_id": webhook_id, "note": text}
-            message_id = await connection.run_sync(_put, now, TEST_EVENT, data, webhook_id, new_id(TEST_EVENT))
+            message_id = await connection.run_sync(_insert_message, now, TEST_EVENT, data, webhook_id, new_id(TEST_EVENT))
             assert message_id is not None, "a new key is unique"
             delivery = await _get(connection, webhook_id, message_id)
             await audit.record(
@@ -314,21 +314,21 @@ class Outbox:
         return delivery
 
 
-def reading(access: Access) -> Action:
-    """Return the action that allows reading webhooks and their messages. Every role on the box may read them; in a tenant only
-    those who manage them, because their addresses are often secrets."""
+def read_action(access: Access) -> Action:
+    """Return the action required to read webhooks and their messages: every role on the box may; in a tenant only roles that
+    manage them, because webhook URLs are often secrets."""
     return Action.READ_BOX if access.sees_all else Action.WEBHOOKS
 
 
-async def _check_ready(connection: AsyncConnection, webhook_id: str, access: Access) -> str | None:
-    """Return the tenant of a webhook to send to. Raises NotFound, RoleNotAllowed, and Conflict when it is disabled."""
-    owner = await _owner(connection, webhook_id, access, Action.WEBHOOKS)
+async def _check_enabled(connection: AsyncConnection, webhook_id: str, access: Access) -> str | None:
+    """Return the tenant of an enabled webhook. Raises NotFound, RoleNotAllowed, and Conflict if it is disabled."""
+    owner = await _read_owner(connection, webhook_id, access, Action.WEBHOOKS)
     if owner.disabled_at is not None:
         raise Conflict("the webhook is disabled: nothing is sent to it", param="webhook_id")
     return owner.tenant_id
 
 
-async def _owner(connection: AsyncConnection, webhook_id: str, access: Access, action: Action) -> _Owner:
+async def _read_owner(connection: AsyncConnection, webhook_id: str, access: Access, action: Action) -> _Owner:
     """Return the owner of a webhook. Raises NotFound and RoleNotAllowed."""
     query = select(webhooks.c.tenant_id, webhooks.c.disabled_at)
     row = (await connection.execute(query.where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None)))).first()
@@ -343,7 +343,7 @@ async def _get(connection: AsyncConnection, webhook_id: str, delivery_id: str) -
     return _from_row(row)
 
 
-def _in_state(state: str | None) -> tuple[ColumnElement[bool], ...]:
+def _state_conditions(state: str | None) -> tuple[ColumnElement[bool], ...]:
     if state is None:
         return ()
     if state == "delivered":

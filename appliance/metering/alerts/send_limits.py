@@ -1,4 +1,4 @@
-"""How often people may send to a webhook by hand. Knows neither what is sent nor who may ask for it."""
+"""Rate limits of manual sends to webhooks: tests and retries. Knows neither messages nor permissions."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ RETRIES_PER_HOUR_MAX = 100
 _AN_HOUR = timedelta(hours=1)
 
 
-async def check_tests(connection: AsyncConnection, webhook_id: str, tenant_id: str | None, now: datetime) -> None:
-    """Raise RateLimitExceeded unless a webhook may get a test now.
+async def check_test_limit(connection: AsyncConnection, webhook_id: str, tenant_id: str | None, now: datetime) -> None:
+    """Raise RateLimitExceeded if the webhook has had TESTS_PER_HOUR_MAX tests in the last hour.
 
-    Tests of webhooks that the same owner has removed count too: creating a webhook anew gives no further tests.
+    Tests of webhooks that the same owner removed in that hour count too, so recreating a webhook does not reset the limit.
     """
     owner = webhooks.c.tenant_id.is_(None) if tenant_id is None else webhooks.c.tenant_id == tenant_id
-    counting = select(webhooks.c.id).where(owner, webhooks.c.removed_at > now - _AN_HOUR)
+    counted_webhooks = select(webhooks.c.id).where(owner, webhooks.c.removed_at > now - _AN_HOUR)
     query = (
         select(outbox.c.created_at)
-        .where(outbox.c.webhook_id.in_(counting.union_all(select(webhooks.c.id).where(webhooks.c.id == webhook_id))))
+        .where(outbox.c.webhook_id.in_(counted_webhooks.union_all(select(webhooks.c.id).where(webhooks.c.id == webhook_id))))
         .where(outbox.c.event == TEST_EVENT, outbox.c.created_at > now - _AN_HOUR)
         .order_by(outbox.c.created_at.desc())
         .limit(TESTS_PER_HOUR_MAX)
     )
     recent: Sequence[datetime] = (await connection.execute(query)).scalars().all()
     if len(recent) >= TESTS_PER_HOUR_MAX:
-        raise _refusal(f"a webhook takes {TESTS_PER_HOUR_MAX} tests an hour", recent[-1], now)
+        raise _rate_limit_error(f"a webhook takes {TESTS_PER_HOUR_MAX} tests an hour", recent[-1], now)
 
 
-class Retries:
-    """Counts retries by owner: a tenant, or None for the box. Kept in memory; a restart forgets them."""
+class RetryLimiter:
+    """Limits retries by owner: a tenant, or None for the box. Kept in memory; a restart resets it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._recent: dict[str | None, deque[datetime]] = {}
 
-    def count(self, tenant_id: str | None) -> None:
-        """Count one, or raise RateLimitExceeded and count none."""
+    def acquire(self, tenant_id: str | None) -> None:
+        """Count one retry, or raise RateLimitExceeded without counting it."""
         now = self._clock.now()
         recent = self._recent.setdefault(tenant_id, deque(maxlen=RETRIES_PER_HOUR_MAX))
         if len(recent) == RETRIES_PER_HOUR_MAX and recent[0] > now - _AN_HOUR:
-            raise _refusal(f"{RETRIES_PER_HOUR_MAX} messages an hour can be sent again", recent[0], now)
+            raise _rate_limit_error(f"{RETRIES_PER_HOUR_MAX} messages an hour can be sent again", recent[0], now)
         recent.append(now)
 
 
-def _refusal(message: str, earliest: datetime, now: datetime) -> RateLimitExceeded:
+def _rate_limit_error(message: str, earliest: datetime, now: datetime) -> RateLimitExceeded:
     wait_s = (earliest + _AN_HOUR - now).total_seconds()
     return RateLimitExceeded(f"{message}; try again in {format_wait(wait_s)}", limit_type="requests", retry_after_s=wait_s)

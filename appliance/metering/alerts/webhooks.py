@@ -1,6 +1,6 @@
-"""The table of webhooks: where alerts go, by signed HTTP request or by e-mail, of one tenant or of the whole box.
+"""The table of webhooks: targets of alerts, by signed HTTP request or by e-mail, of one tenant or of the whole box.
 
-Knows the rules for settings, and nothing of sending. Secrets are sealed here and opened only for the sender.
+Validates settings and knows nothing of sending. Signing secrets are sealed (encrypted) here and opened only for the sender.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from appliance.base.errors import Conflict, InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
 from appliance.base.tables import members, memberships, outbox, tenants, webhooks
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, abandon, reading
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, give_up_pending, read_action
 from appliance.metering.alerts.signature import new_signing_secret
-from appliance.metering.alerts.targets import Reach, check_mailbox, check_web_target, shown_target
+from appliance.metering.alerts.targets import TargetPolicy, check_mailbox, check_web_target, redact_target
 from appliance.tenancy import audit
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.fields import UNSET, Unset, check_choice, check_whole
@@ -39,7 +39,8 @@ SEALING_PURPOSE = "signing secrets of webhooks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """Where alerts go. With `tenant_id` None it gets those of every tenant; `previous_secret_until` ends a rotation's grace."""
+    """A target of alerts; with `tenant_id` None it gets those of every tenant. `previous_secret_until` is the end of the grace
+    period after a rotation."""
 
     id: str
     tenant_id: str | None
@@ -52,13 +53,13 @@ class Webhook:
 
     @property
     def disabled(self) -> bool:
-        """Return whether nothing is sent to it now."""
+        """Return whether sending is paused."""
         return self.disabled_at is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What a sender needs to know of a webhook. `secrets` sign each message: one, or two during a rotation's grace."""
+    """What a sender needs to know about a webhook. Messages are signed with each of `secrets`: two in a grace period."""
 
     id: str
     kind: str
@@ -76,13 +77,13 @@ class WebhookChanges:
 
 
 class Webhooks:
-    """All webhooks. `mail` says whether e-mail can be sent at all, `reach` which addresses are allowed."""
+    """All webhooks. `mail`: whether a mail server is configured. `target_policy`: the addresses that are allowed."""
 
-    def __init__(self, db: Database, clock: Clock, sealer: Sealer, *, reach: Reach, mail: bool) -> None:
+    def __init__(self, db: Database, clock: Clock, sealer: Sealer, *, target_policy: TargetPolicy, mail: bool) -> None:
         self._db = db
         self._clock = clock
         self._sealer = sealer
-        self._reach = reach
+        self._target_policy = target_policy
         self._mail = mail
 
     async def create(
@@ -94,9 +95,10 @@ class Webhooks:
         events: Sequence[str] | None = None,
         access: Access,
     ) -> tuple[Webhook, str | None]:
-        """Return the new webhook and its signing secret, which is shown once; e-mail has none.
+        """Return the new webhook and its signing secret, which is shown only once; None for e-mail.
 
-        Without `events` it gets every event that it can. Raises InvalidValue, NotFound, Conflict and RoleNotAllowed.
+        `events` None subscribes to every event that the owner may receive. Raises InvalidValue, NotFound, Conflict and
+        RoleNotAllowed.
         """
         access.require(Action.WEBHOOKS, tenant_id)
         check_choice(kind, "kind", KINDS)
@@ -110,22 +112,22 @@ class Webhooks:
         }
         secret = new_signing_secret() if kind == "webhook" else None
         async with self._db.writing() as connection:
-            await _check_owner(connection, tenant_id)
+            await _check_can_add(connection, tenant_id)
             if kind == "email":
-                await _check_addressee(connection, str(columns["target"]), tenant_id, access)
+                await _check_recipient(connection, str(columns["target"]), tenant_id, access)
             sealed = None if secret is None else self._sealer.seal(secret)
             await connection.execute(insert(webhooks).values(**columns, secret=sealed))
-            made = await _get(connection, str(columns["id"]), access, Action.WEBHOOKS)
-            await self._record(connection, "webhook.create", None, made)
-        return made, secret
+            created = await _get(connection, str(columns["id"]), access, Action.WEBHOOKS)
+            await self._record(connection, "webhook.create", None, created)
+        return created, secret
 
     async def get(self, webhook_id: str, *, access: Access, action: Action | None = None) -> Webhook:
-        """Return one webhook, for `action` or, when None, to read it.
+        """Return a webhook if the caller may perform `action` on it (None: may read it).
 
-        Raises NotFound, also for another tenant's, and RoleNotAllowed.
+        Raises RoleNotAllowed, and NotFound (also for another tenant's webhook).
         """
         async with self._db.reading() as connection:
-            return await _get(connection, webhook_id, access, action or reading(access))
+            return await _get(connection, webhook_id, access, action or read_action(access))
 
     async def list(
         self,
@@ -135,15 +137,15 @@ class Webhooks:
         tenant_id: str | None = None,
         access: Access,
     ) -> Page[Webhook]:
-        """Return the webhooks that `access` shows in the order they were made, those of one tenant if given."""
+        """Return the webhooks that `access` may see, of one tenant if given, in the order of creation."""
         query = select(webhooks).where(webhooks.c.removed_at.is_(None))
-        query = access.narrow(query, webhooks.c.tenant_id, reading(access))
+        query = access.narrow(query, webhooks.c.tenant_id, read_action(access))
         if tenant_id is not None:
             query = query.where(webhooks.c.tenant_id == tenant_id)
         return await read_page(self._db, "webhooks", query, webhooks.c.id, limit, cursor, _from_row)
 
     async def failing(self, webhook_ids: Collection[str]) -> frozenset[str]:
-        """Return the webhooks that failed to take the newest message for which an attempt has ended."""
+        """Return those of `webhook_ids` whose newest attempted message is not delivered."""
         tried = or_(outbox.c.delivered_at.is_not(None), outbox.c.last_error.is_not(None))
         newest = select(outbox.c.id).where(outbox.c.webhook_id == webhooks.c.id, tried).order_by(outbox.c.id.desc()).limit(1)
         query = select(webhooks.c.id).join(outbox, outbox.c.id == newest.correlate(webhooks).scalar_subquery())
@@ -152,7 +154,7 @@ class Webhooks:
             return frozenset(found.scalars())
 
     async def update(self, webhook_id: str, changes: WebhookChanges, *, access: Access) -> Webhook:
-        """Return the webhook after `changes`. Pending messages wait while it is disabled.
+        """Apply `changes` and return the webhook. Its pending messages wait while it is disabled.
 
         Raises NotFound, RoleNotAllowed and InvalidValue.
         """
@@ -160,7 +162,7 @@ class Webhooks:
             before = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             columns = self._changed_columns(before, changes)
             if before.kind == "email" and columns.get("target", before.target) != before.target:
-                await _check_addressee(connection, columns["target"], before.tenant_id, access)
+                await _check_recipient(connection, columns["target"], before.tenant_id, access)
             if columns:
                 await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
             after = await _get(connection, webhook_id, access, Action.WEBHOOKS)
@@ -168,27 +170,28 @@ class Webhooks:
         return after
 
     async def disable(self, webhook_id: str, reason: str) -> None:
-        """Disable a webhook whose receiver has answered that it is gone for good, and give up its pending messages."""
+        """Disable a webhook whose receiver answered that it is gone, and mark its pending messages as failed."""
         async with self._db.writing() as connection:
             before = await _get(connection, webhook_id, WHOLE_BOX, Action.WEBHOOKS)
             statement = update(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.disabled_at.is_(None))
             await connection.execute(statement.values(disabled_at=self._clock.now()))
-            await abandon(connection, webhook_id, reason)
+            await give_up_pending(connection, webhook_id, reason)
             after = await _get(connection, webhook_id, WHOLE_BOX, Action.WEBHOOKS)
             await self._record(connection, "webhook.disable", before, after)
 
     async def remove(self, webhook_id: str, *, access: Access) -> Webhook:
-        """Remove a webhook and give up its pending messages; return it as it was. Raises NotFound and RoleNotAllowed."""
+        """Remove a webhook, mark its pending messages as failed, and return it. Raises NotFound and RoleNotAllowed."""
         async with self._db.writing() as connection:
             removed = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             columns = {"removed_at": self._clock.now(), "secret": None, "previous_secret": None}
             await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
-            await abandon(connection, webhook_id, "the webhook was removed")
+            await give_up_pending(connection, webhook_id, "the webhook was removed")
             await self._record(connection, "webhook.remove", removed, None)
         return removed
 
     async def rotate(self, webhook_id: str, grace_s: int = GRACE_S_DEFAULT, *, access: Access) -> tuple[Webhook, str]:
-        """Return the webhook and its new secret, which is shown once; for `grace_s` seconds the previous one signs as well."""
+        """Return the webhook and its new secret, which is shown only once. For `grace_s` seconds messages are signed with the
+        previous secret too."""
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         secret = new_signing_secret()
         until = self._clock.now() + timedelta(seconds=grace_s) if grace_s else None
@@ -214,10 +217,10 @@ class Webhooks:
             )
         return after, secret
 
-    async def endpoint(self, webhook_id: str) -> Endpoint:
-        """Return all that is needed to send to a webhook, including its secrets: only for the deliverer.
+    async def read_endpoint(self, webhook_id: str) -> Endpoint:
+        """Return what is needed to send to a webhook, including its secrets. Only for delivery.
 
-        Raises NotFound when it was removed, and Unsealable.
+        Raises NotFound if it was removed, and Unsealable.
         """
         query = select(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None))
         async with self._db.reading() as connection:
@@ -235,7 +238,7 @@ class Webhooks:
 
     def _check_target(self, kind: str, target: object) -> str:
         if kind == "webhook":
-            return check_web_target(target, self._reach)
+            return check_web_target(target, self._target_policy)
         if not self._mail:
             raise InvalidValue("no e-mail can be sent: the operator has set no mail server (smtp_url)", param="kind")
         return check_mailbox(target)
@@ -251,10 +254,10 @@ class Webhooks:
         return columns
 
     async def _record(self, connection: AsyncConnection, action: str, before: Webhook | None, after: Webhook | None) -> None:
-        """Write the change to the audit log, and make the sweeps that remember their alerts check again."""
+        """Write the change to the audit log, and make the alert sweeps run again."""
         webhook = after or before
         assert webhook is not None
-        after_commit(connection, _changed)
+        after_commit(connection, _notify_changed)
         await audit.record(
             connection,
             self._clock,
@@ -267,16 +270,16 @@ class Webhooks:
         )
 
 
-def _changed(db: Database) -> None:
+def _notify_changed(db: Database) -> None:
     db.webhooks.bump()
-    db.outbox_written.set()  # messages that waited for a disabled webhook may be due
+    db.outbox_written.set()  # messages of a webhook that was disabled may be due
 
 
 def _facts(webhook: Webhook) -> dict[str, Any]:
-    """Return what the audit log keeps; a digest reveals that a target changed even where the target itself is hidden."""
+    """Return what the audit log records; the digest shows that a target changed although the target itself is redacted."""
     return {
         "kind": webhook.kind,
-        "target": shown_target(webhook.kind, webhook.target),
+        "target": redact_target(webhook.kind, webhook.target),
         "target_digest": hashlib.sha256(webhook.target.encode()).hexdigest(),
         "events": list(webhook.events),
         "disabled": webhook.disabled,
@@ -292,8 +295,8 @@ def _check_events(events: object, tenant_id: str | None) -> list[str]:
     return list(dict.fromkeys(check_choice(event, "events", known) for event in events))
 
 
-async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> None:
-    """Raise NotFound, Conflict or InvalidValue unless the tenant (or the box) may have one more webhook."""
+async def _check_can_add(connection: AsyncConnection, tenant_id: str | None) -> None:
+    """Raise NotFound, Conflict or InvalidValue unless a webhook may be added to the tenant (None: to the box)."""
     if tenant_id is not None:
         query = select(tenants.c.archived_at).where(tenants.c.id == tenant_id)
         row = (await connection.execute(query)).first() if tenant_id.isprintable() else None  # no database accepts a NUL
@@ -307,11 +310,11 @@ async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> No
         raise InvalidValue(f"at most {WEBHOOKS_MAX} webhooks can exist: remove one first", param="tenant_id")
 
 
-async def _check_addressee(connection: AsyncConnection, mailbox: str, tenant_id: str | None, access: Access) -> None:
-    """Raise InvalidValue unless the mailbox belongs to a member of the tenant, or the caller manages webhooks of the box.
+async def _check_recipient(connection: AsyncConnection, mailbox: str, tenant_id: str | None, access: Access) -> None:
+    """Raise InvalidValue unless the mailbox belongs to a member of the tenant or the caller manages webhooks of the box.
 
-    A tenant chooses the names in its alerts: otherwise it could send any text to anybody through the operator's mail server,
-    as often as it changes its limits.
+    Tenants choose the names in their alerts: otherwise a tenant could send any text to anybody through the operator's mail
+    server, by changing its limits.
     """
     if access.may(Action.WEBHOOKS):
         return

@@ -1,1 +1,1 @@
-"""Checks the ledger's promises on the rows of a database."""
+"""Checks the ledger's invariants on the rows of a database."""

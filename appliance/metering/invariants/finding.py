@@ -1,23 +1,23 @@
-"""One promise of the ledger, and the result of checking it. A value only."""
+"""The result of checking one invariant of the ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NAMED_MAX = 3
+LISTED_MAX = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One promise: `state` is holds, broken, or note (nothing is wrong, but somebody may want to know)."""
+    """The result for the invariant `name`. `state`: holds, broken, or note (holds, with a remark)."""
 
     name: str
     state: str
     text: str
 
 
-def named(ids: Sequence[str], what: str) -> str:
-    """Return how many `ids` there are, and the first of them by name."""
-    more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
-    return f"{len(ids)} {what}: {', '.join(ids[:NAMED_MAX])}{more}"
+def list_ids(ids: Sequence[str], what: str) -> str:
+    """Return the number of `ids` and the first LISTED_MAX of them, as text."""
+    more = f" and {len(ids) - LISTED_MAX} more" if len(ids) > LISTED_MAX else ""
+    return f"{len(ids)} {what}: {', '.join(ids[:LISTED_MAX])}{more}"

@@ -1,6 +1,6 @@
-"""What must be true of closed invoices: lines match events, totals match lines, and the audit log agrees with each closing.
+"""Checks closed invoices: lines match events, totals match lines, and the audit log has the same figures of each closing.
 
-The log is hash-chained, so its record of a closing cannot be changed together with the invoice. Knows nothing of single events.
+The audit log is hash-chained, so its record of a closing cannot be altered along with the invoice.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import tables
-from appliance.metering.invariants.finding import Finding, named
-from appliance.metering.invoicing.free_allowances import FreeAllowance, free_in, read_allowances
+from appliance.metering.invariants.finding import Finding, list_ids
+from appliance.metering.invoicing.free_allowances import FreeAllowance, allowance_in, read_allowances
 from appliance.metering.invoicing.lines import (
     FREE_ALLOWANCE,
-    FreeMonth,
-    InvoiceBroken,
+    InvoiceInconsistent,
     InvoiceLine,
+    MonthAllowance,
     allowance_lines,
     totals_of,
     usage_lines,
 )
 from appliance.metering.invoicing.rows import InvoiceHead, closing_facts, head_from_row, read_lines
-from appliance.metering.invoicing.sums import Cover, read_event_sums
+from appliance.metering.invoicing.sums import Coverage, read_event_sums
 
 _NUMBERS = "invoice:"
 
 
 @dataclass(slots=True)
-class _Invoiced:
-    """What the tenant's closed invoices so far cover, and what they billed and gave free for each month."""
+class _Earlier:
+    """Coverage of the tenant's earlier invoices, and what they billed and granted by month."""
 
     allowances: Sequence[FreeAllowance]
-    cover: Cover | None = None
+    coverage: Coverage | None = None
     billed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     granted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, head: InvoiceHead, lines: Sequence[InvoiceLine]) -> None:
-        """Add one more invoice."""
-        self.cover = Cover(head.month, head.through_posting or 0)
+        """Add the next closed invoice."""
+        self.coverage = Coverage(head.month, head.through_posting or 0)
         for line in lines:
             if line.kind == FREE_ALLOWANCE:
                 self.granted[line.month] -= line.rounded_micros
             else:
                 self.billed[line.month] += line.rounded_micros
 
-    def free(self, month: str, lines: Sequence[InvoiceLine]) -> dict[str, FreeMonth]:
-        """Return the allowance of each month that an invoice of `month` bills."""
+    def free(self, month: str, lines: Sequence[InvoiceLine]) -> dict[str, MonthAllowance]:
+        """Return the allowance of each month on an invoice of `month` with these `lines`."""
         return {
-            of: FreeMonth(
-                monthly_micros=free_in(self.allowances, of),
+            of: MonthAllowance(
+                monthly_micros=allowance_in(self.allowances, of),
                 billed_micros=self.billed[of],
                 granted_micros=self.granted[of],
             )
@@ -64,64 +64,66 @@ class _Invoiced:
 
 
 async def check(connection: AsyncConnection) -> Finding:
-    """Return the finding on closed invoices."""
+    """Return the finding for all closed invoices."""
     invoices = tables.invoices
     query = select(invoices).where(invoices.c.state == "closed").order_by(invoices.c.tenant_id, invoices.c.month)
     heads = [head_from_row(row) for row in (await connection.execute(query)).mappings().all()]
-    invoiced: dict[str, _Invoiced] = {}
+    by_tenant: dict[str, _Earlier] = {}
     inexact, altered = [], []
-    closings = await _closings(connection)
+    closings = await _read_closings(connection)
     for head in heads:
-        if head.tenant_id not in invoiced:
-            invoiced[head.tenant_id] = _Invoiced(await read_allowances(connection, head.tenant_id))
-        so_far = invoiced[head.tenant_id]
+        if head.tenant_id not in by_tenant:
+            by_tenant[head.tenant_id] = _Earlier(await read_allowances(connection, head.tenant_id))
+        earlier = by_tenant[head.tenant_id]
         lines = (await read_lines(connection, [head.id]))[head.id]
-        if not await _is_exact(connection, head, lines, so_far):
+        if not await _lines_match_events(connection, head, lines, earlier):
             inexact.append(str(head.number))
-        if not _is_sum(head, lines) or closings.get(head.id) != closing_facts(head):
+        if not _totals_match_lines(head, lines) or closings.get(head.id) != closing_facts(head):
             altered.append(str(head.number))
-        so_far.add(head, lines)
+        earlier.add(head, lines)
     if inexact:
-        return Finding("invoices", "broken", named(inexact, "invoices are not the sum of their events"))
+        return Finding("invoices", "broken", list_ids(inexact, "invoices are not the sum of their events"))
     if altered:
-        return Finding("invoices", "broken", named(altered, "invoices differ from what they were when closed"))
-    gone = sorted(closings.keys() - {head.id for head in heads})
-    if gone:
-        return Finding("invoices", "broken", named(gone, "closed invoices are missing"))
+        return Finding("invoices", "broken", list_ids(altered, "invoices were altered after closing"))
+    missing = sorted(closings.keys() - {head.id for head in heads})
+    if missing:
+        return Finding("invoices", "broken", list_ids(missing, "closed invoices are missing"))
     gaps = await _number_gaps(connection, [str(head.number) for head in heads])
     if gaps:
         return Finding("invoices", "broken", f"numbers are missing: {', '.join(gaps)}")
-    return Finding("invoices", "holds", f"{len(heads)} closed invoices, each the sum of its events, and as they were closed")
+    return Finding("invoices", "holds", f"{len(heads)} closed invoices, each the sum of its events and unaltered since closing")
 
 
-async def _is_exact(connection: AsyncConnection, head: InvoiceHead, stored: list[InvoiceLine], invoiced: _Invoiced) -> bool:
-    """Return whether the stored lines are exactly those of the covered events, allowances included.
+async def _lines_match_events(
+    connection: AsyncConnection, head: InvoiceHead, stored: list[InvoiceLine], earlier: _Earlier
+) -> bool:
+    """Return whether the stored lines are exactly those computed from the covered events, including allowances.
 
-    After a downgrade, a version without batch work puts it on the lines of other work. Such an invoice must be exactly what
-    that version would have written.
+    After a downgrade, a version that does not know batch work bills it on the lines of other work. Lines as that version would
+    write them are accepted too.
     """
-    sums = await read_event_sums(connection, head.tenant_id, Cover(head.month, head.through_posting or 0), invoiced.cover)
-    as_one = [replace(group, batch=False) for group in sums]
+    sums = await read_event_sums(connection, head.tenant_id, Coverage(head.month, head.through_posting or 0), earlier.coverage)
+    without_batch = [replace(group, batch=False) for group in sums]
     try:
         return any(
-            _with_allowances(usage_lines(groups, head.month), head.month, invoiced) == stored for groups in (sums, as_one)
+            _with_allowances(usage_lines(groups, head.month), head.month, earlier) == stored for groups in (sums, without_batch)
         )
-    except InvoiceBroken:
+    except InvoiceInconsistent:
         return False
 
 
-def _with_allowances(used: list[InvoiceLine], month: str, invoiced: _Invoiced) -> list[InvoiceLine]:
-    return [*used, *allowance_lines(used, invoiced.free(month, used))]
+def _with_allowances(used: list[InvoiceLine], month: str, earlier: _Earlier) -> list[InvoiceLine]:
+    return [*used, *allowance_lines(used, earlier.free(month, used))]
 
 
-def _is_sum(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> bool:
-    """Return whether total and tax are those of the lines, at the seller's tax rate stored with the invoice."""
+def _totals_match_lines(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> bool:
+    """Return whether total and tax follow from the lines and the tax rate stored with the invoice."""
     tax_basis_points = (head.seller or {}).get("tax_basis_points", 0)
     totals = totals_of(lines, tax_basis_points=tax_basis_points, currency=head.currency)
     return (totals.total_micros, totals.tax_micros) == (head.total_micros, head.tax_micros)
 
 
-async def _closings(connection: AsyncConnection) -> dict[str, dict[str, Any]]:
+async def _read_closings(connection: AsyncConnection) -> dict[str, dict[str, Any]]:
     """Return the audit log's record of each closing, by invoice id."""
     log = tables.audit_log.c
     query = select(log.target_id, log.after).where(log.action == "invoice.close").order_by(log.id)
@@ -132,8 +134,8 @@ async def _number_gaps(connection: AsyncConnection, numbers: list[str]) -> list[
     """Return the years whose invoices are not numbered 1, 2, 3 … up to their counter."""
     used: dict[str, list[int]] = defaultdict(list)
     for number in numbers:
-        year, _, place = number.partition("-")
-        used[year].append(int(place))
+        year, _, index = number.partition("-")
+        used[year].append(int(index))
     query = select(tables.counters.c.name, tables.counters.c.value).where(tables.counters.c.name.startswith(_NUMBERS))
     counted = {name.removeprefix(_NUMBERS): int(value) for name, value in (await connection.execute(query)).all()}
     return [

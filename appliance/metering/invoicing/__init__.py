@@ -1,1 +1,1 @@
-"""Billing a month: invoice lines from sums of events, numbers, allowances, and the look of an invoice."""
+"""Monthly invoices: lines computed from usage events, numbering, free allowances, and rendering as PDF and CSV."""

@@ -1,7 +1,7 @@
-"""An invoice as CSV: a row per line with its exact and its rounded amount, for spreadsheets and for checking the sums.
+"""Renders an invoice as CSV: one row per line, with exact and rounded amounts, for spreadsheets and for checking the sums.
 
-Only lines: the total, the parties and the explanation of how usage is counted are on the PDF and in the JSON. Programs that
-read the file would take a sentence in a closing row, or in every row, for data.
+Contains only lines: programs that read the file would take a footer for data. The total, the parties and the explanation of
+how usage is counted are on the PDF and in the JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def render_csv(invoice: Invoice) -> bytes:
-    """Return the lines as UTF-8 with a header row. There is no row for the total, which is the sum of `rounded_micros`."""
+    """Return the lines as UTF-8 with a header row and no total row; the total is the sum of `rounded_micros`."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
     writer.writerow(COLUMNS)

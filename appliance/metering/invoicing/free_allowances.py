@@ -1,6 +1,6 @@
-"""The table of free allowances: money that a tenant need not pay each month, from a month on until a later row replaces it.
+"""The table of free allowances: an amount per month that a tenant does not pay, valid until a row with a later month.
 
-Of invoices it knows only the month closed last: closed months keep their allowance.
+Closed months keep their allowance; the last closed month is all that this module reads of invoices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from appliance.tenancy.roles import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeAllowance:
-    """`monthly_micros` of the tenant's currency are free in `first_month` and each month after it."""
+    """`monthly_micros`, in the tenant's currency, are free in `first_month` and in each later month."""
 
     id: str
     tenant_id: str
@@ -37,14 +37,14 @@ class FreeAllowance:
 
 
 class FreeAllowances:
-    """The allowances of all tenants. Closed months keep theirs."""
+    """The allowances of all tenants."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
     async def set(self, tenant_id: str, first_month: str, monthly_micros: int, *, access: Access) -> FreeAllowance:
-        """Set and return the allowance from `first_month` on, replacing one set for the same month; 0 ends an earlier one.
+        """Set and return the allowance from `first_month` on, replacing one with the same `first_month`; 0 ends an earlier one.
 
         Raises NotFound, RoleNotAllowed, InvalidValue, and InvoiceClosed for a closed month.
         """
@@ -52,9 +52,9 @@ class FreeAllowances:
         first_day(first_month, "first_month")
         check_whole(monthly_micros, "monthly_micros", 0, LIMIT_MAX)
         async with self._db.writing() as connection:
-            await locked(connection, POSTING)  # no month is closed while this one is checked
-            await _check_open(connection, tenant_id, first_month)
-            before = await _exact(connection, tenant_id, first_month)
+            await locked(connection, POSTING)  # no month can be closed between the check and the write
+            await _check_not_closed(connection, tenant_id, first_month)
+            before = await _find(connection, tenant_id, first_month)
             allowance = FreeAllowance(
                 id=new_id("free") if before is None else before.id,
                 tenant_id=tenant_id,
@@ -62,7 +62,7 @@ class FreeAllowances:
                 monthly_micros=monthly_micros,
                 created_at=self._clock.now(),
             )
-            await _write(connection, allowance, is_new=before is None)
+            await _store(connection, allowance, is_new=before is None)
             await audit.record(
                 connection,
                 self._clock,
@@ -83,34 +83,35 @@ class FreeAllowances:
 
 
 async def read_allowances(connection: AsyncConnection, tenant_id: str) -> list[FreeAllowance]:
-    """Return the allowances of a tenant in the order of their months, as `connection` sees them."""
+    """Return the allowances of a tenant in the order of their months, read in the transaction of `connection`."""
     columns = free_allowances.c
     query = select(free_allowances).where(columns.tenant_id == tenant_id).order_by(columns.first_month)
     return [_from_row(row) for row in (await connection.execute(query)).mappings()]
 
 
-def free_in(allowances: Sequence[FreeAllowance], month: str) -> int:
-    """Return the micro-units that are free in `month`."""
+def allowance_in(allowances: Sequence[FreeAllowance], month: str) -> int:
+    """Return the allowance in force in `month`, in micro-units; `allowances` are ordered by month."""
     in_force = [allowance.monthly_micros for allowance in allowances if allowance.first_month <= month]
     return in_force[-1] if in_force else 0
 
 
-async def _check_open(connection: AsyncConnection, tenant_id: str, month: str) -> None:
+async def _check_not_closed(connection: AsyncConnection, tenant_id: str, month: str) -> None:
     columns = invoices.c
     query = select(func.max(columns.month)).where(columns.tenant_id == tenant_id, columns.state == "closed")
-    closed = (await connection.execute(query)).scalar_one()
-    if closed is not None and month <= closed:
-        raise InvoiceClosed(f"{closed} is closed: the earliest month for an allowance is the one after it", param="first_month")
+    last_closed = (await connection.execute(query)).scalar_one()
+    if last_closed is not None and month <= last_closed:
+        message = f"{last_closed} is closed: an allowance can begin in the month after it at the earliest"
+        raise InvoiceClosed(message, param="first_month")
 
 
-async def _exact(connection: AsyncConnection, tenant_id: str, month: str) -> FreeAllowance | None:
+async def _find(connection: AsyncConnection, tenant_id: str, month: str) -> FreeAllowance | None:
     columns = free_allowances.c
     query = select(free_allowances).where(columns.tenant_id == tenant_id, columns.first_month == month)
     row = (await connection.execute(query)).mappings().first()
     return None if row is None else _from_row(row)
 
 
-async def _write(connection: AsyncConnection, allowance: FreeAllowance, *, is_new: bool) -> None:
+async def _store(connection: AsyncConnection, allowance: FreeAllowance, *, is_new: bool) -> None:
     values = {column.name: getattr(allowance, column.name) for column in free_allowances.columns}
     if is_new:
         await connection.execute(insert(free_allowances).values(**values))

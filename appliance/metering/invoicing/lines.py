@@ -1,7 +1,7 @@
-"""From sums of usage events to the lines and totals of an invoice: pure integers, rounded once per line.
+"""Computes the lines and totals of an invoice from sums of usage events, in integers, rounded once per line.
 
-Knows no database and no clock. Never decides what an event costs, but checks that the lines of a group of events are the exact
-sum of the costs that the ledger stored.
+Knows no database and no clock. Does not price events: it checks that the lines add up to exactly the costs stored in the
+ledger.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ ADJUSTMENT = "adjustment"
 FREE_ALLOWANCE = "free_allowance"
 
 
-class InvoiceBroken(Exception):
-    """The lines of an invoice are not the sum of its events. A bug or a damaged ledger, never input."""
+class InvoiceInconsistent(Exception):
+    """The lines of an invoice do not add up to its events. Caused by a bug or a damaged ledger, never by input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSums:
-    """The sums of settled events of one month with one model, currency, price and discount, all batch work or none of it.
+    """Sums of settled events with the same month, model, currency, price, discount and batch flag.
 
-    `unit_prices` (after discount) and `kind_requests` (how many requests have tokens of that kind) are in the order of
-    TOKEN_KINDS. `is_correction`: events that correct others; their counts and costs are signed.
+    `unit_prices` (after discount) and `kind_requests` (number of requests with tokens of that kind) are in the order of
+    TOKEN_KINDS. `is_correction`: the events correct others; their counts and costs are signed.
     """
 
     month: str
@@ -46,16 +46,16 @@ class EventSums:
 
     @property
     def tokens(self) -> tuple[int, int, int, int]:
-        """Return the tokens in the order of TOKEN_KINDS; prompt tokens found in the cache are counted separately."""
+        """Return the tokens in the order of TOKEN_KINDS. `prompt` excludes the cached prompt tokens."""
         return (self.prompt_tokens - self.cached_tokens, self.cached_tokens, self.completion_tokens, self.rejected_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvoiceLine:
-    """One line. `unit_price` is micro-units per million tokens, None where events of several prices are summed. `batch`: its
-    tokens are those of batch work; not set on adjustments.
+    """One line. `unit_price` is in micro-units per million tokens, None if events with several prices are summed. `batch`: the
+    line bills batch work; never set on adjustments.
 
-    `requests` counts the events with tokens on the line; the same event may also count on other lines.
+    `requests` counts the events with tokens on this line; an event may count on several lines.
     """
 
     model: str | None
@@ -70,8 +70,8 @@ class InvoiceLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeMonth:
-    """What a tenant need not pay of a month, and what earlier invoices have already billed and given free for it."""
+class MonthAllowance:
+    """A month's free allowance, and what earlier invoices have already billed and granted for that month."""
 
     monthly_micros: int
     billed_micros: int = 0
@@ -80,8 +80,8 @@ class FreeMonth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What is owed. The lines sum to `subtotal_micros`; `due_micros` is what is paid: the subtotal rounded to the smallest coin
-    of the currency, and the tax on that. `total_micros` is subtotal and tax, without that rounding."""
+    """Totals. `subtotal_micros` is the sum of the lines. `due_micros` is the amount to pay: the subtotal rounded to the
+    currency's smallest coin, plus the tax on that. `total_micros` is subtotal plus tax, without that rounding."""
 
     subtotal_micros: int
     tax_micros: int
@@ -89,31 +89,30 @@ class Totals:
 
     @property
     def total_micros(self) -> int:
-        """Return lines and tax."""
+        """Return subtotal plus tax."""
         return self.subtotal_micros + self.tax_micros
 
     @property
     def rounding_micros(self) -> int:
-        """Return what rounding to the smallest coin added or took away."""
+        """Return the signed difference made by rounding to the smallest coin."""
         return self.due_micros - self.total_micros
 
 
 def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
-    """Return the lines of an invoice of `month` before allowances: by model, kind and unit price, batch work after the rest
+    """Return the lines of the invoice of `month` before allowances: by model, kind and unit price, batch work after the rest
     of its model, then the adjustments.
 
-    Corrections, and events of other months, are adjustments: one line for each of their months and models, unless it would have
-    neither tokens nor cost. Events without tokens (a crash before the prompt was read) are on no line. Nor is a currency in
-    which costs and corrections cancel out, if there are costs in another. Raises InvoiceBroken when costs and counts contradict
-    each other.
+    Corrections and events of other months become adjustments: one line per month and model, omitted if it has neither tokens
+    nor cost. Events without tokens (a crash before the prompt was read) are on no line. A currency whose costs and corrections
+    cancel out is left out if another currency has costs. Raises InvoiceInconsistent if costs do not match token counts.
     """
     used: dict[tuple[str, bool, int, int], list[int]] = defaultdict(lambda: [0, 0])
     adjusted: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    cancelled = _cancelled(sums)
+    cancelled = _cancelled_currencies(sums)
     for group in sums:
         is_used = group.month == month and not group.is_correction
         if is_used:
-            _check(group)
+            _check_cost(group)
         if group.currency in cancelled:
             continue
         if not is_used:
@@ -124,42 +123,41 @@ def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
             if tokens:
                 _add(used[group.model, group.batch, order, price], tokens, requests)
     lines = [
-        _line(model, TOKEN_KINDS[order], month, price, tokens, requests, tokens * price, batch=batch)
+        _make_line(model, TOKEN_KINDS[order], month, price, tokens, requests, tokens * price, batch=batch)
         for (model, batch, order, price), (tokens, requests) in sorted(used.items())
     ]
     return lines + [
-        _line(model, ADJUSTMENT, of_month, None, tokens, requests, cost)
+        _make_line(model, ADJUSTMENT, of_month, None, tokens, requests, cost)
         for (of_month, model), (tokens, requests, cost) in sorted(adjusted.items())
         if tokens or cost
     ]
 
 
-def allowance_lines(lines: Sequence[InvoiceLine], free: Mapping[str, FreeMonth]) -> list[InvoiceLine]:
-    """Return a line for each month of `free` whose allowance is used, or given back, on this invoice.
+def allowance_lines(lines: Sequence[InvoiceLine], free: Mapping[str, MonthAllowance]) -> list[InvoiceLine]:
+    """Return a line for each month of `free` whose allowance this invoice grants or takes back.
 
-    Over all invoices together, a month is reduced by what it cost, at most by its allowance: it never costs less than zero, and
-    a correction of free usage is free too.
+    Over all invoices, the grants for a month equal its cost, limited to its allowance: a month never costs less than zero, and
+    correcting free usage refunds no money.
     """
-    made = []
+    allowances = []
     for month, terms in sorted(free.items()):
         billed = terms.billed_micros + sum(line.rounded_micros for line in lines if line.month == month)
         grant = min(terms.monthly_micros, max(0, billed)) - terms.granted_micros
         if grant:
-            made.append(_line(None, FREE_ALLOWANCE, month, None, 0, 0, -grant * PICOS_PER_MICRO))
-    return made
+            allowances.append(_make_line(None, FREE_ALLOWANCE, month, None, 0, 0, -grant * PICOS_PER_MICRO))
+    return allowances
 
 
 def currency_of(sums: Sequence[EventSums], month: str) -> str | None:
-    """Return the currency of the costs; None when nothing costs anything, and when the costs cancel out in each of several
-    currencies. Raises CurrenciesMixed when more than one currency has a sum other than zero."""
+    """Return the currency of the costs; None if there are no costs, or if they cancel out in each of several currencies.
+    Raises CurrenciesMixed if more than one currency has a non-zero sum."""
     costs = _cost_by_currency(sums)
-    owed = sorted(currency for currency, cost_picos in costs.items() if cost_picos)
-    if len(owed) > 1:
-        message = (
-            f"the invoice of {month} would have costs in {' and '.join(owed)}; amounts in different currencies cannot be added"
-        )
+    non_zero = sorted(currency for currency, cost_picos in costs.items() if cost_picos)
+    if len(non_zero) > 1:
+        currencies = " and ".join(non_zero)
+        message = f"the invoice of {month} would have costs in {currencies}; amounts in different currencies cannot be added"
         raise CurrenciesMixed(message, param="month")
-    return next(iter(owed or costs)) if owed or len(costs) == 1 else None
+    return next(iter(non_zero or costs)) if non_zero or len(costs) == 1 else None
 
 
 def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: str) -> Totals:
@@ -171,11 +169,11 @@ def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: 
 
 
 def usage_picos(lines: Iterable[InvoiceLine]) -> int:
-    """Return the exact cost of the events behind the lines, before allowances."""
+    """Return the exact cost of the billed events, before allowances."""
     return sum(line.exact_picos for line in lines if line.kind != FREE_ALLOWANCE)
 
 
-def _line(
+def _make_line(
     model: str | None,
     kind: str,
     month: str,
@@ -200,22 +198,23 @@ def _line(
 
 
 def _cost_by_currency(sums: Iterable[EventSums]) -> dict[str, int]:
-    """Return the total cost of each currency in which the usage or the corrections of some month and model cost something.
+    """Return the total cost by currency, of those in which usage or corrections of any month and model have a cost.
 
-    Sums by month and model do not depend on how events are split into groups, which depends on the moment of a closing.
+    Summing by month and model first makes the result independent of how events are grouped, which depends on when the invoice
+    is closed.
     """
-    parts: dict[tuple[str, str, str, bool], int] = defaultdict(int)
+    subtotals: dict[tuple[str, str, str, bool], int] = defaultdict(int)
     for group in sums:
-        parts[group.currency, group.month, group.model, group.is_correction] += group.cost_picos
+        subtotals[group.currency, group.month, group.model, group.is_correction] += group.cost_picos
     costs: dict[str, int] = defaultdict(int)
-    for (currency, *_), cost_picos in parts.items():
+    for (currency, *_), cost_picos in subtotals.items():
         if cost_picos:
             costs[currency] += cost_picos
     return dict(costs)
 
 
-def _cancelled(sums: Iterable[EventSums]) -> set[str]:
-    """Return the currencies in which costs and corrections cancel out, if there are costs in other currencies too."""
+def _cancelled_currencies(sums: Iterable[EventSums]) -> set[str]:
+    """Return the currencies whose costs and corrections cancel out, if other currencies have costs too."""
     costs = _cost_by_currency(sums)
     return {currency for currency, cost_picos in costs.items() if not cost_picos} if len(costs) > 1 else set()
 
@@ -225,7 +224,9 @@ def _add(sums: list[int], *values: int) -> None:
         sums[index] += value
 
 
-def _check(group: EventSums) -> None:
+def _check_cost(group: EventSums) -> None:
     cost = sum(tokens * price for tokens, price in zip(group.tokens, group.unit_prices, strict=True))
     if cost != group.cost_picos:
-        raise InvoiceBroken(f"events of {group.model} in {group.month} cost {group.cost_picos}, their counts say {cost}")
+        raise InvoiceInconsistent(
+            f"events of {group.model} in {group.month} cost {group.cost_picos} picos, but their tokens at their prices {cost}"
+        )

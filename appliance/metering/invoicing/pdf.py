@@ -1,7 +1,7 @@
-"""An invoice as a PDF, only from the invoice's own values: the same closed invoice gives the same bytes for ever.
+"""Renders an invoice as an A4 PDF. Deterministic: the same closed invoice always gives the same bytes.
 
-Knows the layout on A4; `wording` knows what things are called, `pdf_text` how letters are drawn. It is laid out twice: the
-first time to count the pages.
+Contains the page layout; texts come from `wording`, text drawing from `pdf_text`. The document is laid out twice, first to
+count the pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from appliance.base.money import format_micros, minor_unit_decimals
 from appliance.metering.calendar import first_day, last_day
 from appliance.metering.invoicing import wording as words
 from appliance.metering.invoicing.lines import ADJUSTMENT, FREE_ALLOWANCE, InvoiceLine
-from appliance.metering.invoicing.pdf_text import Align, draw, width_of, wrapped
+from appliance.metering.invoicing.pdf_text import Align, draw, text_width, wrap
 from appliance.metering.invoicing.rows import TIME_ZONE, Invoice
 
 if TYPE_CHECKING:
@@ -26,20 +26,20 @@ WIDTH, HEIGHT = 595.28, 841.89  # A4 in points
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 539.0, 786.0, 92.0
 TOKENS_X, PRICE_X = 338.0, 436.0  # right edges of the columns; that of the amount is RIGHT
 FACTS_X, VALUES_X = 326.0, 400.0
-SIZE, SMALL, LEAD = 9.0, 7.5, 13.0
+SIZE, SMALL, LEADING = 9.0, 7.5, 13.0
 INK, GREY, RULE, PALE = 0.10, 0.42, 0.75, 0.88
-_drawing = threading.Lock()  # the library shares its fonts between all threads
+_lock = threading.Lock()  # reportlab shares its fonts between threads
 
 
 def render_pdf(invoice: Invoice) -> bytes:
-    """Return the PDF of an invoice; a draft is marked as one on each page. Takes tens of milliseconds: call it in a thread."""
-    with _drawing:
-        pages = _Sheet(invoice, pages=0).write()[1]
-        return _Sheet(invoice, pages=pages).write()[0]
+    """Return the PDF; drafts have a watermark on every page. Takes tens of milliseconds of CPU time: call it in a thread."""
+    with _lock:
+        pages = _Layout(invoice, pages=0).write()[1]
+        return _Layout(invoice, pages=pages).write()[0]
 
 
-class _Sheet:
-    """One layout of one invoice, from the top of the first page to the bottom of the last."""
+class _Layout:
+    """One layout pass over an invoice. `_y` is the current position, moving down the page."""
 
     def __init__(self, invoice: Invoice, *, pages: int) -> None:
         from reportlab.pdfgen.canvas import Canvas
@@ -55,7 +55,7 @@ class _Sheet:
         self._price_decimals = words.decimals_for([line.unit_price for line in invoice.lines if line.unit_price is not None])
 
     def write(self) -> tuple[bytes, int]:
-        """Return the document and how many pages it has."""
+        """Return the PDF and its number of pages."""
         head, buyer = self._invoice.head, self._invoice.buyer
         self._canvas.setTitle(f"{self._title} {head.number or head.month}")
         self._canvas.setAuthor(self._invoice.seller.get("name", ""))
@@ -78,30 +78,30 @@ class _Sheet:
 
     def _write_seller(self) -> None:
         seller = self._invoice.seller
-        self._text(RIGHT, self._title, 20, bold=True, align="right")
+        self._draw_text(RIGHT, self._title, 20, bold=True, align="right")
         top = self._y
-        unnamed = "Seller not set" if self._invoice.is_draft else ""  # a closed one is printed on the seller's own paper
-        for line in wrapped(seller.get("name") or unnamed, 13, 260, bold=True):
-            self._text(LEFT, line, 13, bold=True)
+        unnamed = "Seller not set" if self._invoice.is_draft else ""  # closed without a seller: printed on letterhead
+        for line in wrap(seller.get("name") or unnamed, 13, 260, bold=True):
+            self._draw_text(LEFT, line, 13, bold=True)
             self._y -= 17
         for line in _seller_lines(seller):
-            self._paragraph(line, 260, SMALL + 0.5, grey=GREY, lead=11)
+            self._draw_paragraph(line, 260, SMALL + 0.5, grey=GREY, leading=11)
         self._y = min(self._y, top - 40) - 14
 
     def _write_buyer_and_facts(self) -> None:
         top = self._y
-        self._text(LEFT, "Billed to", SMALL, grey=GREY)
-        self._y -= LEAD
-        self._paragraph(self._invoice.buyer["name"], 250, SIZE + 1, bold=True)
+        self._draw_text(LEFT, "Billed to", SMALL, grey=GREY)
+        self._y -= LEADING
+        self._draw_paragraph(self._invoice.buyer["name"], 250, SIZE + 1, bold=True)
         for line in _buyer_lines(self._invoice.buyer):
-            self._paragraph(line, 250, SIZE)
+            self._draw_paragraph(line, 250, SIZE)
         bottom, self._y = self._y, top
         for name, value in self._facts():
-            self._text(FACTS_X, name, SMALL, grey=GREY)
-            size = SIZE if width_of(value, SIZE) <= RIGHT - VALUES_X else SMALL
-            for line in wrapped(value, size, RIGHT - VALUES_X):
-                self._text(VALUES_X, line, size)
-                self._y -= LEAD
+            self._draw_text(FACTS_X, name, SMALL, grey=GREY)
+            size = SIZE if text_width(value, SIZE) <= RIGHT - VALUES_X else SMALL
+            for line in wrap(value, size, RIGHT - VALUES_X):
+                self._draw_text(VALUES_X, line, size)
+                self._y -= LEADING
         self._y = min(bottom, self._y) - 18
 
     def _facts(self) -> Iterator[tuple[str, str]]:
@@ -109,73 +109,73 @@ class _Sheet:
         first, last = first_day(invoice.head.month), last_day(invoice.head.month)
         yield "Number", invoice.head.number or "none yet"
         yield "Month", words.month_name(invoice.head.month)
-        yield "Period", f"{first.day} – {words.day_name(last)} ({invoice.seller.get(TIME_ZONE, 'UTC')})"
+        yield "Period", f"{first.day} – {words.format_day(last)} ({invoice.seller.get(TIME_ZONE, 'UTC')})"
         if invoice.issued_on is not None and invoice.due_on is not None:
-            yield "Date", words.day_name(invoice.issued_on)
+            yield "Date", words.format_day(invoice.issued_on)
             if invoice.totals.due_micros > 0:
-                yield "Due", words.day_name(invoice.due_on)
+                yield "Due", words.format_day(invoice.due_on)
         yield "Customer", invoice.head.tenant_id
         if invoice.buyer.get("reference"):
             yield "Your reference", invoice.buyer["reference"]
 
     def _write_lines(self) -> None:
-        self._table_head()
+        self._write_table_head()
         if not self._invoice.lines:
-            self._text(LEFT, "Nothing was used in this month.", SIZE, grey=GREY)
-            self._y -= LEAD + 4
-        for title, lines in groupby(self._invoice.lines, key=_group_of):
-            self._group(title, list(lines))
+            self._draw_text(LEFT, "Nothing was used in this month.", SIZE, grey=GREY)
+            self._y -= LEADING + 4
+        for title, lines in groupby(self._invoice.lines, key=_group_title):
+            self._write_group(title, list(lines))
 
-    def _group(self, title: str, lines: Sequence[InvoiceLine]) -> None:
-        names = wrapped(title, SIZE, TOKENS_X - LEFT - 70, bold=True)
-        self._room(LEAD * (len(names) + 1), in_table=True)
+    def _write_group(self, title: str, lines: Sequence[InvoiceLine]) -> None:
+        names = wrap(title, SIZE, TOKENS_X - LEFT - 70, bold=True)
+        self._ensure_room(LEADING * (len(names) + 1), in_table=True)
         for name in names:
-            self._text(LEFT, name, SIZE, bold=True)
-            self._y -= LEAD
+            self._draw_text(LEFT, name, SIZE, bold=True)
+            self._y -= LEADING
         for line in lines:
-            self._room(LEAD, in_table=True)
-            self._table_row(line)
+            self._ensure_room(LEADING, in_table=True)
+            self._write_row(line)
         self._y -= 5
 
-    def _table_row(self, line: InvoiceLine) -> None:
-        first, *more = wrapped(words.line_name(line), SIZE, TOKENS_X - LEFT - 80)
-        self._text(LEFT + 10, first, SIZE)
+    def _write_row(self, line: InvoiceLine) -> None:
+        first, *more = wrap(words.line_name(line), SIZE, TOKENS_X - LEFT - 80)
+        self._draw_text(LEFT + 10, first, SIZE)
         if line.kind != FREE_ALLOWANCE:
-            self._text(TOKENS_X, f"{line.tokens:,}", SIZE, align="right")
+            self._draw_text(TOKENS_X, f"{line.tokens:,}", SIZE, align="right")
         if line.unit_price is not None:
-            self._text(PRICE_X, format_micros(line.unit_price, decimals=self._price_decimals), SIZE, align="right")
-        self._text(RIGHT, format_micros(line.rounded_micros, decimals=self._decimals), SIZE, align="right")
-        self._y -= LEAD
+            self._draw_text(PRICE_X, format_micros(line.unit_price, decimals=self._price_decimals), SIZE, align="right")
+        self._draw_text(RIGHT, format_micros(line.rounded_micros, decimals=self._decimals), SIZE, align="right")
+        self._y -= LEADING
         for name in more:
-            self._room(LEAD, in_table=True)
-            self._text(LEFT + 10, name, SIZE)
-            self._y -= LEAD
+            self._ensure_room(LEADING, in_table=True)
+            self._draw_text(LEFT + 10, name, SIZE)
+            self._y -= LEADING
 
-    def _table_head(self) -> None:
+    def _write_table_head(self) -> None:
         self._canvas.setFillGray(PALE + 0.06)
         self._canvas.rect(LEFT - 6, self._y - 6, RIGHT - LEFT + 12, 19, stroke=0, fill=1)
-        self._text(LEFT, "Model and kind", SMALL, grey=GREY)
-        self._text(TOKENS_X, "Tokens", SMALL, grey=GREY, align="right")
-        self._text(PRICE_X, f"{self._invoice.currency} per 1M tokens", SMALL, grey=GREY, align="right")
-        self._text(RIGHT, f"Amount in {self._invoice.currency}", SMALL, grey=GREY, align="right")
+        self._draw_text(LEFT, "Model and kind", SMALL, grey=GREY)
+        self._draw_text(TOKENS_X, "Tokens", SMALL, grey=GREY, align="right")
+        self._draw_text(PRICE_X, f"{self._invoice.currency} per 1M tokens", SMALL, grey=GREY, align="right")
+        self._draw_text(RIGHT, f"Amount in {self._invoice.currency}", SMALL, grey=GREY, align="right")
         self._y -= 22
 
     def _write_totals(self) -> None:
         rows = list(self._totals())
-        self._room(LEAD * (len(rows) + 2) + 14)
-        self._rule(LEFT - 6)
+        self._ensure_room(LEADING * (len(rows) + 2) + 14)
+        self._draw_rule(LEFT - 6)
         self._y -= 8
         for name, amount in rows:
-            self._text(PRICE_X, name, SIZE, align="right")
-            self._text(RIGHT, amount, SIZE, align="right")
-            self._y -= LEAD + 1
-        self._rule(300)
+            self._draw_text(PRICE_X, name, SIZE, align="right")
+            self._draw_text(RIGHT, amount, SIZE, align="right")
+            self._y -= LEADING + 1
+        self._draw_rule(300)
         self._y -= 10
         due = self._invoice.totals.due_micros
         name = "Amount in your favour" if due < 0 else "Amount due"
-        amount = words.payment(abs(due), self._invoice.currency)
-        self._text(PRICE_X, name, SIZE + 2, bold=True, align="right")
-        self._text(RIGHT, amount, SIZE + 2, bold=True, align="right")
+        amount = words.format_payment(abs(due), self._invoice.currency)
+        self._draw_text(PRICE_X, name, SIZE + 2, bold=True, align="right")
+        self._draw_text(RIGHT, amount, SIZE + 2, bold=True, align="right")
         self._y -= 30
 
     def _totals(self) -> Iterator[tuple[str, str]]:
@@ -191,18 +191,18 @@ class _Sheet:
 
     def _write_terms(self) -> None:
         for text in _terms(self._invoice):
-            self._paragraph(text, RIGHT - LEFT, SIZE)
+            self._draw_paragraph(text, RIGHT - LEFT, SIZE)
         self._y -= 8
         for text in (words.ABORT_POLICY, words.ROUNDING_POLICY):
-            self._paragraph(text, RIGHT - LEFT, SMALL, grey=GREY, lead=10)
+            self._draw_paragraph(text, RIGHT - LEFT, SMALL, grey=GREY, leading=10)
             self._y -= 3
 
     def _begin_page(self) -> None:
         self._y = TOP
         if self._invoice.is_draft:
-            self._watermark()
+            self._draw_watermark()
 
-    def _watermark(self) -> None:
+    def _draw_watermark(self) -> None:
         canvas = self._canvas
         canvas.saveState()
         canvas.setFillGray(PALE + 0.04)
@@ -214,17 +214,17 @@ class _Sheet:
     def _end_page(self) -> None:
         head, seller = self._invoice.head, self._invoice.seller
         self._y = 56
-        self._rule(LEFT)
+        self._draw_rule(LEFT)
         self._y -= 5
         contact = " · ".join(seller[name] for name in ("registration", "email", "phone", "website") if seller.get(name))
-        self._text(RIGHT, f"Page {self._page} of {self._pages}", SMALL, grey=GREY, align="right")
+        self._draw_text(RIGHT, f"Page {self._page} of {self._pages}", SMALL, grey=GREY, align="right")
         name = head.number or f"draft of {words.month_name(head.month)}, may still change"
-        for line in wrapped(" · ".join(part for part in (name, contact) if part), SMALL, RIGHT - LEFT - 70)[:2]:
-            self._text(LEFT, line, SMALL, grey=GREY)
+        for line in wrap(" · ".join(part for part in (name, contact) if part), SMALL, RIGHT - LEFT - 70)[:2]:
+            self._draw_text(LEFT, line, SMALL, grey=GREY)
             self._y -= 10
 
-    def _room(self, height: float, *, in_table: bool = False) -> None:
-        """Begin a new page unless `height` is left on this one."""
+    def _ensure_room(self, height: float, *, in_table: bool = False) -> None:
+        """Begin a new page unless this one has room for `height` points."""
         if self._y - height >= BOTTOM:
             return
         self._end_page()
@@ -232,24 +232,26 @@ class _Sheet:
         self._page += 1
         self._begin_page()
         if in_table:
-            self._table_head()
+            self._write_table_head()
 
-    def _paragraph(
-        self, text: str, width: float, size: float, *, bold: bool = False, grey: float = INK, lead: float = LEAD
+    def _draw_paragraph(
+        self, text: str, width: float, size: float, *, bold: bool = False, grey: float = INK, leading: float = LEADING
     ) -> None:
-        for line in wrapped(text, size, width, bold=bold):
-            self._room(lead)
-            self._text(LEFT, line, size, bold=bold, grey=grey)
-            self._y -= lead
+        for line in wrap(text, size, width, bold=bold):
+            self._ensure_room(leading)
+            self._draw_text(LEFT, line, size, bold=bold, grey=grey)
+            self._y -= leading
 
-    def _text(self, x: float, text: str, size: float, *, bold: bool = False, grey: float = INK, align: Align = "left") -> None:
+    def _draw_text(
+        self, x: float, text: str, size: float, *, bold: bool = False, grey: float = INK, align: Align = "left"
+    ) -> None:
         self._canvas.setFillGray(grey)
         draw(self._canvas, x, self._y, text, size, bold=bold, align=align)
 
-    def _rule(self, left: float) -> None:
+    def _draw_rule(self, left: float) -> None:
         self._canvas.setStrokeGray(RULE)
         self._canvas.setLineWidth(0.6)
-        self._canvas.line(left, self._y + LEAD - 3, RIGHT + 6, self._y + LEAD - 3)
+        self._canvas.line(left, self._y + LEADING - 3, RIGHT + 6, self._y + LEADING - 3)
 
 
 def _seller_lines(seller: Any) -> Iterator[str]:
@@ -268,18 +270,19 @@ def _buyer_lines(buyer: Any) -> Iterator[str]:
         yield buyer["email"]
 
 
-def _group_of(line: InvoiceLine) -> str:
-    """Return the heading over a line: adjustments and allowances come apart from the models of the month."""
+def _group_title(line: InvoiceLine) -> str:
+    """Return the heading of the line's group; adjustments and allowances have groups of their own, after those of models."""
     return {ADJUSTMENT: "Adjustments", FREE_ALLOWANCE: "Allowances"}.get(line.kind) or line.model or ""
 
 
 def _terms(invoice: Invoice) -> Iterator[str]:
-    """Yield the terms of payment."""
+    """Yield the terms of format_payment."""
     seller, due, currency = invoice.seller, invoice.totals.due_micros, invoice.currency
     if invoice.is_draft:
         yield "This is a draft. Nothing is due yet: its figures can change until the month is closed."
     elif due > 0 and invoice.due_on is not None:
-        yield f"Please pay {words.payment(due, currency)} by {words.day_name(invoice.due_on)}, naming {invoice.head.number}."
+        amount, last_day_to_pay = words.format_payment(due, currency), words.format_day(invoice.due_on)
+        yield f"Please pay {amount} by {last_day_to_pay}, naming {invoice.head.number}."
         yield from seller.get("bank", ())
     elif due < 0:
         yield "This amount is in your favour. It will be paid out or set against your next invoice."

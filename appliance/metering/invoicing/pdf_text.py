@@ -1,8 +1,8 @@
-"""Text of any script on a PDF page: which font draws which character, how wide it is, where lines break.
+"""Draws, measures and wraps text of any script on a PDF page: chooses a font for each character.
 
-Latin, Greek, Cyrillic, Hebrew, Arabic, Armenian and Georgian are drawn with the fonts next to this file, which are embedded.
-Chinese, Japanese and Korean use the standard fonts that PDF readers bring along. A character in none of them is drawn as
-U+FFFD, so that one sees that it is missing.
+Latin, Greek, Cyrillic, Hebrew, Arabic, Armenian and Georgian use the fonts next to this file, which are embedded. Chinese,
+Japanese and Korean use the standard fonts supplied by PDF readers. A character in no font is drawn as U+FFFD, so that its
+absence is visible.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from appliance.metering.invoicing.pdf_scripts import drawn_order
+from appliance.metering.invoicing.pdf_bidi import to_visual_order
 
 if TYPE_CHECKING:
     from reportlab.pdfgen.canvas import Canvas
@@ -39,8 +39,8 @@ _FULL_WIDTH = ((0xFF00, 0xFFEF),)
 
 
 @cache
-def _covered() -> frozenset[int]:
-    """Register the fonts, once, and return the code points that the embedded ones have."""
+def _embedded_code_points() -> frozenset[int]:
+    """Register all fonts, once, and return the code points that the embedded fonts have glyphs for."""
     from reportlab.pdfbase import pdfmetrics
     from reportlab.pdfbase.cidfonts import UnicodeCIDFont
     from reportlab.pdfbase.ttfonts import TTFont
@@ -52,81 +52,83 @@ def _covered() -> frozenset[int]:
     return frozenset(regular & bold)
 
 
-def runs_of(text: str, *, bold: bool = False) -> list[tuple[str, str]]:
-    """Return (font, characters) in the order of drawing."""
-    own, covered = BOLD if bold else REGULAR, _covered()
+def font_runs(text: str, *, bold: bool = False) -> list[tuple[str, str]]:
+    """Split `text` into runs of one font: (font, characters), in visual order."""
+    own, covered = BOLD if bold else REGULAR, _embedded_code_points()
     if text.isascii() and text.isprintable():
         return [(own, text)]
     east_asian = _east_asian_font(text)
-    placed: list[tuple[str, str]] = []
-    for character in drawn_order(text):
+    placements: list[tuple[str, str]] = []
+    for character in to_visual_order(text):
         if _is_east_asian(character):
-            placed.append((east_asian or own, character))
+            placements.append((east_asian or own, character))
         elif not _is_invisible(character):
-            placed.append((own, character if ord(character) in covered else MISSING))
-    return [(font, "".join(character for _, character in group)) for font, group in groupby(placed, key=lambda item: item[0])]
+            placements.append((own, character if ord(character) in covered else MISSING))
+    return [
+        (font, "".join(character for _, character in group)) for font, group in groupby(placements, key=lambda item: item[0])
+    ]
 
 
-def width_of(text: str, size: float, *, bold: bool = False) -> float:
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Return the width of one line in points."""
     from reportlab.pdfbase.pdfmetrics import stringWidth
 
-    return float(sum(stringWidth(characters, font, size) for font, characters in runs_of(text, bold=bold)))
+    return float(sum(stringWidth(characters, font, size) for font, characters in font_runs(text, bold=bold)))
 
 
 def draw(canvas: Canvas, x: float, y: float, text: str, size: float, *, bold: bool = False, align: Align = "left") -> None:
-    """Draw one line with its base line at `y`; `x` is its left end, its right end or its middle."""
+    """Draw one line with its baseline at `y`; `x` is its left end, right end or centre, according to `align`."""
     from reportlab.pdfbase.pdfmetrics import stringWidth
 
-    share = {"left": 0.0, "right": 1.0, "center": 0.5}[align]
-    x -= share * width_of(text, size, bold=bold)
-    for font, characters in runs_of(text, bold=bold):
+    offset = {"left": 0.0, "right": 1.0, "center": 0.5}[align]
+    x -= offset * text_width(text, size, bold=bold)
+    for font, characters in font_runs(text, bold=bold):
         canvas.setFont(font, size)
         canvas.drawString(x, y, characters)
         x += float(stringWidth(characters, font, size))
 
 
-def wrapped(text: str, size: float, width: float, *, bold: bool = False) -> list[str]:
-    """Return `text` as lines that fit into `width`, broken between words, or within a word that is too long for a line."""
+def wrap(text: str, size: float, width: float, *, bold: bool = False) -> list[str]:
+    """Wrap `text` into lines of at most `width` points, breaking between words, and within words longer than a line."""
     lines: list[str] = []
     line = ""
     for word in text.split():
         longer = f"{line} {word}" if line else word
-        if width_of(longer, size, bold=bold) <= width:
+        if text_width(longer, size, bold=bold) <= width:
             line = longer
             continue
         lines += [line] if line else []
-        *full, line = _pieces(word, size, width, bold=bold)
+        *full, line = _split_word(word, size, width, bold=bold)
         lines += full
     return [*lines, line] if line or not lines else lines
 
 
-def _pieces(word: str, size: float, width: float, *, bold: bool) -> list[str]:
+def _split_word(word: str, size: float, width: float, *, bold: bool) -> list[str]:
     pieces = [""]
     for character in word:
-        if pieces[-1] and width_of(pieces[-1] + character, size, bold=bold) > width:
+        if pieces[-1] and text_width(pieces[-1] + character, size, bold=bold) > width:
             pieces.append("")
         pieces[-1] += character
     return pieces
 
 
 def _east_asian_font(text: str) -> str | None:
-    """Return the font for all Han characters of a text: the characters around them show which language it is."""
-    if any(_within(character, _KANA) for character in text):
+    """Return the font for all East Asian characters of a text: kana indicate Japanese, hangul Korean."""
+    if any(_in_ranges(character, _KANA) for character in text):
         return JAPANESE
-    if any(_within(character, _HANGUL) for character in text):
+    if any(_in_ranges(character, _HANGUL) for character in text):
         return KOREAN
     return CHINESE if any(_is_east_asian(character) for character in text) else None
 
 
 def _is_east_asian(character: str) -> bool:
-    return _within(character, (*_HAN, *_KANA, *_HANGUL, *_FULL_WIDTH))
+    return _in_ranges(character, (*_HAN, *_KANA, *_HANGUL, *_FULL_WIDTH))
 
 
-def _within(character: str, ranges: tuple[tuple[int, int], ...]) -> bool:
+def _in_ranges(character: str, ranges: tuple[tuple[int, int], ...]) -> bool:
     return any(first <= ord(character) <= last for first, last in ranges)
 
 
 def _is_invisible(character: str) -> bool:
-    """Return whether a character has no shape of its own: joiners, direction marks, variation selectors."""
+    """Return whether a character has no glyph: joiners, direction marks, variation selectors."""
     return unicodedata.category(character) in ("Cf", "Cc") or "\ufe00" <= character <= "\ufe0f" or ord(character) >= 0xE0000

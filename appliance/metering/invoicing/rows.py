@@ -1,4 +1,4 @@
-"""The tables of invoices and their lines: reads and writes rows. Decides nothing about money, order or time."""
+"""Reads and writes the tables of invoices and their lines. Contains no rules about money, order or time."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invoicing.lines import FREE_ALLOWANCE, FreeMonth, InvoiceLine, Totals, totals_of
+from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, MonthAllowance, Totals, totals_of
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
-from appliance.metering.invoicing.sums import Cover
+from appliance.metering.invoicing.sums import Coverage
 
 # draft -> closed, once, by a conditional UPDATE on state. A draft stores only its tenant and month.
 State = Literal["draft", "closed"]
 STATES: tuple[str, ...] = get_args(State)
-TIME_ZONE = "time_zone"  # stored among the seller's fields: the days of the invoice are days of that zone
+TIME_ZONE = "time_zone"  # stored among the seller's fields: the zone of the invoice's dates
 
 _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requests", "rounded_micros")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvoiceHead:
-    """An invoice without its lines. For a draft, sums, seller and buyer are not known here: they are computed on demand."""
+    """An invoice without its lines. A draft has no totals, seller or buyer here: they are computed on demand."""
 
     id: str
     tenant_id: str
@@ -48,9 +48,9 @@ class InvoiceHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invoice:
-    """A whole invoice: a closed one as it was frozen, a draft as it would be now.
+    """An invoice with its lines: as stored if closed, as computed now if a draft.
 
-    `problem` says why the draft cannot be computed: then it has no lines and no sums.
+    `problem` says why a draft cannot be computed; it then has neither lines nor totals.
     """
 
     head: InvoiceHead
@@ -63,23 +63,23 @@ class Invoice:
 
     @property
     def is_draft(self) -> bool:
-        """Return whether it can still change."""
+        """Return whether the invoice can still change."""
         return self.head.state == "draft"
 
     @property
     def issued_on(self) -> date | None:
-        """Return the day it was closed, in the billing time zone at that time; None for a draft."""
+        """Return the date of closing in the billing time zone of that time; None for a draft."""
         closed_at = self.head.closed_at
         return None if closed_at is None else BillingCalendar(self.seller.get(TIME_ZONE, "UTC")).day_of(closed_at)
 
     @property
     def due_on(self) -> date | None:
-        """Return the last day to pay it; None for a draft."""
+        """Return the due date; None for a draft."""
         terms_days = self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT)
         return None if self.issued_on is None else self.issued_on + timedelta(days=terms_days)
 
-    def announcement(self, tenant_name: str) -> dict[str, Any]:
-        """Return the content of the alert when it is closed. It names the tenant as other alerts do, and not as buyer."""
+    def alert_data(self, tenant_name: str) -> dict[str, Any]:
+        """Return the data of the `invoice.closed` alert. The tenant has its own name, as in other alerts, not the buyer's."""
         return {
             "tenant_id": self.head.tenant_id,
             "tenant_name": tenant_name,
@@ -94,7 +94,7 @@ class Invoice:
 
 
 def closing_facts(head: InvoiceHead) -> dict[str, Any]:
-    """Return what the audit log keeps about a closing: the sums, and a digest of seller and buyer."""
+    """Return what the audit log records about a closing: the totals, and a digest of seller and buyer."""
     names = ("number", "month", "state", "currency", "total_micros", "tax_micros", "through_posting")
     parties = json.dumps([head.seller, head.buyer], sort_keys=True, ensure_ascii=True)
     return {name: getattr(head, name) for name in names} | {"parties_sha256": sha256(parties.encode()).hexdigest()}
@@ -109,8 +109,8 @@ class Buyer:
     billing: Mapping[str, Any]
 
 
-def stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
-    """Return a closed invoice from its stored values."""
+def closed_invoice(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
+    """Build a closed invoice from its stored values."""
     totals = totals_of(lines, tax_basis_points=0, currency=head.currency)
     return Invoice(
         head=head,
@@ -122,27 +122,25 @@ def stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
     )
 
 
-def not_drafted(head: InvoiceHead, buyer: Buyer | None, problem: str) -> Invoice:
-    """Return the entry in a list for a draft that cannot be computed."""
-    nothing = Totals(subtotal_micros=0, tax_micros=0, due_micros=0)
+def uncomputable_draft(head: InvoiceHead, buyer: Buyer | None, problem: str) -> Invoice:
+    """Build the list entry of a draft that cannot be computed."""
+    zero = Totals(subtotal_micros=0, tax_micros=0, due_micros=0)
     name = head.tenant_id if buyer is None else buyer.name
-    return Invoice(
-        head=head, currency=head.currency, lines=(), totals=nothing, seller={}, buyer={"name": name}, problem=problem
-    )
+    return Invoice(head=head, currency=head.currency, lines=(), totals=zero, seller={}, buyer={"name": name}, problem=problem)
 
 
 async def read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead | None:
-    """Return the invoice with this id."""
-    return await _one(connection, select(invoices).where(invoices.c.id == invoice_id))
+    """Return the invoice with this id, or None."""
+    return await _read_one(connection, select(invoices).where(invoices.c.id == invoice_id))
 
 
 async def read_month(connection: AsyncConnection, tenant_id: str, month: str) -> InvoiceHead | None:
-    """Return the invoice of a tenant and month."""
-    return await _one(connection, select(invoices).where(invoices.c.tenant_id == tenant_id, invoices.c.month == month))
+    """Return the invoice of a tenant and month, or None."""
+    return await _read_one(connection, select(invoices).where(invoices.c.tenant_id == tenant_id, invoices.c.month == month))
 
 
-async def read_last_cover(connection: AsyncConnection, tenant_id: str, *, before: str | None = None) -> Cover | None:
-    """Return what the closed invoices of a tenant, or only those of months before `before`, cover together; None if none."""
+async def read_last_coverage(connection: AsyncConnection, tenant_id: str, *, before: str | None = None) -> Coverage | None:
+    """Return the coverage of a tenant's last closed invoice, or of the last one of a month before `before`; None if none."""
     columns = invoices.c
     query = (
         select(columns.month, columns.through_posting)
@@ -153,11 +151,11 @@ async def read_last_cover(connection: AsyncConnection, tenant_id: str, *, before
     if before is not None:
         query = query.where(columns.month < before)
     row = (await connection.execute(query)).first()
-    return None if row is None else Cover(row.month, row.through_posting)
+    return None if row is None else Coverage(row.month, row.through_posting)
 
 
 async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) -> dict[str, list[InvoiceLine]]:
-    """Return the lines of closed invoices, in their order."""
+    """Return the lines of closed invoices by invoice id, in line order."""
     columns = invoice_lines.c
     query = select(invoice_lines).where(columns.invoice_id.in_(invoice_ids)).order_by(columns.invoice_id, columns.position)
     found: dict[str, list[InvoiceLine]] = {invoice_id: [] for invoice_id in invoice_ids}
@@ -167,10 +165,10 @@ async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) ->
     return found
 
 
-async def read_free_months(
+async def read_month_allowances(
     connection: AsyncConnection, tenant_id: str, monthly_micros: Mapping[str, int]
-) -> dict[str, FreeMonth]:
-    """Return each month with its allowance, as given, and what the tenant's closed invoices billed and gave free for it."""
+) -> dict[str, MonthAllowance]:
+    """Add to each month's allowance what the tenant's closed invoices have billed and granted for that month."""
     lines = invoice_lines.c
     is_free = (lines.kind == FREE_ALLOWANCE).label("is_free")
     query = (
@@ -181,7 +179,7 @@ async def read_free_months(
     )
     sums = {(row.month, bool(row.is_free)): int(row.micros) for row in (await connection.execute(query)).all()}
     return {
-        month: FreeMonth(
+        month: MonthAllowance(
             monthly_micros=free, billed_micros=sums.get((month, False), 0), granted_micros=-sums.get((month, True), 0)
         )
         for month, free in monthly_micros.items()
@@ -189,24 +187,24 @@ async def read_free_months(
 
 
 async def read_buyer(connection: AsyncConnection, tenant_id: str) -> Buyer | None:
-    """Return the tenant as named on invoices, from the same snapshot as the usage that it is billed for."""
+    """Return the tenant as named on invoices, or None, from the snapshot that its usage is read from."""
     query = select(tenants.c.name, tenants.c.currency, tenants.c.billing).where(tenants.c.id == tenant_id)
     row = (await connection.execute(query)).first()
     return None if row is None else Buyer(row.name, row.currency, row.billing or {})
 
 
 async def insert_draft(connection: AsyncConnection, head: InvoiceHead) -> None:
-    """Write a new draft."""
+    """Insert a new draft."""
     await connection.execute(insert(invoices).values(**_columns(head)))
 
 
 async def delete_draft(connection: AsyncConnection, invoice_id: str) -> None:
-    """Remove a draft."""
+    """Delete a draft."""
     await connection.execute(delete(invoices).where(invoices.c.id == invoice_id, invoices.c.state == "draft"))
 
 
-async def freeze(connection: AsyncConnection, closed: Invoice) -> bool:
-    """Write the closed invoice over its draft and remove drafts of earlier months, which have nothing left to bill.
+async def store_closed(connection: AsyncConnection, closed: Invoice) -> bool:
+    """Turn the draft into the closed invoice, insert its lines and delete drafts of earlier months, which have nothing to bill.
 
     Return whether there was a draft to close.
     """
@@ -214,26 +212,26 @@ async def freeze(connection: AsyncConnection, closed: Invoice) -> bool:
     change = update(invoices).where(columns.id == head.id, columns.state == "draft").values(**_columns(head))
     if (await connection.execute(change)).rowcount != 1:
         return False
-    passed = (columns.tenant_id == head.tenant_id, columns.state == "draft", columns.month < head.month)
-    await connection.execute(delete(invoices).where(*passed))
+    is_earlier_draft = (columns.tenant_id == head.tenant_id, columns.state == "draft", columns.month < head.month)
+    await connection.execute(delete(invoices).where(*is_earlier_draft))
     if closed.lines:
         await connection.execute(insert(invoice_lines), [_line_row(head.id, *item) for item in enumerate(closed.lines, 1)])
     return True
 
 
-def heads_query(**wanted: str | None) -> Select[Any]:
-    """Return the query for invoices whose columns have these values (None: any), the newest month first."""
+def heads_query(**filters: str | None) -> Select[Any]:
+    """Return the query for invoices whose columns equal `filters` (None: any value), newest month first."""
     columns = invoices.c
-    query = select(invoices).where(*(columns[name] == value for name, value in wanted.items() if value is not None))
+    query = select(invoices).where(*(columns[name] == value for name, value in filters.items() if value is not None))
     return query.order_by(columns.month.desc(), columns.id.desc())
 
 
 def head_from_row(row: RowMapping) -> InvoiceHead:
-    """Return the invoice of a row of `invoices`."""
+    """Convert a row of `invoices`."""
     return InvoiceHead(**{name: row[name] for name in invoices.c.keys()})  # noqa: SIM118 - of columns, not of a mapping
 
 
-async def _one(connection: AsyncConnection, query: Select[Any]) -> InvoiceHead | None:
+async def _read_one(connection: AsyncConnection, query: Select[Any]) -> InvoiceHead | None:
     row = (await connection.execute(query)).mappings().first()
     return None if row is None else head_from_row(row)
 

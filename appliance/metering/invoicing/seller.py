@@ -1,4 +1,4 @@
-"""The seller on invoices: its fields, their limits, and how they are stored. Knows no invoice."""
+"""The seller named on invoices: its fields, their validation and storage. Knows nothing of invoices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ _TEXTS = ("email", "phone", "website", "tax_id", "registration", "tax_label", "t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seller:
-    """The seller as named on invoices. `tax_basis_points`: 1900 is 19 %.
-
-    `tax_note` says why there is no tax (reverse charge, small business). Raises InvalidValue naming the field.
-    """
+    """The seller as named on invoices. `tax_basis_points`: 1900 is 19 %. `tax_note`: why there is no tax (reverse charge,
+    small business). Construction raises InvalidValue naming the field."""
 
     name: str
     address: tuple[str, ...] = ()
@@ -49,17 +47,17 @@ class Seller:
         check_whole(self.tax_basis_points, "tax_basis_points", 0, BASIS_POINTS)
 
     def to_record(self) -> dict[str, Any]:
-        """Return what is stored."""
+        """Return the JSON object to store."""
         record = dataclasses.asdict(self)
         return record | {"address": list(self.address), "bank": list(self.bank)}
 
 
 async def read_seller(records: BoxRecords) -> Seller | None:
-    """Return the stored seller, None before it was first set."""
+    """Return the stored seller, or None if it was never set."""
     record = await records.get(SELLER)
     if record is None:
         return None
-    known = {field.name for field in dataclasses.fields(Seller)}  # a later version may have stored more
+    known = {field.name for field in dataclasses.fields(Seller)}  # a newer version may have stored more fields
     return Seller(**{name: value for name, value in record.value.items() if name in known})
 
 

@@ -1,9 +1,9 @@
-"""Which usage events an invoice covers, and their sums. Reads the ledger; knows neither lines nor money rules.
+"""Reads the usage events that an invoice covers, and their sums, from the ledger. Knows neither lines nor money rules.
 
 Let m be the month of an event's billing day and p its posting. The closed invoice of month M with `through_posting` P covers
 every settled event of the tenant with m <= M and p <= P that no earlier invoice covers. Months are closed in order and postings
-only grow, so the events covered up to one invoice include all those covered up to the one before. An invoice is the difference
-of the two sets, every event is on at most one invoice, and the events on none are still open.
+only grow, so each invoice's set {m <= M, p <= P} contains that of the invoice before. An invoice bills the difference of the
+two sets: every event is on at most one invoice, and events on no invoice are still open.
 """
 
 from __future__ import annotations
@@ -28,64 +28,67 @@ _PRICES = ("prompt", "cached_prompt", "completion", "rejected_draft")
 
 
 @dataclass(frozen=True, slots=True)
-class Cover:
-    """What an invoice and all before it cover: events of months up to `month` with postings up to `through_posting`."""
+class Coverage:
+    """The events that an invoice and all earlier ones cover: months up to `month`, postings up to `through_posting`."""
 
     month: str
     through_posting: int
 
 
-async def read_event_sums(connection: AsyncConnection, tenant_id: str, cover: Cover, before: Cover | None) -> list[EventSums]:
-    """Return the sums of the events that `cover` covers and `before`, the cover of the last closed invoice, does not."""
-    found: list[EventSums] = []
-    for query in _queries(tenant_id, cover, before):
-        found += map(_event_sums, (await connection.execute(query)).mappings())
-    return found
+async def read_event_sums(
+    connection: AsyncConnection, tenant_id: str, coverage: Coverage, previous: Coverage | None
+) -> list[EventSums]:
+    """Return the sums of the events in `coverage` but not in `previous`, the coverage of the last closed invoice."""
+    sums: list[EventSums] = []
+    for query in _sums_queries(tenant_id, coverage, previous):
+        sums += map(_event_sums, (await connection.execute(query)).mappings())
+    return sums
 
 
 async def read_covered_events(
     connection: AsyncConnection,
     tenant_id: str,
-    cover: Cover,
-    before: Cover | None,
+    coverage: Coverage,
+    previous: Coverage | None,
     *,
     first: date | None,
     kind: str | None,
     after_posting: int,
     rows_max: int,
 ) -> list[UsageEvent]:
-    """Return the events that `read_event_sums` sums, from the day `first` on (None: all), in the order of their postings; of
-    one `kind` only, or of both."""
+    """Return the events that `read_event_sums` sums, in posting order: from billing day `first` on (None: all), and of one
+    `kind` (None: both)."""
     events = usage_events.c
-    covered = [*_of_tenant(tenant_id, cover), events.billing_day <= last_day(cover.month)]
-    if before is not None:
-        covered.append(or_(events.billing_day > last_day(before.month), events.posting > before.through_posting))
+    covered = [*_settled_of_tenant(tenant_id, coverage), events.billing_day <= last_day(coverage.month)]
+    if previous is not None:
+        covered.append(or_(events.billing_day > last_day(previous.month), events.posting > previous.through_posting))
     query = select(usage_events).where(*covered, events.posting > after_posting)
     if first is not None:
         query = query.where(events.billing_day >= first)
-    if kind is not None:  # the few adjustments have an index, which both databases use only if the query names the kind
+    if kind is not None:  # adjustments are few and have a partial index, used only if the kind is a literal in the query
         query = query.where(events.kind == literal(kind, literal_execute=True))
     rows = (await connection.execute(query.order_by(events.posting).limit(rows_max))).mappings().all()
     return [event_from_row(row) for row in rows]
 
 
-def _queries(tenant_id: str, cover: Cover, before: Cover | None) -> list[Select[Any]]:
-    """Return the queries for the sums of what `cover` covers and `before` does not: the days after those of `before`, and on
-    its days the events posted since. Each takes as long as its result, however much the tenant has used in all.
+def _sums_queries(tenant_id: str, coverage: Coverage, previous: Coverage | None) -> list[Select[Any]]:
+    """Return the queries for the sums of the events in `coverage` but not in `previous`: events of later days, and late events,
+    posted since `previous` on days that it includes. The cost of each depends on its result, not on the tenant's total usage.
     """
-    events, end = usage_events.c, last_day(cover.month)
-    if before is None:
-        return [_query([*_of_tenant(tenant_id, cover), events.billing_day <= end])]
-    reached = last_day(before.month)
-    # The day is in an expression to keep it from the index: a planner without statistics would read all of the tenant's days.
-    is_reached = func.coalesce(events.billing_day, events.billing_day) <= reached
-    late = _query([*_of_tenant(tenant_id, cover), is_reached, events.posting > before.through_posting])
-    if before.month == cover.month:
+    events, end = usage_events.c, last_day(coverage.month)
+    settled = _settled_of_tenant(tenant_id, coverage)
+    if previous is None:
+        return [_sums_query([*settled, events.billing_day <= end])]
+    previous_end = last_day(previous.month)
+    # coalesce() hides the day from the index: a planner without statistics would read all of the tenant's days.
+    is_late_day = func.coalesce(events.billing_day, events.billing_day) <= previous_end
+    late = _sums_query([*settled, is_late_day, events.posting > previous.through_posting])
+    if previous.month == coverage.month:
         return [late]
-    return [_query([*_of_tenant(tenant_id, cover), events.billing_day > reached, events.billing_day <= end]), late]
+    return [_sums_query([*settled, events.billing_day > previous_end, events.billing_day <= end]), late]
 
 
-def _query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
+def _sums_query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
     events = usage_events.c
     terms = (events.currency, events.batch, events.price_id, events.price_basis_points)
     groups = (events.billing_day, events.model, events.kind, *terms)
@@ -108,8 +111,8 @@ def _query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
 
 
 def _has_tokens() -> dict[str, ColumnElement[bool]]:
-    """Return for each kind, in the order of TOKEN_KINDS, the condition that an event has tokens of it: counts of such events
-    are the same however the events are split, by day or by the moment of a closing."""
+    """Return the condition, by kind in the order of TOKEN_KINDS, that an event has tokens of that kind. Counts of such events
+    do not depend on how the events are grouped, by day or by the time of closing."""
     events = usage_events.c
     conditions = (
         events.prompt_tokens > events.cached_tokens,
@@ -120,10 +123,10 @@ def _has_tokens() -> dict[str, ColumnElement[bool]]:
     return dict(zip(TOKEN_KINDS, conditions, strict=True))
 
 
-def _of_tenant(tenant_id: str, cover: Cover) -> list[ColumnElement[bool]]:
-    """Return the conditions for the tenant's events that are settled, with a posting up to that of `cover`."""
+def _settled_of_tenant(tenant_id: str, coverage: Coverage) -> list[ColumnElement[bool]]:
+    """Return the conditions for the tenant's settled events with postings up to that of `coverage`."""
     events = usage_events.c
-    return [events.tenant_id == tenant_id, events.status.in_(SETTLED), events.posting <= cover.through_posting]
+    return [events.tenant_id == tenant_id, events.status.in_(SETTLED), events.posting <= coverage.through_posting]
 
 
 def _event_sums(row: RowMapping) -> EventSums:

@@ -1,4 +1,4 @@
-"""The wording of an invoice, the same for PDF, CSV and console: names of kinds and months, and formats of amounts."""
+"""Texts and number formats of an invoice, shared by PDF, console and command line."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _DECIMALS_MIN, _DECIMALS_MAX = 2, 6
 
 
 def month_name(month: str) -> str:
-    """Return `2026-10` as October 2026."""
+    """Format `2026-10` as October 2026."""
     return f"{_MONTHS[int(month[5:]) - 1]} {int(month[:4])}"
 
 
-def day_name(day: date) -> str:
-    """Return a day as 5 October 2026, so that day and month cannot be confused."""
+def format_day(day: date) -> str:
+    """Format a date as 5 October 2026, so that day and month cannot be confused."""
     return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
 
 
 def line_name(line: InvoiceLine) -> str:
-    """Return what a line is for; the model of a usage line is in the heading over it."""
+    """Return the description of a line; a usage line's model is in the heading above it."""
     if line.kind == FREE_ALLOWANCE:
         return f"Free allowance for {month_name(line.month)}"
     if line.kind == ADJUSTMENT:
@@ -49,25 +49,25 @@ def line_name(line: InvoiceLine) -> str:
     return f"{_KINDS[line.kind]}, batch" if line.batch else _KINDS[line.kind]
 
 
-def percent(basis_points: int) -> str:
-    """Return 1900 as 19 %, 775 as 7.75 %."""
+def format_percent(basis_points: int) -> str:
+    """Format 1900 as 19 %, 775 as 7.75 %."""
     return f"{basis_points // 100}{f'.{basis_points % 100:02d}'.rstrip('0').rstrip('.')} %"
 
 
 def tax_name(seller: Mapping[str, Any]) -> str:
-    """Return the tax as the seller calls it, with its rate: VAT 19 %."""
+    """Return the seller's name for the tax, with the rate: VAT 19 %."""
     label = seller.get("tax_label") or "Tax"
-    return label if "%" in label else f"{label} {percent(seller.get('tax_basis_points', 0))}"
+    return label if "%" in label else f"{label} {format_percent(seller.get('tax_basis_points', 0))}"
 
 
 def decimals_for(amounts: list[int]) -> int:
-    """Return how many decimals, 2 to 6, all these micro-units need to be written exactly."""
+    """Return how many decimals, 2 to 6, are needed to write all `amounts` (micro-units) exactly."""
     for decimals in range(_DECIMALS_MIN, _DECIMALS_MAX):
         if all(amount % 10 ** (6 - decimals) == 0 for amount in amounts):
             return decimals
     return _DECIMALS_MAX
 
 
-def payment(micros: int, currency: str) -> str:
-    """Return a payable amount with the decimals of its currency: 1,234.50 EUR."""
+def format_payment(micros: int, currency: str) -> str:
+    """Format a payable amount with the decimals of its currency: 1,234.50 EUR."""
     return f"{format_micros(micros, decimals=minor_unit_decimals(currency))} {currency}"

@@ -9,9 +9,9 @@ from appliance.base.db import Database
 from appliance.base.sealing import Sealer
 from appliance.base.settings import Settings
 from appliance.metering.alerts.budgets import BudgetAlerts
-from appliance.metering.alerts.keys import KeyAlerts
+from appliance.metering.alerts.key_expiry import KeyExpiryAlerts
 from appliance.metering.alerts.outbox import Outbox
-from appliance.metering.alerts.targets import Reach
+from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.delivery import AlertDelivery, Sender
@@ -29,10 +29,10 @@ class Alerts:
         self._settings = settings
         self._db = db
         self._clock = clock
-        self._reach = Reach(settings.webhook_networks)
+        self._target_policy = TargetPolicy(settings.webhook_networks)
         self.outbox = Outbox(db, clock)
         self.webhooks = Webhooks(
-            db, clock, Sealer(pepper, SEALING_PURPOSE), reach=self._reach, mail=settings.smtp_url is not None
+            db, clock, Sealer(pepper, SEALING_PURPOSE), target_policy=self._target_policy, mail=settings.smtp_url is not None
         )
         self.budgets = BudgetAlerts(db, clock, calendar, currency=settings.currency)
         self._delivery: AlertDelivery | None = None
@@ -40,7 +40,7 @@ class Alerts:
 
     def start(self, models: ModelRegistry, metrics: Metrics, *, version: str) -> None:
         """Start to watch and to deliver."""
-        self._watch = AlertWatch(self._db, self._clock, self.budgets, KeyAlerts(self._db, self._clock), models)
+        self._watch = AlertWatch(self._db, self._clock, self.budgets, KeyExpiryAlerts(self._db, self._clock), models)
         self._delivery = AlertDelivery(
             self._db, self._clock, self.outbox, self.webhooks, self._senders(version), metrics, randomness=random.random
         )
@@ -55,7 +55,7 @@ class Alerts:
             await self._delivery.stop()
 
     def _senders(self, version: str) -> dict[str, Sender]:
-        senders: dict[str, Sender] = {"webhook": HttpSender(self._reach, version=version)}
+        senders: dict[str, Sender] = {"webhook": HttpSender(self._target_policy, version=version)}
         url, sender = self._settings.smtp_url, self._settings.smtp_from
         if url is not None and sender is not None:
             senders["email"] = MailSender(url, sender, address=self._settings.external_url)

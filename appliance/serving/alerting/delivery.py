@@ -20,7 +20,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import NotFound
 from appliance.base.sealing import Unsealable
-from appliance.metering.alerts.outbox import ATTEMPTS_MAX, RETRY_S_MAX, Delivery, Outbox, retry_s
+from appliance.metering.alerts.outbox import ATTEMPTS_MAX, RETRY_S_MAX, Delivery, Outbox, retry_delay_s
 from appliance.metering.alerts.webhooks import Endpoint, Webhooks
 from appliance.telemetry.metrics import Metrics
 
@@ -124,10 +124,10 @@ class AlertDelivery:
             pause_s = RETRY_PAUSE_S
             try:
                 if not released:
-                    await self._outbox.release()
+                    await self._outbox.release_claims()
                     released = True
                 await self._start_due()
-                self._metrics.alerts_pending(await self._outbox.pending())
+                self._metrics.alerts_pending(await self._outbox.count_pending())
                 pause_s = await self._pause_s()
             except Exception:  # owned task: a database that is away for a moment must not end it
                 log.exception("the outbox could not be read")
@@ -172,12 +172,12 @@ class AlertDelivery:
         except SendFailed as failure:
             await self._note_failure(delivery, failure)
             return
-        await self._outbox.delivered(delivery)
+        await self._outbox.mark_delivered(delivery)
         self._metrics.alert_delivered()
 
     async def _send(self, delivery: Delivery) -> None:
         try:
-            endpoint = await self._webhooks.endpoint(delivery.webhook_id)
+            endpoint = await self._webhooks.read_endpoint(delivery.webhook_id)
         except NotFound as error:
             raise SendFailed("removed", "the webhook was removed") from error
         except Unsealable as error:
@@ -189,10 +189,10 @@ class AlertDelivery:
 
     async def _note_failure(self, delivery: Delivery, failure: SendFailed) -> None:
         self._metrics.alert_failed(failure.reason)
-        wait_s = None if failure.reason in ("gone", "removed") else retry_s(delivery.attempts, self._randomness())
+        wait_s = None if failure.reason in ("gone", "removed") else retry_delay_s(delivery.attempts, self._randomness())
         if wait_s is not None:
             wait_s = max(wait_s, min(failure.retry_after_s, RETRY_S_MAX))
-        await self._outbox.failed(delivery, str(failure), wait_s)
+        await self._outbox.mark_failed(delivery, str(failure), wait_s)
         facts = {"delivery_id": delivery.id, "webhook_id": delivery.webhook_id, "alert": delivery.event}
         if wait_s is None:
             self._metrics.alert_given_up()

@@ -20,7 +20,7 @@ import httpx
 
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.signature import signature_headers
-from appliance.metering.alerts.targets import Address, Reach
+from appliance.metering.alerts.targets import Address, TargetPolicy
 from appliance.metering.alerts.webhooks import Endpoint
 from appliance.serving.alerting.delivery import FailureReason, SendFailed, one_line
 
@@ -56,14 +56,14 @@ class HttpSender:
 
     def __init__(
         self,
-        reach: Reach,
+        target_policy: TargetPolicy,
         *,
         version: str,
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._reach = reach
+        self._target_policy = target_policy
         self._resolver = Resolver()
         self._resolve = resolve or self._resolver
         self._timeout_s = timeout_s
@@ -122,7 +122,7 @@ class HttpSender:
             found = await self._resolve(url.host, url.port or (443 if encrypted else 80))
         except (OSError, UnicodeError) as error:  # the second for what cannot be a name
             raise SendFailed("name", f"the name {url.host} cannot be resolved: {one_line(error, 200)}") from error
-        allowed = [address for address in dict.fromkeys(found) if self._reach.allows(address, encrypted=encrypted)]
+        allowed = [address for address in dict.fromkeys(found) if self._target_policy.allows(address, encrypted=encrypted)]
         if not allowed:
             raise SendFailed("address", f"alerts may not be sent to the address of {url.host} this way (webhook_networks)")
         return allowed[:ADDRESSES_MAX]

@@ -7,7 +7,7 @@ from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database
 from appliance.metering.alerts import outbox
 from appliance.metering.alerts.budgets import BudgetAlerts
-from appliance.metering.alerts.keys import KeyAlerts
+from appliance.metering.alerts.key_expiry import KeyExpiryAlerts
 from appliance.serving.model_registry import ModelRegistry
 
 INTERVAL_S = 10.0
@@ -18,7 +18,7 @@ _SERVED = ("ready", "loading")
 class AlertWatch:
     """Looks every INTERVAL_S. The outbox sees to it that nothing is told twice."""
 
-    def __init__(self, db: Database, clock: Clock, budgets: BudgetAlerts, keys: KeyAlerts, models: ModelRegistry) -> None:
+    def __init__(self, db: Database, clock: Clock, budgets: BudgetAlerts, keys: KeyExpiryAlerts, models: ModelRegistry) -> None:
         self._db = db
         self._clock = clock
         self._budgets = budgets

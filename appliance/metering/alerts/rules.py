@@ -1,4 +1,4 @@
-"""Which budgets alert, and at what usage: read as a whole from the tables of tenants, keys and models. Sends nothing."""
+"""Alert rules: which budgets alert, and at which usage. Reads all rules from the tables of tenants, keys and models."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _OWNER_FIELDS: dict[LimitScope, tuple[str, ...]] = {
 
 
 class Period(NamedTuple):
-    """A period whose usage is counted together: the money of a month, or the tokens of a day, that begins on `start`."""
+    """A budget period beginning on `start`: a month for `budget`, a day for `tokens_per_day`."""
 
     kind: Kind
     start: date
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The limits of an owner (picos a month, tokens a day) and the shares of them that alert, ascending.
+class AlertRule:
+    """An owner's limits (picos a month, tokens a day) and the percentages of them that alert, ascending.
 
-    `owner_fields` are the owner's ids and names that an alert contains.
+    `owner_fields` are the owner's ids and names to include in alerts.
     """
 
     owner: Owner
@@ -43,20 +43,20 @@ class Plan:
     limits: Mapping[Kind, int]
     percents: tuple[int, ...]
 
-    def counted(self, kind: Kind, tokens: int, cost_picos: int, currency: str) -> int:
-        """Return how much of a use counts against the limit of this kind. Money in another currency does not count."""
+    def counted_usage(self, kind: Kind, tokens: int, cost_picos: int, currency: str) -> int:
+        """Return how much of a usage counts against the limit of this kind. Costs in another currency do not count."""
         if kind == "tokens_per_day":
             return tokens
         return cost_picos if currency == self.currency else 0
 
-    def reached(self, kind: Kind, used: int) -> list[int]:
+    def reached_percents(self, kind: Kind, used: int) -> list[int]:
         """Return the percentages that `used` has reached."""
         return [percent for percent in self.percents if used * 100 >= percent * self.limits[kind]]
 
-    def next_at(self, kind: Kind, used: int) -> int | None:
-        """Return the usage at which the next threshold is reached, None when all are."""
-        left = [percent for percent in self.percents if used * 100 < percent * self.limits[kind]]
-        return -(-left[0] * self.limits[kind] // 100) if left else None
+    def next_threshold(self, kind: Kind, used: int) -> int | None:
+        """Return the usage at which the next threshold is reached, None if all are reached."""
+        ahead = [percent for percent in self.percents if used * 100 < percent * self.limits[kind]]
+        return -(-ahead[0] * self.limits[kind] // 100) if ahead else None
 
 
 def _tenant_columns() -> list[ColumnElement[Any]]:
@@ -94,43 +94,43 @@ _MODELS = select(model_policies.c.model, *_limits(model_policies)).where(_limite
 _READ: tuple[tuple[LimitScope, Select[Any]], ...] = (("tenant", _TENANTS), ("key", _KEYS), ("model", _MODELS))
 
 
-def read_plans(connection: Connection, now: datetime, currency: str) -> dict[Owner, Plan]:
-    """Return all plans: of tenants that are not archived, of active keys, and of models over all tenants.
+def read_alert_rules(connection: Connection, now: datetime, currency: str) -> dict[Owner, AlertRule]:
+    """Return the rules of all tenants that are not archived, of active keys, and of models over all tenants.
 
     Budgets of models, and of tenants without a currency of their own, are in `currency`, as in admission.
     """
     return {
-        plan.owner: plan
+        rule.owner: rule
         for scope, query in _READ
         for row in connection.execute(query, {"now": now}).mappings()
-        for plan in _plans(scope, row, currency)
+        for rule in _row_rules(scope, row, currency)
     }
 
 
-def _plans(scope: LimitScope, row: RowMapping, currency: str) -> Iterator[Plan]:
-    """Yield the plans of one row: over all models, and for each model that it limits."""
+def _row_rules(scope: LimitScope, row: RowMapping, currency: str) -> Iterator[AlertRule]:
+    """Yield the rules of one row: over all models, and for each model with limits of its own."""
     owner_fields = {name: row[name] for name in _OWNER_FIELDS[scope]}
     if scope == "model":
-        yield from _plan(Owner(scope, ALL_TENANTS, row["model"]), owner_fields, row, currency, None)
+        yield from _rule(Owner(scope, ALL_TENANTS, row["model"]), owner_fields, row, currency, None)
         return
     by_model: dict[str | None, Any] = {None: row, **(row["model_limits"] or {})}
     for model, limits in by_model.items():
         owner = Owner(scope, row[f"{scope}_id"], model)
-        yield from _plan(owner, owner_fields, limits, row["currency"] or currency, row["alert_percents"])
+        yield from _rule(owner, owner_fields, limits, row["currency"] or currency, row["alert_percents"])
 
 
-def _plan(
+def _rule(
     owner: Owner, owner_fields: Mapping[str, str], limits: Mapping[Any, Any], currency: str, percents: Sequence[int] | None
-) -> Iterator[Plan]:
-    """Yield the plan, if there is anything to alert about.
+) -> Iterator[AlertRule]:
+    """Yield the rule, unless there is nothing to alert about.
 
-    A limit of 0 alerts nobody: every share of it is reached before anything is used.
+    A limit of 0 raises no alert: all of its thresholds are reached before anything is used.
     """
     alerting: dict[Kind, int] = {}
     if limits.get("monthly_budget"):
         alerting["budget"] = limits["monthly_budget"] * PICOS_PER_MICRO
     if limits.get("tokens_per_day"):
         alerting["tokens_per_day"] = limits["tokens_per_day"]
-    shares = PERCENTS_DEFAULT if percents is None else tuple(sorted(percents))
-    if alerting and shares:
-        yield Plan(owner=owner, owner_fields=owner_fields, currency=currency, limits=alerting, percents=shares)
+    percentages = PERCENTS_DEFAULT if percents is None else tuple(sorted(percents))
+    if alerting and percentages:
+        yield AlertRule(owner=owner, owner_fields=owner_fields, currency=currency, limits=alerting, percents=percentages)

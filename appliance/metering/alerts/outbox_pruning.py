@@ -1,7 +1,7 @@
-"""Forgets alerts that were delivered, or given up, longer ago than the operator keeps them. Pending ones are never touched.
+"""Prunes outbox messages that were delivered or failed longer ago than the retention period. Pending messages are kept.
 
-A row also prevents a second alert about the same event, so it is kept as long as that event could alert again: a threshold of a
-month's budget until the following month is over, an expiring key until it has expired.
+A row also deduplicates alerts about its event, so it must be kept as long as that event could raise an alert again: a threshold
+of a monthly budget until the following month is over, an expiring key until it has expired.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import outbox
 
-KEEP_DAYS_MIN = 65  # longer than two months, and than the longest retry
+KEEP_DAYS_MIN = 65  # longer than two months, and longer than all retries take
 BATCH_ROWS = 500
 BATCHES_MAX = 20
-INTERVAL_S = 3600.0  # no index finds old rows, so each look reads the whole table
+INTERVAL_S = 3600.0  # there is no index for old rows: each run scans the whole table
 
 
-class OutboxHistory:
-    """Prunes the outbox to the last `keep_days`, at least KEEP_DAYS_MIN."""
+class OutboxPruner:
+    """Prunes messages older than `keep_days`, or KEEP_DAYS_MIN if that is longer."""
 
     def __init__(self, db: Database, clock: Clock, *, keep_days: int) -> None:
         self._db = db
@@ -30,23 +30,23 @@ class OutboxHistory:
         self._due_s = 0.0
 
     async def prune(self, batches_max: int = BATCHES_MAX) -> int:
-        """Remove messages that ended before the time that is kept, and return how many; looks once every INTERVAL_S.
+        """Delete old messages and return how many. Once all are deleted, does nothing for INTERVAL_S.
 
-        Each batch is a transaction of its own, and a call ends after `batches_max` of them; the next call goes on.
+        Each batch is a transaction of its own; a call deletes at most `batches_max` batches, and the next call continues.
         """
         now_s = self._clock.monotonic_s()
         if now_s < self._due_s:
             return 0
         total = 0
         for _ in range(batches_max):
-            count = await self._prune_some()
+            count = await self._prune_batch()
             total += count
             if count < BATCH_ROWS:
                 self._due_s = now_s + INTERVAL_S
                 break
         return total
 
-    async def _prune_some(self) -> int:
+    async def _prune_batch(self) -> int:
         kept_from = self._clock.now() - self._keep
         old = (
             select(outbox.c.id)

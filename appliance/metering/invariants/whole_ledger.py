@@ -1,7 +1,4 @@
-"""What must be true of the books as a whole: corrections, postings, sums, invoices. Each check reads one snapshot.
-
-Single events are checked one by one elsewhere.
-"""
+"""Checks invariants over the whole ledger: corrections, postings, rollups, invoices. Single events are checked elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from sqlalchemy.orm import aliased
 from appliance.base import counters, tables
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import invoices
-from appliance.metering.invariants.finding import Finding, named
+from appliance.metering.invariants.finding import Finding, list_ids
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import TOKEN_COLUMNS
 from appliance.metering.ledger.rollups import split_sum
@@ -23,19 +20,19 @@ _COUNTS = (*TOKEN_COLUMNS, "cost_picos")
 
 
 async def check(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[Finding]:
-    """Return one finding for each promise checked here."""
+    """Return one finding per invariant, all read through `connection` (one snapshot)."""
     return [
-        await _corrections(connection),
-        await _postings(connection),
-        await _rollups(connection, kind, calendar),
+        await _check_corrections(connection),
+        await _check_postings(connection),
+        await _check_rollups(connection, kind, calendar),
         await invoices.check(connection),
     ]
 
 
-async def _corrections(connection: AsyncConnection) -> Finding:
+async def _check_corrections(connection: AsyncConnection) -> Finding:
     original = aliased(_EVENTS)
     joined = _EVENTS.outerjoin(original, original.c.id == _EVENTS.c.corrects_id)
-    strays = (
+    invalid = (
         select(_EVENTS.c.id)
         .select_from(joined)
         .where(
@@ -46,40 +43,40 @@ async def _corrections(connection: AsyncConnection) -> Finding:
                 original.c.status.not_in(rollups.SETTLED),
                 original.c.request_id != _EVENTS.c.request_id,
                 *(original.c[name].is_distinct_from(_EVENTS.c[name]) for name in _SHARED),
-                _EVENTS.c.batch & ~original.c.batch,  # not the reverse: versions without batch work leave it out
+                _EVENTS.c.batch & ~original.c.batch,  # not the reverse: older versions do not set `batch`
                 _EVENTS.c.price_id.is_not(None) & original.c.price_id.is_distinct_from(_EVENTS.c.price_id),
             ),
         )
         .order_by(_EVENTS.c.id)
     )
-    ids = [str(row.id) for row in (await connection.execute(strays)).all()]
+    ids = [str(row.id) for row in (await connection.execute(invalid)).all()]
     if ids:
-        return Finding("corrections", "broken", named(ids, "adjustments do not correct a settled event"))
-    below = [str(event_id) for event_id in await _below_nothing(connection)]
-    if below:
-        return Finding("corrections", "broken", named(below, "events add up to less than zero"))
+        return Finding("corrections", "broken", list_ids(ids, "adjustments do not correct a settled event"))
+    negative = [str(event_id) for event_id in await _negative_events(connection)]
+    if negative:
+        return Finding("corrections", "broken", list_ids(negative, "events add up to less than zero"))
     adjustments = select(func.count()).select_from(_EVENTS).where(_EVENTS.c.kind == "adjustment")
     count = (await connection.execute(adjustments)).scalar_one()
     return Finding("corrections", "holds", f"{count} adjustments, each of a settled event")
 
 
-async def _below_nothing(connection: AsyncConnection) -> list[int]:
-    """Return the events whose corrections take away more than there was."""
+async def _negative_events(connection: AsyncConnection) -> list[int]:
+    """Return the events that have a negative sum with their corrections."""
     corrected = select(_EVENTS.c.corrects_id).where(_EVENTS.c.corrects_id.is_not(None))
-    of = func.coalesce(_EVENTS.c.corrects_id, _EVENTS.c.id)
+    original_id = func.coalesce(_EVENTS.c.corrects_id, _EVENTS.c.id)
     halves = {name: split_sum(_EVENTS.c[name]) for name in _COUNTS}
     sums = {name: high * rollups.SPLIT + low for name, (high, low) in halves.items()}
     query = (
-        select(of)
+        select(original_id)
         .where(or_(_EVENTS.c.corrects_id.is_not(None), _EVENTS.c.id.in_(corrected)))
-        .group_by(of)
+        .group_by(original_id)
         .having(or_(*(total < 0 for total in sums.values()), sums["cached_tokens"] > sums["prompt_tokens"]))
-        .order_by(of)
+        .order_by(original_id)
     )
     return list((await connection.execute(query)).scalars().all())
 
 
-async def _postings(connection: AsyncConnection) -> Finding:
+async def _check_postings(connection: AsyncConnection) -> Finding:
     settled = _EVENTS.c.status != "pending"
     numbers = select(
         func.count(), func.count(_EVENTS.c.posting), func.min(_EVENTS.c.posting), func.max(_EVENTS.c.posting)
@@ -94,13 +91,13 @@ async def _postings(connection: AsyncConnection) -> Finding:
     if events and (first, last) != (1, events):
         return Finding("postings", "broken", f"{events} events have the postings {first} to {last}")
     if counter != events:
-        return Finding("postings", "broken", f"{events} events have postings, the counter stands at {counter}")
+        return Finding("postings", "broken", f"{events} events have postings, but the counter is at {counter}")
     return Finding("postings", "holds", f"1 to {events} without a gap")
 
 
-async def _rollups(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> Finding:
+async def _check_rollups(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> Finding:
     wrong = await rollups.differing(connection, kind, calendar)
     if wrong:
-        text = f"the sums by {', '.join(wrong)} are not those of the events: run gatehouse db rebuild-rollups"
+        text = f"the sums by {', '.join(wrong)} differ from the events: run gatehouse db rebuild-rollups"
         return Finding("rollups", "broken", text)
-    return Finding("rollups", "holds", "the sums by minute, hour and day are those of the events")
+    return Finding("rollups", "holds", "the sums by minute, hour and day equal those of the events")

@@ -1,4 +1,4 @@
-"""Alerts that a key expires within a week, once for each expiry date that it was given. The exact minute does not matter."""
+"""Alerts about API keys that expire within a week, once per key and expiry time. The exact minute does not matter."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ SWEEP_INTERVAL_S = 3600.0
 _DATA_FIELDS = ("tenant_id", "tenant_name", "key_id", "key_name", "prefix")
 
 
-class KeyAlerts:
-    """Watches the keys of all tenants, except keys with a successor and keys created for no longer than a week."""
+class KeyExpiryAlerts:
+    """Alerts about the keys of all tenants, except rotated keys and keys created with a lifetime of at most a week."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
-        self._swept_of = (-1, -1)
+        self._swept_versions = (-1, -1)
         self._swept_s = 0.0
 
     async def sweep(self) -> None:
-        """Alert about every key that expires soon, if keys or webhooks changed since the last sweep or that was long ago."""
-        of = (self._db.principals.value, self._db.webhooks.value)
+        """Enqueue an alert for every key that expires within a week, if keys or webhooks have changed since the last sweep or
+        SWEEP_INTERVAL_S have passed."""
+        versions = (self._db.principals.value, self._db.webhooks.value)
         now_s = self._clock.monotonic_s()
-        if of == self._swept_of and now_s - self._swept_s < SWEEP_INTERVAL_S:
+        if versions == self._swept_versions and now_s - self._swept_s < SWEEP_INTERVAL_S:
             return
         due = await self._due()
         if due:
@@ -43,7 +44,7 @@ class KeyAlerts:
                         data={**{name: row[name] for name in _DATA_FIELDS}, "expires_at": rfc3339(row["expires_at"])},
                         tenant_id=row["tenant_id"],
                     )
-        self._swept_of, self._swept_s = of, now_s
+        self._swept_versions, self._swept_s = versions, now_s
 
     async def _due(self) -> list[RowMapping]:
         now = self._clock.now()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.base.db import Database
-from appliance.metering.alerts import outbox_history
-from appliance.metering.alerts.outbox_history import INTERVAL_S, KEEP_DAYS_MIN, OutboxHistory
+from appliance.metering.alerts import outbox_pruning
+from appliance.metering.alerts.outbox_pruning import INTERVAL_S, KEEP_DAYS_MIN, OutboxPruner
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.clock import FakeClock
@@ -23,7 +23,9 @@ async def alerts(database: Database, clock: FakeClock) -> AlertBox:
         await box.enqueue(subject)
         if subject != "pending":
             (claimed,) = await box.outbox.claim(1)
-            await (box.outbox.delivered(claimed) if subject == "delivered" else box.outbox.failed(claimed, "gone", None))
+            await (
+                box.outbox.mark_delivered(claimed) if subject == "delivered" else box.outbox.mark_failed(claimed, "gone", None)
+            )
     return box
 
 
@@ -34,7 +36,7 @@ async def left(alerts: AlertBox) -> list[str]:
 async def test_what_ended_before_the_days_that_are_kept_goes_and_what_is_pending_stays(
     alerts: AlertBox, clock: FakeClock
 ) -> None:
-    history = OutboxHistory(alerts.db, clock, keep_days=90)
+    history = OutboxPruner(alerts.db, clock, keep_days=90)
     clock.advance(89 * DAY_S)
     assert await history.prune() == 0
     clock.advance(2 * DAY_S)
@@ -48,13 +50,13 @@ async def test_one_that_was_sent_again_lately_stays(alerts: AlertBox, clock: Fak
     first = (await alerts.messages())[0]
     await alerts.outbox.retry(first.webhook_id, first.id, access=WHOLE_BOX)
     (claimed,) = await alerts.outbox.claim(1)
-    await alerts.outbox.delivered(claimed)
-    assert await OutboxHistory(alerts.db, clock, keep_days=90).prune() == 1
+    await alerts.outbox.mark_delivered(claimed)
+    assert await OutboxPruner(alerts.db, clock, keep_days=90).prune() == 1
     assert await left(alerts) == ["delivered", "pending"]
 
 
 async def test_a_threshold_is_not_forgotten_while_its_month_may_be_looked_at_again(alerts: AlertBox, clock: FakeClock) -> None:
-    history = OutboxHistory(alerts.db, clock, keep_days=1)
+    history = OutboxPruner(alerts.db, clock, keep_days=1)
     clock.advance(31 * DAY_S)
     assert await history.prune() == 0
     assert await alerts.enqueue("delivered") == 0, "told once"
@@ -65,23 +67,23 @@ async def test_a_threshold_is_not_forgotten_while_its_month_may_be_looked_at_aga
 async def test_a_call_does_a_bounded_amount_and_the_next_goes_on(
     alerts: AlertBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_history, "BATCH_ROWS", 1)
+    monkeypatch.setattr(outbox_pruning, "BATCH_ROWS", 1)
     clock.advance(100 * DAY_S)
-    history = OutboxHistory(alerts.db, clock, keep_days=90)
+    history = OutboxPruner(alerts.db, clock, keep_days=90)
     assert [await history.prune(1), await history.prune(1), await history.prune(1)] == [1, 1, 0]
 
 
 async def test_a_call_says_how_much_all_of_its_batches_removed(
     alerts: AlertBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_history, "BATCH_ROWS", 1)
+    monkeypatch.setattr(outbox_pruning, "BATCH_ROWS", 1)
     clock.advance(100 * DAY_S)
-    assert await OutboxHistory(alerts.db, clock, keep_days=90).prune(2) == 2
+    assert await OutboxPruner(alerts.db, clock, keep_days=90).prune(2) == 2
     assert await left(alerts) == ["pending"]
 
 
 async def test_it_looks_once_an_hour(alerts: AlertBox, clock: FakeClock) -> None:
-    history = OutboxHistory(alerts.db, clock, keep_days=90)
+    history = OutboxPruner(alerts.db, clock, keep_days=90)
     clock.advance(90 * DAY_S)
     assert await history.prune() == 0
     clock.advance(INTERVAL_S - 1)
