@@ -71,7 +71,7 @@ from appliance.telemetry.sampler import SystemSampler
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
-from appliance.tenancy.first_login import note_shown
+from appliance.tenancy.first_login import mark_shown
 from appliance.tenancy.identities import Identities
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
@@ -351,7 +351,7 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
         log.info("listening", host=host, port=port, models=models)
         on_listening(Started(host=host, port=port, models=models, first_start=appliance.first_start, services=services))
         if appliance.first_start is not None:
-            note_shown(settings.data_dir)
+            mark_shown(settings.data_dir)
         watches = [
             asyncio.create_task(_stop_without_models(services.models, server), name="first models"),
             asyncio.create_task(stop_when_lost(appliance.claim, services, server.stop), name="database claim"),

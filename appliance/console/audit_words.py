@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.base.money import format_exactly
 from appliance.console.formatting import units
-from appliance.tenancy.audit_chain import AuditEntry, facts_from
+from appliance.tenancy.audit_chain import AuditEntry, decode_fields
 
 NOTHING = "none"
 VALUE_CHARS_MAX = 200
@@ -119,7 +119,7 @@ class AuditLine:
 
 def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
     """Return `entry` in words. `names` are those of tenants and keys, by id."""
-    before, after = facts_from(entry.before) or {}, facts_from(entry.after) or {}
+    before, after = decode_fields(entry.before) or {}, decode_fields(entry.after) or {}
     page = _PAGES.get(entry.target_kind)
     return AuditLine(
         id=entry.id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from appliance.base.clock import Clock
 from appliance.tenancy.attempts import Allowance, Attempts
-from appliance.tenancy.networks import site_of
+from appliance.tenancy.networks import client_network
 
 ENTRIES_MAX = 10_000
 
@@ -29,15 +29,17 @@ class LoginAttempts:
 
     def count(self, *, address: str, account: str) -> None:
         """Take one attempt at a password from both allowances, or raise RateLimitExceeded with the exact wait and take none."""
-        self._attempts.take({("address", site_of(address)): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT})
+        self._attempts.take(
+            {("address", client_network(address)): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT}
+        )
 
     def count_code(self, *, address: str, member_id: str) -> None:
         """Take one attempt at a code of the second factor, or raise RateLimitExceeded and take none."""
-        self._attempts.take({("address", site_of(address)): PER_ADDRESS, ("code", member_id): PER_MEMBER_CODES})
+        self._attempts.take({("address", client_network(address)): PER_ADDRESS, ("code", member_id): PER_MEMBER_CODES})
 
     def count_address(self, *, address: str) -> None:
         """Take one attempt at any other way of signing in, or raise RateLimitExceeded and take none."""
-        self._attempts.take({("address", site_of(address)): PER_ADDRESS})
+        self._attempts.take({("address", client_network(address)): PER_ADDRESS})
 
     def reset_account(self, *, account: str) -> None:
         """Forget the attempts of an account whose owner has just proven the password."""

@@ -21,7 +21,7 @@ from appliance.base.errors import AddressNotAllowed, Conflict, InvalidValue, Not
 from appliance.base.ids import new_id
 from appliance.base.tables import api_keys, tenants
 from appliance.tenancy.access import Access
-from appliance.tenancy.audit import facts_of, record
+from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import (
     DEFAULT_SCOPES,
     LIMIT_MODES,
@@ -232,7 +232,7 @@ class Keys:
         return key, secret
 
     async def _record(self, connection: AsyncConnection, action: str, before: ApiKey | None, after: ApiKey) -> None:
-        was, now = facts_of(before, "last_used_at"), facts_of(after, "last_used_at")
+        was, now = recorded_fields(before, "last_used_at"), recorded_fields(after, "last_used_at")
         await record(connection, self._clock, action, "key", after.id, tenant_id=after.tenant_id, before=was, after=now)
 
     def _check_expiry(self, expires_at: datetime | None) -> datetime | None:

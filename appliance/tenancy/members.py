@@ -97,7 +97,7 @@ class Members:
             async with self._db.writing() as connection:
                 secrets = {"password_hash": password_hash, "password_temporary": temporary}
                 await connection.execute(insert(members).values(**secrets, **row))
-                facts = audit.facts_of(member, "id", "created_at")
+                facts = audit.recorded_fields(member, "id", "created_at")
                 await audit.record(connection, self._clock, "member.create", "member", member.id, after=facts)
                 if in_transaction is not None:
                     await in_transaction(connection, member)
@@ -179,7 +179,7 @@ class Members:
             await connection.execute(update(members).where(members.c.id == member_id).values(**values))
             if after.disabled:
                 await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
-            was, now = (audit.facts_of(each, "id", "created_at") for each in (before, after))
+            was, now = (audit.recorded_fields(each, "id", "created_at") for each in (before, after))
             await audit.record(connection, self._clock, "member.change", "member", member_id, before=was, after=now)
             if after.disabled and not before.disabled:
                 await disable_alerts(connection, self._clock, after.email)

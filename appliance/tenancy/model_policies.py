@@ -75,7 +75,7 @@ class ModelPolicies:
     ) -> None:
         one = after or before
         assert one is not None
-        was, now = (audit.facts_of(each, "model", "updated_at") for each in (before, after))
+        was, now = (audit.recorded_fields(each, "model", "updated_at") for each in (before, after))
         await audit.record(connection, self._clock, action, "model_policy", one.model, before=was, after=now)
 
     async def _all(self) -> dict[str, ModelPolicy]:

@@ -17,7 +17,7 @@ from appliance.base.errors import Conflict, InvalidValue, NameTaken, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import tenants, usage_events
 from appliance.tenancy.access import Access
-from appliance.tenancy.audit import facts_of, record
+from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import (
     LIMIT_MODES,
     TIERS,
@@ -156,7 +156,7 @@ class Tenants:
         return tenant
 
     async def _record(self, connection: AsyncConnection, action: str, before: Tenant | None, after: Tenant) -> None:
-        was, now = facts_of(before), facts_of(after)
+        was, now = recorded_fields(before), recorded_fields(after)
         await record(connection, self._clock, action, "tenant", after.id, tenant_id=after.id, before=was, after=now)
 
 

@@ -52,7 +52,7 @@ class Tiers:
         after = Tier(name=name, admission_wait_ms=check_whole(admission_wait_ms, "admission_wait_ms", 0, ADMISSION_WAIT_MS_MAX))
         async with self._db.changing_principals() as connection:
             await self._write(connection, after)
-            was, now = (audit.facts_of(tier, "name") for tier in (before, after))
+            was, now = (audit.recorded_fields(tier, "name") for tier in (before, after))
             await audit.record(connection, self._clock, "tier.update", "tier", name, before=was, after=now)
         return after
 

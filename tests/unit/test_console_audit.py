@@ -14,7 +14,7 @@ from appliance.base.acting import current_actor
 from appliance.console.audit_words import ACTIONS, NOTHING, VALUE_CHARS_MAX, Change, audit_line
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit import record
-from appliance.tenancy.audit_chain import AuditEntry, canonical
+from appliance.tenancy.audit_chain import AuditEntry, canonical_json
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -27,7 +27,7 @@ def entry(action: str = "tenant.update", *, before: object = None, after: object
     fields = {
         "id": 7, "at": START, "actor_kind": "member", "actor_id": "mb_alice", "actor_name": "alice@example.com",
         "action": action, "target_kind": "tenant", "target_id": "tn_bob", "tenant_id": "tn_bob",
-        "before": None if before is None else canonical(before), "after": None if after is None else canonical(after),
+        "before": None if before is None else canonical_json(before), "after": None if after is None else canonical_json(after),
         "request_id": None, "address": None, "previous_hash": "0" * 64, "hash": "f" * 64,
     }  # fmt: skip
     return AuditEntry(**{**fields, **changes})  # type: ignore[arg-type]
