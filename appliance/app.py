@@ -77,7 +77,7 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.oidc import provider_of
+from appliance.tenancy.oidc import provider_from_settings
 from appliance.tenancy.second_factor import SecondFactors, appliance_label
 from appliance.tenancy.secrets import read_or_create_pepper
 from appliance.tenancy.sessions import Sessions
@@ -200,7 +200,7 @@ class Appliance:
             sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
             oidc_tickets=Tickets(pepper, "provider sign-in", clock, life_s=PROVIDER_SIGN_IN_LIFE_S),
             identities=Identities(db, clock),
-            oidc=provider_of(settings, clock),
+            oidc=provider_from_settings(settings, clock),
             admin_tokens=AdminTokens(db, clock),
             audit=AuditLog(db, clock),
             admission=admission,

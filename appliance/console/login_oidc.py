@@ -80,8 +80,10 @@ async def _identified(context: Context, provider: OidcProvider, facts: dict[str,
         if not 0 < len(code) <= CODE_CHARS_MAX:
             log.info("the sign-in provider sent no code", error=context.query.get("error", "")[:100])
             return login_form(context, target=target, error=DENIED.format(name=name), status=403)
-        sent_by = context.query.get("iss")
-        identity = await provider.identify(code=code, nonce=facts["nonce"], verifier=facts["verifier"], sent_by=sent_by)
+        response_issuer = context.query.get("iss")
+        identity = await provider.identify(
+            code=code, nonce=facts["nonce"], verifier=facts["verifier"], response_issuer=response_issuer
+        )
     except ProviderUnavailable as error:
         return _away(context, provider, error, target)
     except TokenRefused as error:

@@ -43,7 +43,7 @@ from appliance.tenancy.rows import (
     tenant_from_row,
 )
 
-USUAL_TERMS = TenantChanges()
+DEFAULT_TERMS = TenantChanges()
 
 
 class Tenants:
@@ -53,10 +53,10 @@ class Tenants:
         self._db = db
         self._clock = clock
 
-    async def create(self, name: str, terms: TenantChanges = USUAL_TERMS, *, access: Access) -> Tenant:
+    async def create(self, name: str, terms: TenantChanges = DEFAULT_TERMS, *, access: Access) -> Tenant:
         """Return the new tenant. Raises RoleNotAllowed, NameTaken (also when an archived tenant has the name), InvalidValue."""
         access.require(Action.WRITE)
-        columns = _NEW | changed_columns(dataclasses.replace(terms, name=name), _CHECKS)
+        columns = _DEFAULT_COLUMNS | changed_columns(dataclasses.replace(terms, name=name), _CHECKS)
         tenant_id = new_id("tn")
         try:
             async with self._db.changing_principals() as connection:
@@ -193,7 +193,7 @@ async def _get(connection: AsyncConnection, tenant_id: str, access: Access, acti
     return tenant_from_row(row)
 
 
-_NEW: dict[str, Any] = {"tier": "standard", "weight": 1, "suspended": False}
+_DEFAULT_COLUMNS: dict[str, Any] = {"tier": "standard", "weight": 1, "suspended": False}
 """Columns of a new tenant that its terms leave open; the table knows the others."""
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": check_name,
