@@ -10,7 +10,7 @@ from appliance.base.errors import InvalidCredentials, RateLimitExceeded
 from appliance.console.context import Context, ContextDependency
 from appliance.console.rendering import THEME_COOKIE, THEMES, Html
 from appliance.console.security import current_session, form_of, is_secure, safe_next, session_cookie
-from appliance.console.sign_in import close_session, first_factor_proven, note_refusal, wait_of, with_wait
+from appliance.console.sign_in import close_session, first_factor_proven, record_refusal, wait_of, with_wait
 from appliance.tenancy.members import EMAIL_CHARS_MAX, PASSWORD_CHARS_MAX
 
 THEME_KEPT_S = 365 * 24 * 3600
@@ -43,7 +43,7 @@ async def sign_in(context: ContextDependency) -> Html:
     except RateLimitExceeded as error:
         return with_wait(login_form(context, target=target, email=email, error=wait_of(error), status=429), error)
     except InvalidCredentials:
-        await note_refusal(context, email=email, reason="password")
+        await record_refusal(context, email=email, reason="password")
         return login_form(context, target=target, email=email, error=WRONG, status=401)
     context.attempts.reset_account(account=email)
     return answer

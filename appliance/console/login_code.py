@@ -9,7 +9,7 @@ from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import sentence
 from appliance.console.rendering import Html
 from appliance.console.security import form_of, safe_next, step_ticket
-from appliance.console.sign_in import CODE_STEP, finish, note_refusal, wait_of, with_wait
+from appliance.console.sign_in import CODE_STEP, finish, record_refusal, wait_of, with_wait
 from appliance.tenancy.second_factor import CODE_CHARS_MAX
 
 
@@ -33,9 +33,9 @@ async def check_code(context: ContextDependency) -> Html:
     except RateLimitExceeded as error:
         return with_wait(_form(context, error=wait_of(error), status=429), error)
     except InvalidCredentials as error:
-        await note_refusal(context, email=(await services.members.get(member_id)).email, reason="code")
+        await record_refusal(context, email=(await services.members.get(member_id)).email, reason="code")
         return _form(context, error=sentence(error.message), status=401)
-    services.sign_in_tickets.spend(step_ticket(context.request, services, CODE_STEP) or "")
+    services.sign_in_tickets.mark_used(step_ticket(context.request, services, CODE_STEP) or "")
     context.attempts.reset_codes(member_id=member_id)
     member = await services.members.get(member_id)
     method = f"{facts['method']}+{kind}"
@@ -43,7 +43,7 @@ async def check_code(context: ContextDependency) -> Html:
     try:
         return await finish(context, member, method=method, target=safe_next(facts["next"]), proof=proof)
     except InvalidCredentials:
-        await note_refusal(context, email=member.email, reason="password")
+        await record_refusal(context, email=member.email, reason="password")
         return _start_again(context)
 
 

@@ -19,7 +19,7 @@ from appliance.console.context import Context, ContextDependency
 from appliance.console.login import login_form
 from appliance.console.rendering import Html
 from appliance.console.security import safe_next, step_cookie, step_ticket
-from appliance.console.sign_in import first_factor_proven, kept_target, note_refusal, wait_of, with_wait
+from appliance.console.sign_in import first_factor_proven, kept_target, record_refusal, wait_of, with_wait
 from appliance.tenancy.id_tokens import TokenRefused
 from appliance.tenancy.oidc import OidcProvider, ProviderUnavailable
 
@@ -69,7 +69,7 @@ async def end_oidc(context: ContextDependency) -> Html:
     state = context.query.get("state", "")
     if ticket is None or facts is None or not hmac.compare_digest(state.encode(), facts["state"].encode()):
         return _spent(context, login_form(context, target="/", error=STALE, status=400))
-    services.oidc_tickets.spend(ticket)
+    services.oidc_tickets.mark_used(ticket)
     return _spent(context, await _identified(context, provider, facts))
 
 
@@ -88,12 +88,12 @@ async def _identified(context: Context, provider: OidcProvider, facts: dict[str,
         return _away(context, provider, error, target)
     except TokenRefused as error:
         log.warning("sign-in through the provider refused", reason=str(error), address=context.address)
-        await note_refusal(context, email="", reason=f"provider: {error}")
+        await record_refusal(context, email="", reason=f"provider: {error}")
         return login_form(context, target=target, error=REFUSED.format(name=name), status=403)
     try:
         member = await context.services.identities.member_of(identity)
     except InvalidCredentials as error:
-        await note_refusal(context, email=identity.email or "", reason=f"provider: {error.message}")
+        await record_refusal(context, email=identity.email or "", reason=f"provider: {error.message}")
         return login_form(context, target=target, error=error.message, status=403)
     return await first_factor_proven(context, member, method="oidc", target=target)
 

@@ -20,7 +20,7 @@ from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.sign_in import open_session, wait_of
 from appliance.tenancy.members import Member, Proof
-from appliance.tenancy.recovery_codes import normalised
+from appliance.tenancy.recovery_codes import normalise_code
 from appliance.tenancy.second_factor import Enrolment
 from appliance.tenancy.sessions import Session
 
@@ -117,13 +117,13 @@ def _ways(typed: str) -> Sequence[Callable[[Context, Member, str], Awaitable[Pro
     digits = typed.replace(" ", "")
     if len(digits) == 6 and digits.isdigit():
         return (_code_proven,)
-    return (_password_proven,) if normalised(typed) is None else (_code_proven, _password_proven)
+    return (_password_proven,) if normalise_code(typed) is None else (_code_proven, _password_proven)
 
 
 async def _code_proven(context: Context, member: Member, code: str) -> Proof:
     factors = context.services.second_factors
     context.attempts.count_code(address=context.address, member_id=member.id)
-    stamp = await factors.required(member.id)
+    stamp = await factors.challenge(member.id)
     if stamp is None:
         raise InvalidCredentials(NO_PROOF)
     await factors.check(member.id, code, stamp=stamp)

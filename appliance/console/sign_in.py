@@ -38,7 +38,7 @@ async def first_factor_proven(
 
     Raises InvalidCredentials when `proof` of the first factor no longer holds, or no longer suffices alone.
     """
-    stamp = await context.services.second_factors.required(member.id, proof=proof)
+    stamp = await context.services.second_factors.challenge(member.id, proof=proof)
     if stamp is None:
         alone = without_second_factor(proof)
         return await finish(context, member, method=method, target=target, proof=alone)
@@ -81,14 +81,14 @@ async def close_session(context: Context) -> None:
         await context.services.sessions.close(token)
 
 
-async def note_refusal(context: Context, *, email: str, reason: str) -> None:
+async def record_refusal(context: Context, *, email: str, reason: str) -> None:
     """Record that somebody could not sign in. What was typed is kept only if it is an address: it may be a password."""
     try:
         named = check_email(email)
     except InvalidValue:
         named = NO_ADDRESS
     _act_as(context, "system", "sign-in", None)
-    await context.services.sessions.note_refusal(named, reason)
+    await context.services.sessions.record_refusal(named, reason)
 
 
 def _act_as(context: Context, kind: ActorKind, name: str, actor_id: str | None) -> None:

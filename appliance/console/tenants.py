@@ -20,7 +20,7 @@ from appliance.console.tenant_terms import free_terms, model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
 from appliance.metering.invoicing.wording import month_name
 from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
-from appliance.tenancy.pages import every_row
+from appliance.tenancy.pages import read_every_page
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -151,7 +151,9 @@ async def _prices(services: Services, tenant: Tenant) -> dict[str, Any]:
     currency, now = tenant.currency or services.settings.currency, services.clock.now()
     names = [model.name for model in services.models.list()]
     mine = [name for name in names if tenant.allowed_models is None or name in tenant.allowed_models]
-    prices = [price for price in await every_row(services.prices.list) if price.currency == currency and price.model in mine]
+    prices = [
+        price for price in await read_every_page(services.prices.list) if price.currency == currency and price.model in mine
+    ]
     return {
         "unpriced": await services.prices.unpriced([(name, currency) for name in mine], now),
         "prices": [

@@ -41,7 +41,7 @@ from appliance.tenancy.rows import (
     key_from_row,
     list_column,
     model_limits_to_row,
-    or_none,
+    optional,
     tenant_from_row,
 )
 from appliance.tenancy.secrets import api_key_prefix, keyed_digest, new_api_key
@@ -265,7 +265,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "scopes": lambda value: list(check_scopes(value)),
     "model_limits": lambda value: model_limits_to_row(check_model_limits(value or {})),
     "limit_mode": lambda value: check_choice(value, "limit_mode", LIMIT_MODES),
-    "allowed_models": or_none(lambda value: list(check_names(value, "allowed_models"))),
+    "allowed_models": optional(lambda value: list(check_names(value, "allowed_models"))),
     "allowed_networks": lambda value: list_column(check_networks(value)),
 }
 
