@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.console.addresses import address
 from appliance.console.request_lines import RequestLine, past_line
+from appliance.console.urls import build_url
 from appliance.metering.past_requests import SEARCHED_MAX, RequestFilter
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Filters:
 
     def page(self, cursor: str) -> str:
         """Return the address of the rows after `cursor` with the same filters."""
-        return address("/requests", q=self.q, tenant=self.tenant, state=self.state, cursor=cursor)
+        return build_url("/requests", q=self.q, tenant=self.tenant, state=self.state, cursor=cursor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

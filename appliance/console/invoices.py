@@ -21,7 +21,6 @@ from appliance.base.errors import (
     MonthOutOfOrder,
     NothingToBill,
 )
-from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.month_closing import REASONS_SHOWN_MAX
@@ -29,6 +28,7 @@ from appliance.console.rendering import Html
 from appliance.console.request_bill import CORRECTIONS_SHOWN_MAX
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
+from appliance.console.urls import next_page_url
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.invoices import BILLABLE, check_draft
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
@@ -189,7 +189,7 @@ async def _list(context: Context, form: Form | None) -> Html:
         state=state,
         month=month,
         states=STATES,
-        next_page=next_page("/invoices", page, state=state, month=month),
+        next_page=next_page_url("/invoices", page, state=state, month=month),
         closable=await _closable(context, page.data) if access.may(Action.BILLING) else [],
         form=form,
         **WORDS,

@@ -10,13 +10,13 @@ from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
-from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
-from appliance.console.forms import GRACES, NAME_CHARS_MAX, Form
+from appliance.console.forms import GRACE_CHOICES, NAME_CHARS_MAX, Form
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
+from appliance.console.urls import next_page_url
 from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MODES, SCOPES, UNSET, Unset
 from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Principal, Tenant
 from appliance.tenancy.roles import Action
@@ -57,7 +57,7 @@ async def list_keys(context: ContextDependency) -> Html:
         sees_all=access.sees_all,
         text=text,
         ended=ended,
-        next_page=next_page("/keys", page, q=text, ended="yes" if ended else ""),
+        next_page=next_page_url("/keys", page, q=text, ended="yes" if ended else ""),
     )
 
 
@@ -121,7 +121,7 @@ async def rotate_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
     """Replace the key by one with a new secret, and show it; for a time both may work."""
     current, form = await _key(context, key_id, Action.KEYS), await context.form()
     tenant = await context.services.tenants.get(current.tenant_id, access=context.access)
-    grace_s = form.choice("grace_s", [grace for grace, _ in GRACES]) if form.raw("grace_s") else "0"
+    grace_s = form.choice("grace_s", [grace for grace, _ in GRACE_CHOICES]) if form.raw("grace_s") else "0"
     if not form.errors:
         try:  # nothing may fail between the change and the secret, which cannot be shown again
             key, secret = await context.services.keys.rotate(key_id, grace_s=int(grace_s), access=context.access)
@@ -197,7 +197,7 @@ def _confirm(context: Context, key: ApiKey, verb: str, form: Form | None = None)
         key=key,
         verb=verb,
         consequence=CONSEQUENCES[verb],
-        graces=GRACES,
+        graces=GRACE_CHOICES,
         form=form,
     )
 

@@ -14,7 +14,7 @@ from litestar import get, post
 from markupsafe import Markup
 
 from appliance.base.errors import Conflict, InvalidCredentials, RateLimitExceeded
-from appliance.console.account import NOT_YOURS
+from appliance.console.account import WRONG_CREDENTIAL
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
@@ -146,7 +146,7 @@ def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflic
     elif error.param == "code":
         form.fail("code", sentence(error.message))
     else:
-        form.fail("password", NOT_YOURS)
+        form.fail("password", WRONG_CREDENTIAL)
 
 
 async def _codes_in_new_session(context: Context, session: Session, codes: list[str], proof: Proof) -> Html:

@@ -8,7 +8,6 @@ from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
-from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import read_limits, tenant_levels
@@ -18,6 +17,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_terms import free_terms, model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
+from appliance.console.urls import next_page_url
 from appliance.metering.invoicing.wording import month_name
 from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
 from appliance.tenancy.pages import read_every_page
@@ -47,7 +47,7 @@ async def list_tenants(context: ContextDependency) -> Html:
         costs=await costs_this_month(context.services, [tenant.id for tenant in page.data], access=context.access),
         text=text,
         archived=archived,
-        next_page=next_page("/tenants", page, q=text, archived="yes" if archived else ""),
+        next_page=next_page_url("/tenants", page, q=text, archived="yes" if archived else ""),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import appliance
 from appliance.base.acting import current_actor
-from appliance.console.audit_words import ACTIONS, NOTHING, VALUE_CHARS_MAX, Change, audit_line
+from appliance.console.audit_descriptions import ACTIONS, NOTHING, VALUE_CHARS_MAX, Change, audit_line
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit import record
 from appliance.tenancy.audit_chain import AuditEntry, canonical_json
@@ -120,7 +120,7 @@ def test_what_is_new_has_no_before_and_what_is_gone_no_after() -> None:
 
 def test_a_long_value_is_cut_and_an_unknown_action_shown_as_it_is_written() -> None:
     line = audit_line(entry("moon.paint", after={"colour": "x" * 500}), {})
-    assert (line.words, len(line.changes[0].after or "")) == ("moon.paint", VALUE_CHARS_MAX)
+    assert (line.label, len(line.changes[0].after or "")) == ("moon.paint", VALUE_CHARS_MAX)
 
 
 def test_a_target_is_called_what_the_entry_calls_it_else_what_the_tenant_is_called() -> None:
