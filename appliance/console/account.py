@@ -12,7 +12,7 @@ from appliance.base.errors import BadRequest, InvalidCredentials, RateLimitExcee
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
-from appliance.console.sign_in import open_session, wait_of
+from appliance.console.sign_in import open_session, wait_message
 from appliance.tenancy.devices import device_of
 from appliance.tenancy.members import Proof
 from appliance.tenancy.pages import PAGE_ROWS_MAX
@@ -46,7 +46,7 @@ async def change_password(context: ContextDependency) -> Html:
             proven = await context.services.members.change_password(session.member, current, password)
             return await _redirect_with_new_session(context, session, proven.still_valid, done="password-changed")
         except RateLimitExceeded as error:
-            form.fail("current", wait_of(error))
+            form.fail("current", wait_message(error))
         except InvalidCredentials:
             form.fail("current", WRONG_CREDENTIAL)
         except BadRequest as error:

@@ -18,7 +18,7 @@ from appliance.console.account import WRONG_CREDENTIAL
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
-from appliance.console.sign_in import open_session, wait_of
+from appliance.console.sign_in import open_session, wait_message
 from appliance.tenancy.members import Member, Proof
 from appliance.tenancy.recovery_codes import normalise_code
 from appliance.tenancy.second_factor import Enrolment
@@ -104,7 +104,7 @@ async def _proven(context: Context, member: Member, form: Form) -> Proof | None:
         try:
             return await proven_by(context, member, typed)
         except RateLimitExceeded as error:
-            form.fail("proof", wait_of(error))
+            form.fail("proof", wait_message(error))
             return None
         except InvalidCredentials:
             continue
@@ -140,7 +140,7 @@ async def _password_proven(context: Context, member: Member, password: str) -> P
 
 def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:
     if isinstance(error, RateLimitExceeded):
-        form.fail(FORM_ERROR, wait_of(error))
+        form.fail(FORM_ERROR, wait_message(error))
     elif isinstance(error, Conflict):
         form.fail(FORM_ERROR, sentence(error.message))
     elif error.param == "code":

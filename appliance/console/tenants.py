@@ -35,10 +35,10 @@ FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 @get("/tenants")
 async def list_tenants(context: ContextDependency) -> Html:
     """Every tenant that the member may see and whose name matches the search; archived ones on request."""
-    asked = context.query
-    text, archived = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("archived") == "yes"
+    query = context.query
+    text, archived = query.get("q", "").strip()[:NAME_CHARS_MAX], query.get("archived") == "yes"
     page = await context.services.tenants.list(
-        PAGE_ROWS, asked.get("cursor"), include_archived=archived, text=text or None, access=context.access
+        PAGE_ROWS, query.get("cursor"), include_archived=archived, text=text or None, access=context.access
     )
     return context.page(
         "pages/tenants.html",

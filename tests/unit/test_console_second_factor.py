@@ -293,8 +293,8 @@ async def test_guessing_a_proof_in_a_stolen_session_is_slowed_down(box: Box, clo
 
     pages = [await alice.post("/account/second-factor/disable", proof="000000") for _ in range(PER_MEMBER_CODES.burst + 1)]
 
-    assert "Too many attempts" in pages[-1].text
-    assert "Too many attempts" not in pages[-2].text
+    assert "Too many sign-in attempts" in pages[-1].text
+    assert "Too many sign-in attempts" not in pages[-2].text
 
 
 async def test_changes_of_the_second_factor_need_the_session_s_own_token(box: Box, clock: FakeClock) -> None:
