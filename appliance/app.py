@@ -71,13 +71,13 @@ from appliance.telemetry.sampler import SystemSampler
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
-from appliance.tenancy.first_login import note_shown
+from appliance.tenancy.first_login import mark_shown
 from appliance.tenancy.identities import Identities
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.oidc import provider_of
+from appliance.tenancy.oidc import provider_from_settings
 from appliance.tenancy.second_factor import SecondFactors, appliance_label
 from appliance.tenancy.secrets import read_or_create_pepper
 from appliance.tenancy.sessions import Sessions
@@ -200,7 +200,7 @@ class Appliance:
             sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
             oidc_tickets=Tickets(pepper, "provider sign-in", clock, life_s=PROVIDER_SIGN_IN_LIFE_S),
             identities=Identities(db, clock),
-            oidc=provider_of(settings, clock),
+            oidc=provider_from_settings(settings, clock),
             admin_tokens=AdminTokens(db, clock),
             audit=AuditLog(db, clock),
             admission=admission,
@@ -354,7 +354,7 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
         log.info("listening", host=host, port=port, models=models)
         on_listening(Started(host=host, port=port, models=models, first_start=appliance.first_start, services=services))
         if appliance.first_start is not None:
-            note_shown(settings.data_dir)
+            mark_shown(settings.data_dir)
         watches = [
             asyncio.create_task(_stop_without_models(services.models, server), name="first models"),
             asyncio.create_task(stop_when_claim_lost(appliance.claim, services, server.stop), name="database claim"),

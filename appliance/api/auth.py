@@ -25,9 +25,9 @@ from appliance.tenancy.access import Access, access_of_key
 from appliance.tenancy.browser_rules import (
     CSRF_HEADER,
     SAFE_METHODS,
+    is_csrf_token_of,
     is_from_own_site,
     is_secure,
-    is_token_of,
     session_cookie_name,
 )
 from appliance.tenancy.fields import INFERENCE_SCOPE, USAGE_SCOPE
@@ -166,7 +166,7 @@ def _session_cookie(connection: Connection) -> str | None:
 
 
 def _check_own_pages(connection: Connection, session: Session) -> None:
-    if not is_from_own_site(connection.headers) or not is_token_of(session, connection.headers.get(CSRF_HEADER, "")):
+    if not is_from_own_site(connection.headers) or not is_csrf_token_of(session, connection.headers.get(CSRF_HEADER, "")):
         raise RoleNotAllowed(f"a session may change things only from its own pages, with the header {CSRF_HEADER}")
 
 

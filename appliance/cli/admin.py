@@ -98,7 +98,7 @@ def token(
 ) -> None:
     """Create, list or revoke bearer tokens for /admin/v1. Prints a new token, once."""
     from appliance.tenancy.admin_tokens import AdminTokens
-    from appliance.tenancy.pages import every_row
+    from appliance.tenancy.pages import read_every_page
 
     if (name is not None) + show + (revoke is not None) != 1:
         raise WrongUsage("give a name for a new token, or --list, or --revoke ID")
@@ -109,7 +109,7 @@ def token(
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))
         output.item(_token_row(revoked), as_json=options.as_json)
     elif show:
-        found = _on_database(settings, lambda db: every_row(AdminTokens(db, SystemClock()).list))
+        found = _on_database(settings, lambda db: read_every_page(AdminTokens(db, SystemClock()).list))
         output.rows(
             [_token_row(known) for known in found], TOKEN_COLUMNS, empty="There are no tokens.", as_json=options.as_json
         )

@@ -1,1 +1,1 @@
-"""The administrator's pages: thin handlers over the services, HTML first, fragments for htmx. Knows no SQL."""
+"""The web console: thin handlers over the services; whole HTML pages, and fragments for htmx. Knows no SQL."""

@@ -1,6 +1,6 @@
 """The account page of the signed-in member: password, second factor, and signed-in devices.
 
-A change of the password ends every session; this browser gets a new one in the same answer.
+A change of the password ends every session; the response opens a new one for this browser.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from appliance.base.errors import BadRequest, InvalidCredentials, RateLimitExcee
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
-from appliance.console.sign_in import open_session, wait_of
+from appliance.console.sign_in import open_session, wait_message
 from appliance.tenancy.devices import device_of
 from appliance.tenancy.members import Proof
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.sessions import Session
 
-NOT_YOURS = "Wrong password."
+WRONG_CREDENTIAL = "Wrong password."
 METHODS = {"password": "password", "oidc": "provider", "totp": "code", "recovery": "recovery code"}
 
 
-def method_in_words(method: str) -> str:
-    """Return how a session was authenticated: `password+totp` reads `password and code`."""
+def describe_method(method: str) -> str:
+    """Describe how a session was authenticated: `password+totp` becomes `password and code`."""
     return " and ".join(METHODS.get(part, part) for part in method.split("+"))
 
 
@@ -35,23 +35,23 @@ async def show_account(context: ContextDependency) -> Html:
 
 @post("/account/password", status_code=200)
 async def change_password(context: ContextDependency) -> Html:
-    """Replace the password and sign out every other device, or show the page again with what is wrong."""
+    """Replace the password and sign out every other device, or show the page again with the errors."""
     session, form = context.session, await context.form()
     current, password = form.values.get("current", ""), form.values.get("password", "")
     if password != form.values.get("again", ""):
-        form.fail("again", "This is not the same as the new password.")
+        form.fail("again", "The two new passwords differ.")
     if not form.errors:
         try:
             context.attempts.count(address=context.address, account=session.member.email)
             proven = await context.services.members.change_password(session.member, current, password)
-            return await _renewed(context, session, proven.still_valid, done="password-changed")
+            return await _redirect_with_new_session(context, session, proven.still_valid, done="password-changed")
         except RateLimitExceeded as error:
-            form.fail("current", wait_of(error))
+            form.fail("current", wait_message(error))
         except InvalidCredentials:
-            form.fail("current", NOT_YOURS)
+            form.fail("current", WRONG_CREDENTIAL)
         except BadRequest as error:
             form.fail_with(error, ("password",))
-    form.values.clear()  # no password is sent back
+    form.values.clear()  # never send a password back
     return await _page(context, form)
 
 
@@ -73,8 +73,8 @@ async def end_other_sessions(context: ContextDependency) -> Html:
     return context.redirect("/account", done="sessions-ended")
 
 
-async def _renewed(context: Context, session: Session, proof: Proof, *, done: str) -> Html:
-    """Return the redirect back to the page, in a new session; the change has ended all others."""
+async def _redirect_with_new_session(context: Context, session: Session, proof: Proof, *, done: str) -> Html:
+    """Redirect back to the page with a new session: the change has ended all sessions of the member."""
     cookie = await open_session(context, session.member, method=session.method, proof=proof)
     context.attempts.reset_account(account=session.member.email)
     answer = context.redirect("/account", done=done)
@@ -96,5 +96,5 @@ async def _page(context: Context, form: Form | None = None) -> Html:
         factor=await context.services.second_factors.state(session.member.id),
         devices=devices,
         device_of=device_of,
-        method_in_words=method_in_words,
+        describe_method=describe_method,
     )

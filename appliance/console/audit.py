@@ -8,11 +8,11 @@ from datetime import date
 
 from litestar import get
 
-from appliance.console.addresses import address
-from appliance.console.audit_words import ACTIONS, CHANGES_EXPANDED_MAX, audit_line
+from appliance.console.audit_descriptions import ACTIONS, CHANGES_EXPANDED_MAX, audit_line
 from appliance.console.context import ContextDependency
 from appliance.console.rendering import Html
 from appliance.console.tenant_names import tenants_by_name
+from appliance.console.urls import build_url
 from appliance.metering.calendar import BillingCalendar
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.roles import Action
@@ -23,7 +23,7 @@ TEXT_CHARS_MAX = 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """The filters of the log; an empty text does not filter. Days are days of the billing time zone."""
+    """Filters from the query string; an empty text means no filter. Days are in the billing time zone."""
 
     actor: str
     action: str
@@ -35,7 +35,7 @@ class Filters:
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Filters:
-        """Return the filters in the query string; a day that does not exist is ignored."""
+        """Parse the query string; invalid days are ignored."""
         texts = {
             name: query.get(name, "").strip()[:TEXT_CHARS_MAX] for name in ("actor", "action", "target", "tenant", "cursor")
         }
@@ -47,8 +47,8 @@ class Filters:
         return any(getattr(self, name) for name in self.__slots__)
 
     def page(self, cursor: str = "") -> str:
-        """Return the address of the entries after `cursor` with the same filters."""
-        return address("/audit", **{name: getattr(self, name) for name in self.__slots__} | {"cursor": cursor})
+        """Return the URL of the entries after `cursor` with the same filters."""
+        return build_url("/audit", **{name: getattr(self, name) for name in self.__slots__} | {"cursor": cursor})
 
     def narrowed(self, calendar: BillingCalendar) -> AuditFilter:
         """Return the filter for the query."""
@@ -65,7 +65,7 @@ class Filters:
 
 @get("/audit")
 async def show_audit(context: ContextDependency) -> Html:
-    """The newest entries that the member may see; when a filter changes, htmx requests only the rows."""
+    """The visible entries, newest first; when a filter changes, htmx requests only the rows."""
     services, access = context.services, context.access
     access.require_somewhere(Action.AUDIT)
     filters = Filters.of(context.query)

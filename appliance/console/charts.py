@@ -1,4 +1,4 @@
-"""Geometry of the small charts that templates draw as SVG: numbers in, coordinates out. Knows no colours and no markup."""
+"""Geometry of the small SVG charts: converts numbers to coordinates. Knows no colours and no markup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FULL = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One part of a stacked bar, in percent of its length. `name` chooses the colour, `label` is for people."""
+    """One part of a stacked bar, in percent of its length. `name` selects the colour, `label` is displayed."""
 
     name: str
     label: str
@@ -21,7 +21,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One bar of a row of bars, in percent of the drawing; `y` is measured from the top."""
+    """One bar of a bar chart, in percent of the drawing; `y` is measured from the top."""
 
     label: str
     value: int
@@ -32,23 +32,23 @@ class Column:
 
 
 def columns(values: Sequence[tuple[str, int]]) -> list[Column]:
-    """Return (label, value) pairs as bars side by side, the largest as high as the drawing. A negative value has no height."""
+    """Return the bars of (label, value) pairs, scaled to the largest value. A negative value has no height."""
     top = max((value for _, value in values), default=0) or 1
     slot = _FULL / max(len(values), 1)
-    made = []
-    for place, (label, value) in enumerate(values):
+    bars = []
+    for index, (label, value) in enumerate(values):
         height = _FULL * max(value, 0) / top
-        shown = max(height, 1.0) if value > 0 else 0.0  # so that every value above zero is visible
-        made.append(
-            Column(label, value, round(place * slot, 3), round(slot * 0.8, 3), round(_FULL - shown, 3), round(shown, 3))
+        shown = max(height, 1.0) if value > 0 else 0.0  # every value above zero stays visible
+        bars.append(
+            Column(label, value, round(index * slot, 3), round(slot * 0.8, 3), round(_FULL - shown, 3), round(shown, 3))
         )
-    return made
+    return bars
 
 
 def stack(parts: Sequence[tuple[str, str, float]], total: float) -> list[Segment]:
-    """Return (name, label, amount) parts as adjoining segments of a bar of length `total`; empty parts are left out.
+    """Return (name, label, amount) parts as adjacent segments of a bar of length `total`; empty parts are left out.
 
-    Amounts are clipped to the rest of the bar, because readings from different moments may add up to slightly more.
+    Amounts are clipped to the rest of the bar: readings taken at different times may add up to slightly more.
     """
     segments: list[Segment] = []
     start = 0.0
@@ -62,13 +62,13 @@ def stack(parts: Sequence[tuple[str, str, float]], total: float) -> list[Segment
 
 
 def spark_points(values: Sequence[float], slots: int) -> str:
-    """Return the `points` of a polyline through `values`, the newest at the right of `slots` positions, zero at the bottom."""
+    """Return the `points` of a sparkline: the last `slots` values, newest at the right, zero at the bottom."""
     recent = list(values)[-slots:]
     top = max(recent, default=0.0) or 1.0
     step = SPARK_WIDTH / max(slots - 1, 1)
     first = slots - len(recent)
     return " ".join(
-        f"{(first + place) * step:.1f},{1 + (SPARK_HEIGHT - 2) * (1 - value / top):.1f}" for place, value in enumerate(recent)
+        f"{(first + index) * step:.1f},{1 + (SPARK_HEIGHT - 2) * (1 - value / top):.1f}" for index, value in enumerate(recent)
     )
 
 
@@ -82,6 +82,6 @@ def spark_area(values: Sequence[float], slots: int) -> str:
 
 
 def timeline(phases: Sequence[tuple[str, str, float | None]]) -> list[Segment]:
-    """Return the (name, label, seconds) of a request's life as segments; phases that were not reached are left out."""
+    """Return the phases (name, label, seconds) of a request as segments; phases that were not reached are left out."""
     parts = [(name, label, seconds or 0.0) for name, label, seconds in phases]
     return stack(parts, sum(seconds for _, _, seconds in parts))

@@ -1,5 +1,4 @@
-"""What every handler of the console gets: its request, the services, the templates, and the little state that outlives one
-request."""
+"""The context of console handlers: the request, the services, the templates, and state shared between requests."""
 
 from __future__ import annotations
 
@@ -24,20 +23,20 @@ if TYPE_CHECKING:
 
 
 class Console:
-    """One per appliance; made by `create_console_router`."""
+    """State shared by all console requests; created once by `create_console_router`."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
         self.pages = Pages(services)
         self.attempts = LoginAttempts(services.clock)
         self.board = LiveBoard(services)
-        self.open_streams: Counter[str] = Counter()  # live pages by the id of their member
-        # The frames of the newest sample, by view and by the access of their readers; filled by `live_stream`.
+        self.open_streams: Counter[str] = Counter()  # number of live streams by member id
+        # Rendered frames of the newest sample, by view and access; filled by `live_stream`.
         self.frames_at = ""
         self.frames: dict[tuple[str, str, frozenset[tuple[str, str]]], bytes] = {}
 
     def example(self, may_use: Callable[[str], bool] = lambda _model: True) -> dict[str, Any]:
-        """Return the values for a ready curl line: the address of this appliance and the first model that may be used."""
+        """Return the values for the example curl command: the URL of this appliance and the first usable model."""
         settings = self.services.settings
         names = [model.name for model in self.services.models.list() if may_use(model.name)]
         address = settings.external_url or local_url(settings.host, settings.port)
@@ -45,7 +44,7 @@ class Console:
 
 
 class Context:
-    """One request to the console: who makes it, what it asks for, and the ways to answer it."""
+    """One request to the console: its session, access, parameters and form, and methods to respond."""
 
     def __init__(self, console: Console, request: ConsoleRequest) -> None:
         self.console = console
@@ -55,7 +54,7 @@ class Context:
 
     @property
     def access(self) -> Access:
-        """Return what the signed-in member may see and do, as of this request. Raises Unauthenticated."""
+        """Return the access of the signed-in member. Raises Unauthenticated."""
         return access_of(self.request)
 
     @property
@@ -68,16 +67,16 @@ class Context:
 
     @property
     def address(self) -> str:
-        """Return the network address that sent the request."""
+        """Return the network address of the client."""
         return self.request.client.host if self.request.client else "unknown"
 
     @property
     def query(self) -> Mapping[str, str]:
-        """Return the query parameters; of one that was given several times, the first value."""
+        """Return the query parameters; the first value of a repeated one."""
         return self.request.query_params
 
     async def form(self) -> Form:
-        """Return the fields in the request, without uploaded files."""
+        """Return the form fields of the request, without uploaded files."""
         return Form({name: value for name, value in (await form_of(self.request)).items() if isinstance(value, str)})
 
     def page(self, template: str, *, part: str | None = None, status: int | None = None, **values: Any) -> Html:
@@ -94,4 +93,4 @@ class Context:
 
 
 ContextDependency = NamedDependency[Context]
-"""How a handler asks for its context."""
+"""Declares the context parameter of a handler."""

@@ -1,4 +1,4 @@
-"""Every error of the console as a page, or as a short message for htmx. Tracebacks go only to the log."""
+"""Renders every error of the console as a page, or as a short message for htmx. Tracebacks go to the log only."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ HEADINGS = {
 }
 INTERNAL = "Internal error."
 CHANGE_UNKNOWN = "Internal error. Check whether the change was made before you send it again."
-WRONG_METHOD = "This address cannot be opened in this way. Open the page that leads to it and start from there."
-NOT_FOUND = "There is no such page, or what it showed was removed."
+WRONG_METHOD = "This address cannot be opened directly. Go to the page that links to it and start from there."
+NOT_FOUND = "This page does not exist, or its content was removed."
 
 
 def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
-    """Return the function that answers for an exception on any console path, unknown paths included."""
+    """Return the exception handler for all console paths, unknown paths included."""
 
     def answer(request: ConsoleRequest, error: Exception) -> Html:
         if isinstance(error, Unauthenticated):
@@ -47,7 +47,7 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
             return pages.redirect(request, "/account", done="password-needed")
         shown = as_outage(error, request.method) or error
         status, message = _describe(request, shown)
-        reference = _logged(request, error) if status >= 500 else None
+        reference = _log_error(request, error) if status >= 500 else None
         response = _render(pages, request, status, message, reference)
         if isinstance(shown, HTTPException):
             response.headers.update(with_whole_allow(shown.headers))
@@ -62,12 +62,12 @@ def _describe(request: ConsoleRequest, error: Exception) -> tuple[int, str]:
     if isinstance(error, GatehouseError):
         return error.status, sentence(error.message)
     if isinstance(error, HTTPException) and error.status_code < 500:
-        own_words = {404: NOT_FOUND, 405: WRONG_METHOD}
-        return error.status_code, own_words.get(error.status_code, sentence(error.detail))
+        messages = {404: NOT_FOUND, 405: WRONG_METHOD}
+        return error.status_code, messages.get(error.status_code, sentence(error.detail))
     return 500, INTERNAL if request.method in ("GET", "HEAD") else CHANGE_UNKNOWN
 
 
-def _logged(request: ConsoleRequest, error: Exception) -> str:
+def _log_error(request: ConsoleRequest, error: Exception) -> str:
     reference = new_id("err")
     log.error("console request failed", request_id=reference, path=request.scope["path"], exc_info=error)
     return reference
@@ -76,9 +76,16 @@ def _logged(request: ConsoleRequest, error: Exception) -> str:
 def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, reference: str | None) -> Html:
     heading = HEADINGS.get(status, "Request refused")
     template = "fragments/error.html" if is_fragment(request) else "pages/error.html"
-    again = status == 503 and request.method in SAFE_METHODS
+    can_retry = status == 503 and request.method in SAFE_METHODS
     answer = pages.page(
-        request, template, status=status, code=status, heading=heading, message=message, reference=reference, again=again
+        request,
+        template,
+        status=status,
+        code=status,
+        heading=heading,
+        message=message,
+        reference=reference,
+        can_retry=can_retry,
     )
     answer.headers.update(SECURITY_HEADERS)
     if is_fragment(request):
@@ -87,8 +94,8 @@ def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, re
 
 
 def _to_login(request: ConsoleRequest) -> Html:
-    """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there. For a request that would have
-    changed something, the page says that nothing was changed."""
+    """Redirect to the sign-in page; htmx gets a 401 with `HX-Redirect`. After a request that would have changed something, that
+    page says that nothing was changed."""
     headers = SECURITY_HEADERS | {"vary": "HX-Request, Cookie"}
     if is_fragment(request):
         answer = Response("", status_code=401, media_type=HTML, headers=headers | {"hx-redirect": login_path(request)})

@@ -1,4 +1,4 @@
-"""How numbers, times and money look on a page: pure functions, the filters of the templates. Knows no service."""
+"""Template filters: pure functions that format numbers, times and money. Knows no service."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _UTC = BillingCalendar()
 
 
 def count(value: int | None) -> str:
-    """Return `value` with its thousands grouped: 12,345."""
+    """Format an integer with thousands separators: 12,345."""
     return NOTHING if value is None else f"{value:,}"
 
 
 def compact(value: float | None) -> str:
-    """Return `value` exactly up to five digits, then with three significant digits: 123 k, 4.56 M."""
+    """Format a count: exact up to five digits, then with three significant digits: 123 k, 4.56 M."""
     if value is None:
         return NOTHING
     if abs(value) <= _EXACT_COUNT_MAX:
@@ -46,7 +46,7 @@ def compact(value: float | None) -> str:
 
 
 def size(value: int | None) -> str:
-    """Return bytes in binary units with at most one decimal: 10.2 GiB."""
+    """Format bytes in binary units with at most one decimal: 10.2 GiB."""
     if value is None:
         return NOTHING
     number, unit = float(value), _BYTE_UNITS[0]
@@ -59,7 +59,7 @@ def size(value: int | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a length of time for reading at a glance: 240 ms, 3.42 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
+    """Format a duration with about three significant digits: 240 ms, 3.42 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
     if seconds is None:
         return NOTHING
     if 0 < seconds < 0.00995:
@@ -74,7 +74,7 @@ def duration(seconds: float | None) -> str:
 
 
 def duration_s(whole: int) -> str:
-    """Return a length of time in whole seconds, for values updated once a second: 54 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
+    """Format a duration in whole seconds, for values updated once a second: 54 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
     if whole < _MINUTE_S:
         return f"{whole} s"
     if whole < _HOUR_S:
@@ -85,42 +85,42 @@ def duration_s(whole: int) -> str:
 
 
 def rate(per_second: float | None) -> str:
-    """Return a rate without its unit, one decimal below a hundred."""
+    """Format a rate without its unit, with one decimal below 100."""
     if per_second is None:
         return NOTHING
     return f"{per_second:.1f}" if per_second < 99.95 else f"{per_second:,.0f}"
 
 
 def percent(fraction: float | None) -> str:
-    """Return a fraction of one as a whole percentage."""
+    """Format a fraction of 1 as a whole percentage."""
     return NOTHING if fraction is None else f"{fraction * 100:,.0f} %"
 
 
 def money(picos: int | None, currency: str) -> str:
-    """Return a cost in pico-units with six decimals, rounded half up; one too small for six decimals is marked as such."""
+    """Format a cost in pico-units with six decimals, rounded half up; one that would round to zero as `< 0.000001`."""
     if picos is None:
         return NOTHING
     if picos and not micros_of_picos(picos):
-        sign, least = ("<", PICOS_PER_MICRO) if picos > 0 else (">", -PICOS_PER_MICRO)
-        return f"{sign} {format_picos(least, currency, _MONEY_DECIMALS)}"
+        sign, bound = ("<", PICOS_PER_MICRO) if picos > 0 else (">", -PICOS_PER_MICRO)
+        return f"{sign} {format_picos(bound, currency, _MONEY_DECIMALS)}"
     return _grouped(format_picos(picos, currency, _MONEY_DECIMALS))
 
 
 def money_exactly(picos: int, currency: str) -> str:
-    """Return a cost in pico-units with all its digits, up to twelve decimals."""
+    """Format a cost in pico-units exactly, with up to twelve decimals."""
     return _grouped(format_exactly(picos, currency))
 
 
 def money_short(picos: int | None, currency: str) -> str:
-    """Return a cost for a tile: two decimals from one unit up, where more would be noise, else like `money`."""
+    """Format a cost in pico-units for a tile: with two decimals from one unit up, else like `money`."""
     if picos is None or picos < PICOS_PER_UNIT:
         return money(picos, currency)
     return _grouped(format_picos(picos, currency, _CENTS_DECIMALS))
 
 
 def _grouped(amount: str) -> str:
-    """Return `amount`, a decimal number and any text after it, with the thousands of its whole part grouped."""
-    return re.sub(r"\d+", lambda whole: f"{int(whole[0]):,}", amount, count=1)
+    """Insert thousands separators into the integer part of `amount`, a decimal number followed by any text."""
+    return re.sub(r"\d+", lambda digits: f"{int(digits[0]):,}", amount, count=1)
 
 
 def amount(picos: int | None, currency: str) -> str:
@@ -129,21 +129,21 @@ def amount(picos: int | None, currency: str) -> str:
 
 
 def budget(micros: int | None, currency: str) -> str:
-    """Return an amount in micro-units, with as many decimals as it needs and at least two."""
+    """Format an amount in micro-units exactly, with at least two decimals."""
     if micros is None:
         return NOTHING
     return _grouped(f"{units(micros)} {currency}")
 
 
 def estimate(micros: int | None, currency: str) -> str:
-    """Return a computed amount in micro-units like `money_short`: two decimals from one unit up, also below zero."""
+    """Format a computed, possibly negative amount in micro-units like `money_short`."""
     if micros is None:
         return NOTHING
     return ("-" if micros < 0 else "") + money_short(abs(micros) * PICOS_PER_MICRO, currency)
 
 
 def units(micros: int | None) -> str:
-    """Return micro-units as a decimal number of units, as a person types it: 12.50."""
+    """Format micro-units as a decimal number of units without the currency: 12.50."""
     if micros is None:
         return ""
     whole, rest = divmod(abs(micros), MICROS_PER_UNIT)
@@ -151,35 +151,34 @@ def units(micros: int | None) -> str:
 
 
 def exact_time(moment: datetime | None, calendar: BillingCalendar = _UTC) -> str:
-    """Return date and time in UTC, to the second, followed by the time (and the date, if it differs) in the billing zone."""
+    """Format a time in UTC, to the second, followed by the local time (and date, if it differs) in the billing time zone."""
     if moment is None:
         return NOTHING
     utc, local = moment.astimezone(UTC), calendar.local(moment)
     text = f"{utc:{_DAY} {_TIME_OF_DAY}} UTC"
     if calendar.time_zone == "UTC":
         return text
-    written = _TIME_OF_DAY if local.date() == utc.date() else f"{_DAY} {_TIME_OF_DAY}"
-    beside = f"({local:{written}} {calendar.time_zone})"
-    return f"{text} {beside.replace(' ', _NO_BREAK)}"
+    local_format = _TIME_OF_DAY if local.date() == utc.date() else f"{_DAY} {_TIME_OF_DAY}"
+    local_text = f"({local:{local_format}} {calendar.time_zone})"
+    return f"{text} {local_text.replace(' ', _NO_BREAK)}"
 
 
 def ago(moment: datetime | None, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:
-    """Return a `<time>` that reads as a distance from `now` (3 m ago, in 2 d) and carries the exact time."""
+    """Return a `<time>` element relative to `now` (3 m ago, in 2 d), with the exact time as its tooltip."""
     if moment is None:
         return _NO_TIME
     return _TIME.format(rfc3339(moment), exact_time(moment, calendar), distance(moment, now))
 
 
 def when(moment: datetime, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:
-    """Like `ago` for the last day; earlier moments as date and minute in the billing zone, for lists in which one looks for a
-    moment."""
+    """Like `ago` for the last 24 hours; earlier times as date and minute in the billing time zone, for lists sorted by time."""
     if (now - moment).total_seconds() < _DAY_S:
         return ago(moment, now, calendar)
     return _TIME.format(rfc3339(moment), exact_time(moment, calendar), f"{calendar.local(moment):{_MINUTE}}")
 
 
 def distance(moment: datetime, now: datetime) -> str:
-    """Return the distance of `moment` from `now` in its largest unit."""
+    """Format the distance of `moment` from `now` in its largest unit."""
     seconds = (now - moment).total_seconds()
     size_s = abs(seconds)
     if size_s < 5:
@@ -196,13 +195,13 @@ def _largest_unit(seconds: float) -> str:
 
 
 def clock_time(moment: datetime, calendar: BillingCalendar = _UTC) -> str:
-    """Return the time of day in the billing zone, to the second, and the zone's name."""
+    """Format the time of day in the billing time zone, to the second, with the name of the zone."""
     return f"{calendar.local(moment):{_TIME_OF_DAY}} {calendar.time_zone}"
 
 
-def filters_of(calendar: BillingCalendar) -> dict[str, Callable[..., Any]]:
-    """Return the filters for a box whose days are those of `calendar`."""
-    return FILTERS | {time.__name__: partial(time, calendar=calendar) for time in (ago, clock_time, exact_time, when)}
+def template_filters(calendar: BillingCalendar) -> dict[str, Callable[..., Any]]:
+    """Return the template filters; those that format times use the time zone of `calendar`."""
+    return FILTERS | {format_.__name__: partial(format_, calendar=calendar) for format_ in (ago, clock_time, exact_time, when)}
 
 
 FILTERS: dict[str, Callable[..., Any]] = {

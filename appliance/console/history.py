@@ -1,4 +1,4 @@
-"""The history of requests: the filters in the query string, and one page of rows."""
+"""The request history: filters from the query string, and pages of rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.console.addresses import address
 from appliance.console.request_lines import RequestLine, past_line
+from appliance.console.urls import build_url
 from appliance.metering.past_requests import SEARCHED_MAX, RequestFilter
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 PAGE_ROWS = 50
 TEXT_CHARS_MAX = 100
-ENDS = ("stop", "length", "aborted", "disconnected", "deadline", "error", "refused")
+FINISH_REASONS = ("stop", "length", "aborted", "disconnected", "deadline", "error", "refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """The filters of the history; an empty text does not filter."""
+    """Filters from the query string; an empty text means no filter. `state` is a finish reason."""
 
     q: str
     tenant: str
@@ -30,12 +30,12 @@ class Filters:
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Filters:
-        """Return the filters in the query string; an unknown end is ignored."""
+        """Parse the query string; an unknown finish reason is ignored."""
         state = query.get("state", "")
         return cls(
             q=query.get("q", "").strip()[:TEXT_CHARS_MAX],
             tenant=query.get("tenant", ""),
-            state=state if state in ENDS else "",
+            state=state if state in FINISH_REASONS else "",
             cursor=query.get("cursor", ""),
         )
 
@@ -51,18 +51,18 @@ class Filters:
 
     @property
     def first_page(self) -> str:
-        """Return the address of the newest rows with the same filters."""
+        """Return the URL of the newest rows with the same filters."""
         return self.page("")
 
     def page(self, cursor: str) -> str:
-        """Return the address of the rows after `cursor` with the same filters."""
-        return address("/requests", q=self.q, tenant=self.tenant, state=self.state, cursor=cursor)
+        """Return the URL of the rows after `cursor` with the same filters."""
+        return build_url("/requests", q=self.q, tenant=self.tenant, state=self.state, cursor=cursor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPage:
-    """The matching rows and the address of the next page. `searched` is how many requests were searched, if that limit ended
-    the search before the page was full."""
+    """The matching rows and the URL of the next page. `searched` is the number of requests searched, if the search stopped at
+    its limit before the page was full."""
 
     rows: list[RequestLine]
     next_page: str | None

@@ -1,5 +1,5 @@
-"""Invoices: the list of a month, one in full; making, closing and discarding drafts. Knows no price: metering computes the
-contents of invoices, and the administrators' API serves their files."""
+"""Invoices: the list, a single invoice, and drafting, closing and discarding. Metering computes the contents of invoices; the
+administrator API serves them as files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from appliance.base.errors import (
     MonthOutOfOrder,
     NothingToBill,
 )
-from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.month_closing import REASONS_SHOWN_MAX
@@ -29,6 +28,7 @@ from appliance.console.rendering import Html
 from appliance.console.request_bill import CORRECTIONS_SHOWN_MAX
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
+from appliance.console.urls import next_page_url
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.invoices import BILLABLE, check_draft
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
@@ -43,7 +43,7 @@ PAGE_ROWS = 100
 STATES = ("draft", "closed")
 ALL_TENANTS = "all"
 FIELDS = ("tenant", "month")
-WORDS: dict[str, Any] = {
+FORMATTERS: dict[str, Any] = {
     "month_name": month_name,
     "format_day": format_day,
     "line_name": line_name,
@@ -55,13 +55,13 @@ WORDS: dict[str, Any] = {
 
 @get("/invoices", guards=[needs(Action.INVOICES)])
 async def list_invoices(context: ContextDependency) -> Html:
-    """The invoices of the tenants that the member may see, the newest month first."""
+    """The invoices of the visible tenants, newest month first."""
     return await _list(context, None)
 
 
 @post("/invoices", guards=[needs(Action.BILLING)], status_code=200)
 async def draft_invoice(context: ContextDependency) -> Html:
-    """Make the draft of a tenant's month, or show the existing one; or make those of all tenants that have something to pay."""
+    """Draft the invoice of a tenant's month (or show the existing one), or of all tenants with something to bill."""
     form = await context.form()
     tenant_id, month = form.text("tenant"), form.text("month")
     if not form.errors:
@@ -72,7 +72,9 @@ async def draft_invoice(context: ContextDependency) -> Html:
                     return context.redirect("/invoices", done="month-not-drafted")
                 if not refused:
                     return context.redirect("/invoices?state=draft", done="month-drafted")
-                form.fail(FORM_ERROR, f"All drafted but {len(refused)}. {' '.join(refused[:REASONS_SHOWN_MAX])}")
+                form.fail(
+                    FORM_ERROR, f"All invoices were drafted except {len(refused)}. {' '.join(refused[:REASONS_SHOWN_MAX])}"
+                )
                 return await _list(context, form)
             invoice = await context.services.invoices.draft(tenant_id, month, access=context.access)
             return context.redirect(f"/invoices/{invoice.head.id}")
@@ -83,13 +85,13 @@ async def draft_invoice(context: ContextDependency) -> Html:
 
 @get("/invoices/{invoice_id:str}", guards=[needs(Action.INVOICES)])
 async def show_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
-    """One invoice; a draft as it would be now, or why it has no sum."""
+    """One invoice. A draft is computed now; if it has costs in several currencies, the page says why it has no total."""
     try:
         invoice, tenant = await _find(context, invoice_id, Action.INVOICES)
     except CurrenciesMixed as error:
         head, tenant = await _find_head(context, invoice_id, Action.INVOICES)
         problem = sentence(error.message)
-        return context.page("pages/invoice_mixed.html", head=head, tenant=tenant, problem=problem, **WORDS)
+        return context.page("pages/invoice_mixed.html", head=head, tenant=tenant, problem=problem, **FORMATTERS)
     corrections = await context.services.invoices.events(
         invoice_id, CORRECTIONS_SHOWN_MAX, kind="adjustment", access=context.access
     )
@@ -97,23 +99,23 @@ async def show_invoice(context: ContextDependency, invoice_id: FromPath[str]) ->
         "pages/invoice.html",
         invoice=invoice,
         tenant=tenant,
-        open_until=_open_until(context.services, invoice.head),
+        closable_from=_closable_from(context.services, invoice.head),
         corrections=corrections.data,
         corrections_more=corrections.has_more,
-        **WORDS,
+        **FORMATTERS,
     )
 
 
 @get("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)])
 async def confirm_close(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
-    """Say what closing does before it is done."""
+    """Confirm closing and explain its consequences."""
     invoice, tenant = await _find(context, invoice_id, Action.BILLING)
     return _close_form(context, invoice, tenant, None)
 
 
 @post("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)], status_code=200)
 async def close_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
-    """Give the invoice its number and freeze it."""
+    """Close the invoice: it gets its number and cannot be changed."""
     invoice, tenant = await _find(context, invoice_id, Action.BILLING)
     try:
         await context.services.invoices.close(invoice_id, access=context.access)
@@ -124,7 +126,7 @@ async def close_invoice(context: ContextDependency, invoice_id: FromPath[str]) -
 
 @get("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)])
 async def confirm_discard(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
-    """Say what discarding does before it is done, or that a closed invoice stays."""
+    """Confirm discarding a draft. Raises InvoiceClosed for a closed invoice."""
     head, tenant = await _find_head(context, invoice_id)
     check_draft(head)
     return _discard_form(context, head, tenant, None)
@@ -132,7 +134,7 @@ async def confirm_discard(context: ContextDependency, invoice_id: FromPath[str])
 
 @post("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)], status_code=200)
 async def discard_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
-    """Remove the draft, or say why it stays."""
+    """Discard the draft, or show why it cannot be discarded."""
     head, tenant = await _find_head(context, invoice_id)
     try:
         await context.services.invoices.discard(invoice_id, access=context.access)
@@ -142,8 +144,10 @@ async def discard_invoice(context: ContextDependency, invoice_id: FromPath[str])
 
 
 async def _draft_all(context: Context, month: str) -> tuple[int, list[str]]:
-    """Make the drafts of a month except those that would be empty, and where the month or a later one is closed; return how
-    many there are, and a sentence for each that has costs in two currencies, and so no draft."""
+    """Draft a month for all tenants, except where the draft would be empty or the month or a later one is closed.
+
+    Return the number of drafts, and an error message for each tenant with costs in two currencies, which cannot be drafted.
+    """
     drafts, refused = 0, []
     for tenant in await tenants_by_name(context.services, context.access):
         try:
@@ -156,14 +160,14 @@ async def _draft_all(context: Context, month: str) -> tuple[int, list[str]]:
 
 
 async def _find(context: Context, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:
-    """Return an invoice and its tenant. Raises NotFound for one that the member may not see."""
+    """Return an invoice and its tenant. Raises NotFound, also for an invisible invoice."""
     access = context.access
     invoice = await context.services.invoices.get(invoice_id, access=access, action=action)
     return invoice, await context.services.tenants.get(invoice.head.tenant_id, access=access)
 
 
 async def _find_head(context: Context, invoice_id: str, action: Action = Action.BILLING) -> tuple[InvoiceHead, Tenant]:
-    """Return an invoice without its lines, which a draft in two currencies does not have, and its tenant. Raises as `_find`."""
+    """Like `_find`, but without the invoice lines, which cannot be computed for a draft in two currencies."""
     access = context.access
     head = await context.services.invoices.head(invoice_id, access=access, action=action)
     return head, await context.services.tenants.get(head.tenant_id, access=access)
@@ -189,29 +193,29 @@ async def _list(context: Context, form: Form | None) -> Html:
         state=state,
         month=month,
         states=STATES,
-        next_page=next_page("/invoices", page, state=state, month=month),
-        closable=await _closable(context, page.data) if access.may(Action.BILLING) else [],
+        next_page=next_page_url("/invoices", page, state=state, month=month),
+        closable=await _closable_months(context, page.data) if access.may(Action.BILLING) else [],
         form=form,
-        **WORDS,
+        **FORMATTERS,
     )
 
 
 def _last_month(services: Services) -> str:
-    """Return the month before the current one: the one that is usually billed."""
+    """Return the previous month, which is the one usually billed."""
     calendar = services.reports.calendar
     return calendar.month_of(first_day(calendar.month_of(services.clock.now())) - timedelta(days=1))
 
 
-async def _closable(context: Context, heads: Sequence[InvoiceHead]) -> list[str]:
-    """Return the months that are over and have more than one draft, the oldest first: the last month and those of `heads`."""
+async def _closable_months(context: Context, heads: Sequence[InvoiceHead]) -> list[str]:
+    """Return the past months with more than one draft, oldest first, among the last month and those of `heads`."""
     services, last_month = context.services, _last_month(context.services)
-    of_last = await services.invoices.list(2, month=last_month, state="draft", access=context.access)
-    drafts = Counter(head.month for head in heads if head.state == "draft") | Counter({last_month: len(of_last.data)})
+    drafts_of_last = await services.invoices.list(2, month=last_month, state="draft", access=context.access)
+    drafts = Counter(head.month for head in heads if head.state == "draft") | Counter({last_month: len(drafts_of_last.data)})
     return sorted(month for month, number in drafts.items() if number > 1 and _is_over(services, month))
 
 
-def _open_until(services: Services, head: InvoiceHead) -> date | None:
-    """Return the first day on which the draft can be closed, or None when its month is over."""
+def _closable_from(services: Services, head: InvoiceHead) -> date | None:
+    """Return the first day on which the draft can be closed, or None if its month is already over."""
     calendar = services.reports.calendar
     return None if _is_over(services, head.month) else calendar.day_of(calendar.next_month_start(head.month))
 
@@ -225,8 +229,8 @@ def _close_form(context: Context, invoice: Invoice, tenant: Tenant, error: Gateh
         "fragments/invoice_close.html",
         title=f"Close {month_name(invoice.head.month)} of {tenant.name}",
         invoice=invoice,
-        form=_refused(error),
-        **WORDS,
+        form=_error_form(error),
+        **FORMATTERS,
     )
 
 
@@ -235,12 +239,12 @@ def _discard_form(context: Context, head: InvoiceHead, tenant: Tenant, error: Ga
         "fragments/invoice_discard.html",
         title=f"Discard {month_name(head.month)} of {tenant.name}",
         head=head,
-        form=_refused(error),
+        form=_error_form(error),
     )
 
 
-def _refused(error: GatehouseError | None) -> Form | None:
-    """Return a form without fields that shows `error`; None without an error."""
+def _error_form(error: GatehouseError | None) -> Form | None:
+    """Return a form without fields that shows `error`, or None."""
     if error is None:
         return None
     form = Form({})

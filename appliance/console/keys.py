@@ -1,4 +1,4 @@
-"""Keys: the list of all, a new one of a tenant, its page, rotation and revocation. A secret is shown in one answer only."""
+"""API keys: the list, creation, the page of a key, rotation and revocation. A secret is shown in one response only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
-from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
-from appliance.console.forms import GRACES, NAME_CHARS_MAX, Form
+from appliance.console.forms import GRACE_CHOICES, NAME_CHARS_MAX, Form
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
+from appliance.console.urls import next_page_url
 from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MODES, SCOPES, UNSET, Unset
 from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Principal, Tenant
 from appliance.tenancy.roles import Action
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 PAGE_ROWS = 100
 FIELDS = ("name", "scopes", "limit_mode", "allowed_models", "allowed_networks", "grace_s", *LIMIT_NAMES)
-SCOPE_WORDS = {"inference": "run models", "usage": "read the tenant's usage"}
+SCOPE_LABELS = {"inference": "run models", "usage": "read the tenant's usage"}
 SCOPE_CHOICES = [
-    (", ".join(chosen), " and ".join(SCOPE_WORDS[scope] for scope in chosen).capitalize())
+    (", ".join(chosen), " and ".join(SCOPE_LABELS[scope] for scope in chosen).capitalize())
     for size in range(1, len(SCOPES) + 1)
     for chosen in combinations(SCOPES, size)
 ]
 CONSEQUENCES = {
-    "rotate": "A key with a new secret and the same settings replaces it. When the old one expires, its requests end.",
-    "revoke": "Requests with this key are refused permanently. Running requests are ended; their tokens are billed.",
+    "rotate": "A key with a new secret and the same settings replaces it. When the old key expires, its running requests are aborted.",
+    "revoke": "Requests with this key are refused permanently. Running requests are aborted; their tokens are billed.",
 }
 
 
 @get("/keys")
 async def list_keys(context: ContextDependency) -> Html:
-    """The keys of every tenant that the member may see: those in use; ended ones on request or in a search."""
-    access, asked = context.access, context.query
-    text, ended = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("ended") == "yes"
+    """The keys of the visible tenants: those in use; ended ones on request or if they match a search."""
+    access, query = context.access, context.query
+    text, ended = query.get("q", "").strip()[:NAME_CHARS_MAX], query.get("ended") == "yes"
     page = await context.services.keys.list(
-        None, PAGE_ROWS, asked.get("cursor"), include_ended=ended or bool(text), text=text or None, access=access
+        None, PAGE_ROWS, query.get("cursor"), include_ended=ended or bool(text), text=text or None, access=access
     )
     tenants = await tenants_by_name(context.services, access)
     return context.page(
@@ -52,24 +52,24 @@ async def list_keys(context: ContextDependency) -> Html:
         part="fragments/key_list.html",
         keys=page.data,
         owners={tenant.id: tenant for tenant in tenants},
-        makers=[tenant for tenant in tenants if not tenant.archived and access.may(Action.KEYS, tenant.id)],
+        new_key_tenants=[tenant for tenant in tenants if not tenant.archived and access.may(Action.KEYS, tenant.id)],
         may_keys=access.may_somewhere(Action.KEYS),
         sees_all=access.sees_all,
         text=text,
         ended=ended,
-        next_page=next_page("/keys", page, q=text, ended="yes" if ended else ""),
+        next_page=next_page_url("/keys", page, q=text, ended="yes" if ended else ""),
     )
 
 
 @get("/tenants/{tenant_id:str}/keys/new", guards=[needs(Action.KEYS)])
 async def new_key(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """The form of a new key."""
+    """The form for a new key."""
     return _new_form(context, await context.services.tenants.get(tenant_id, access=context.access), None)
 
 
 @post("/tenants/{tenant_id:str}/keys", guards=[needs(Action.KEYS)], status_code=200)
 async def create_key(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Create a key and show its secret, or show the form again with what is wrong."""
+    """Create a key and show its secret, or show the form again with the errors."""
     tenant = await context.services.tenants.get(tenant_id, access=context.access)
     form = await context.form()
     values = _read(form, context.services)
@@ -87,18 +87,18 @@ async def create_key(context: ContextDependency, tenant_id: FromPath[str]) -> Ht
 @get("/keys/{key_id:str}")
 async def show_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
     """One key and its settings."""
-    return await _key_page(context, await _key(context, key_id, Action.READ))
+    return await _key_page(context, await _get_key(context, key_id, Action.READ))
 
 
 @post("/keys/{key_id:str}", guards=[needs(Action.KEYS)], status_code=200)
 async def save_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
-    """Save name, last day, restrictions and limits, or show the page again with what is wrong."""
-    key = await _key(context, key_id, Action.KEYS)
+    """Save name, expiry, restrictions and limits, or show the page again with the errors."""
+    key = await _get_key(context, key_id, Action.KEYS)
     form = await context.form()
-    # An unchanged day keeps the exact time that was stored, even if that is past.
+    # An unchanged day keeps the stored time, even if it is in the past.
     same_day = key.expires_at is not None and form.raw("expires_on") == _last_day(context.services, key)
     values = _read(form, context.services, expires_at=UNSET if same_day else None)
-    if values["name"] == key.name:  # an existing name may stay, even if it would be refused as a new one
+    if values["name"] == key.name:  # an existing name may stay even if it is invalid for new keys
         values["name"] = UNSET
     values |= {name: form.changed_names(name, getattr(key, name)) for name in ("allowed_models", "allowed_networks")}
     if not form.errors:
@@ -112,20 +112,20 @@ async def save_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
 
 @get("/keys/{key_id:str}/rotate", guards=[needs(Action.KEYS)])
 async def confirm_rotate(context: ContextDependency, key_id: FromPath[str]) -> Html:
-    """Say what rotation does before it is done."""
-    return _confirm(context, await _key(context, key_id, Action.KEYS), "rotate")
+    """Confirm a rotation and explain its consequences."""
+    return _confirm(context, await _get_key(context, key_id, Action.KEYS), "rotate")
 
 
 @post("/keys/{key_id:str}/rotate", guards=[needs(Action.KEYS)], status_code=200)
 async def rotate_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
-    """Replace the key by one with a new secret, and show it; for a time both may work."""
-    current, form = await _key(context, key_id, Action.KEYS), await context.form()
+    """Replace the key by one with a new secret and show it; both keys work during the grace period."""
+    current, form = await _get_key(context, key_id, Action.KEYS), await context.form()
     tenant = await context.services.tenants.get(current.tenant_id, access=context.access)
-    grace_s = form.choice("grace_s", [grace for grace, _ in GRACES]) if form.raw("grace_s") else "0"
+    grace_s = form.choice("grace_s", [grace for grace, _ in GRACE_CHOICES]) if form.raw("grace_s") else "0"
     if not form.errors:
-        try:  # nothing may fail between the change and the secret, which cannot be shown again
+        try:  # nothing may fail after the rotation: the secret cannot be shown again
             key, secret = await context.services.keys.rotate(key_id, grace_s=int(grace_s), access=context.access)
-            old_until = _end_of_grace(context.services, current, int(grace_s))
+            old_until = _grace_end(context.services, current, int(grace_s))
             return _secret(context, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}", old_until)
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
@@ -134,24 +134,24 @@ async def rotate_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
 
 @get("/keys/{key_id:str}/revoke", guards=[needs(Action.KEYS)])
 async def confirm_revoke(context: ContextDependency, key_id: FromPath[str]) -> Html:
-    """Say what revocation does before it is done."""
-    return _confirm(context, await _key(context, key_id, Action.KEYS), "revoke")
+    """Confirm a revocation and explain its consequences."""
+    return _confirm(context, await _get_key(context, key_id, Action.KEYS), "revoke")
 
 
 @post("/keys/{key_id:str}/revoke", guards=[needs(Action.KEYS)], status_code=200)
 async def revoke_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
-    """Refuse the key from now on."""
+    """Revoke the key."""
     key = await context.services.keys.revoke(key_id, access=context.access)
     return context.redirect(f"/tenants/{key.tenant_id}", done="key-revoked")
 
 
-async def _key(context: Context, key_id: str, action: Action) -> ApiKey:
-    """Return the key, after a check that the member may do `action` in its tenant. Raises NotFound for keys not to be seen."""
+async def _get_key(context: Context, key_id: str, action: Action) -> ApiKey:
+    """Return the key if the member may do `action` in its tenant. Raises NotFound, also for an invisible key."""
     return await context.services.keys.get(key_id, access=context.access, action=action)
 
 
 def _read(form: Form, services: Services, expires_at: Unset | None = None) -> dict[str, Any]:
-    """Return the settings of a form; scopes and mode stay as they are if it does not have them."""
+    """Parse the settings; scopes and limit mode are left unchanged if the form does not have them."""
     chosen = dict[str, Any]()
     if form.raw("scopes"):
         chosen["scopes"] = form.choice("scopes", [scopes for scopes, _ in SCOPE_CHOICES]).split(", ")
@@ -171,8 +171,8 @@ def _new_form(context: Context, tenant: Tenant, form: Form | None) -> Html:
     return context.sheet("fragments/key_new.html", title=title, tenant=tenant, form=form, **_choices(context.services))
 
 
-def _end_of_grace(services: Services, key: ApiKey, grace_s: int) -> datetime | None:
-    """Return until when a replaced key works, None if no longer."""
+def _grace_end(services: Services, key: ApiKey, grace_s: int) -> datetime | None:
+    """Return the time until which the replaced key works, None if it has ended."""
     end = services.clock.now() + timedelta(seconds=grace_s)
     return None if grace_s == 0 else min(end, key.expires_at or end)
 
@@ -197,7 +197,7 @@ def _confirm(context: Context, key: ApiKey, verb: str, form: Form | None = None)
         key=key,
         verb=verb,
         consequence=CONSEQUENCES[verb],
-        graces=GRACES,
+        graces=GRACE_CHOICES,
         form=form,
     )
 
@@ -211,7 +211,7 @@ async def _key_page(context: Context, key: ApiKey, form: Form | None = None) -> 
         tenant=tenant,
         levels=await key_levels(context.services, tenant, key, access=access),
         form=form,
-        scopes_of=SCOPE_WORDS,
+        scopes_of=SCOPE_LABELS,
         last_day=_last_day(context.services, key),
         **_choices(context.services),
     )
@@ -222,5 +222,5 @@ def _choices(services: Services) -> dict[str, Any]:
 
 
 def _last_day(services: Services, key: ApiKey) -> str:
-    """Return the day in the billing time zone on which the key ends, as a form field; empty if it never ends."""
+    """Return the last day on which the key is valid, in the billing time zone, for the form; empty if it never expires."""
     return "" if key.expires_at is None else str(services.reports.calendar.day_of(key.expires_at))

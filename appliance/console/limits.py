@@ -1,4 +1,4 @@
-"""Limits on pages: read from a form, and how full each of them is now."""
+"""Limits of tenants and keys: parsed from forms, and shown with their current usage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COUNTED = ("tokens_per_minute", "requests_per_minute", "concurrent_requests", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """How much of a limit is used: as a fraction from 0 to 1, and in words."""
+    """The usage of a limit: as a fraction from 0 to 1, and as text."""
 
     label: str
     fraction: float
@@ -31,19 +31,19 @@ class Level:
 
 
 def read_limits(form: Form) -> Limits:
-    """Return the limits of a form; a wrong field counts as no limit, and is noted in `form.errors`."""
+    """Parse the limits in a form; an invalid field counts as no limit and gets a form error."""
     limits = {name: form.whole_number(name, most=LIMIT_MAX) for name in _COUNTED}
     return Limits(**limits, monthly_budget=form.amount_micros("monthly_budget"))
 
 
 async def tenant_levels(services: Services, tenant: Tenant, *, access: Access) -> list[Level]:
-    """Return the tenant's own limits that are set, with how much of each is used now."""
+    """Return the current usage of the tenant's limits."""
     periods = await _period_levels(services, tenant, tenant.limits, access=access)
     return [*_levels(services, Owner("tenant", tenant.id), tenant.limits), *periods]
 
 
 async def key_levels(services: Services, tenant: Tenant, key: ApiKey, *, access: Access) -> list[Level]:
-    """Return the key's own limits that are set, with how much of each is used now."""
+    """Return the current usage of the key's own limits."""
     periods = await _period_levels(services, tenant, key.limits, key_ids=[key.id], access=access)
     return [*_levels(services, Owner("key", key.id), key.limits), *periods]
 
@@ -51,7 +51,7 @@ async def key_levels(services: Services, tenant: Tenant, key: ApiKey, *, access:
 async def _period_levels(
     services: Services, tenant: Tenant, limits: Limits, *, key_ids: Sequence[str] | None = None, access: Access
 ) -> list[Level]:
-    """Return the limits per day and month, by settled usage: the same figures, and currency, as in budget alerts."""
+    """Return the usage of limits per day and month: settled usage in the tenant's currency, as in budget alerts."""
     if limits.tokens_per_day is None and limits.monthly_budget is None:
         return []
     calendar, now = services.reports.calendar, services.clock.now()
@@ -70,7 +70,7 @@ async def _period_levels(
 
 
 def _levels(services: Services, owner: Owner, limits: Limits) -> list[Level]:
-    """Return the limits per minute and on concurrency. Usage beyond a limit shows as full."""
+    """Return the usage of limits per minute and on concurrency; usage above a limit is shown as full."""
     taken, levels = services.admission.in_use(owner), []
     if (tokens := limits.tokens_per_minute) is not None:
         levels.append(_level("Tokens per minute", min(taken.get("tokens", 0), tokens), tokens))
@@ -93,5 +93,5 @@ def _budget_level(spent_picos: int, limit_micros: int, currency: str) -> Level:
 
 
 def _fraction(taken: int, limit: int) -> float:
-    """Return the share that is used; a limit of zero is always full."""
+    """Return the used share; a limit of zero is always full."""
     return min(max(taken / limit, 0.0), 1.0) if limit else 1.0

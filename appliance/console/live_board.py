@@ -1,6 +1,6 @@
-"""The contents of the overview, gathered once per sample for all viewers: the snapshot, today's totals, the latest requests.
+"""Builds the contents of the overview once per sample for all viewers: the snapshot, today's totals, the latest requests.
 
-Sums of the ledger are read every few seconds, not at every tick. Knows no HTTP request and no markup.
+The ledger is queried every few seconds, not for every sample. Knows no HTTP request and no markup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from appliance.telemetry.readings import EngineReading, SystemSnapshot, TenantReading
     from engine.protocol import EngineStatus, MemoryPart
 
-TOTALS_KEPT_S = 4.0
+LEDGER_REFRESH_S = 4.0
 RECENT_ROWS = 8
 TENANT_ROWS = 6
 _MEMORY_LABELS = {
@@ -42,7 +42,7 @@ _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantsView:
-    """Tenants with seats and blocks of an engine, or waiting: the largest holders as rows, all others as one sum."""
+    """Tenants with running or waiting requests on an engine: the largest as rows, the others added up."""
 
     rows: list[TenantReading]
     num_running: int
@@ -55,13 +55,15 @@ class TenantsView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """One served model as a card: its reading, and what follows from it. Histories hold one value per sample, oldest first.
-    `draft_rate` is the share of draft tokens that became output; `memory` has the parts that take any, each with its label."""
+    """The card of one engine: its reading and derived values. Histories hold one value per sample, oldest first.
+
+    `draft_rate` is the share of draft tokens that were accepted. `memory` lists the parts of non-zero size with their labels.
+    """
 
     reading: EngineReading
     tone: str
     reason: str | None
-    facts: list[str]
+    details: list[str]
     tokens_in_per_s: float
     out_history: list[float]
     in_history: list[float]
@@ -75,7 +77,7 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuView:
-    """One GPU as a card; its memory is split as far as the engines report what they hold."""
+    """The card of one GPU; its memory is broken down as far as the engines report their shares."""
 
     reading: GpuReading
     segments: list[Segment]
@@ -84,7 +86,7 @@ class GpuView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverviewView:
-    """Everything on the overview at one moment: the snapshot, what follows from it, and what the ledger says."""
+    """Everything on the overview at one time: the snapshot, derived values, and figures from the ledger."""
 
     snapshot: SystemSnapshot
     tokens_in_per_s: float
@@ -99,7 +101,7 @@ class OverviewView:
 
 
 class LiveBoard:
-    """Makes the views; keeps the latest sample's, so that a hundred viewers cost as much as one."""
+    """Builds views and caches that of the latest sample, so that a hundred viewers cost as much as one."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -118,7 +120,7 @@ class LiveBoard:
 
     async def _refresh(self) -> None:
         now_s = self._services.clock.monotonic_s()
-        if self._read_at_s is not None and now_s - self._read_at_s < TOTALS_KEPT_S:
+        if self._read_at_s is not None and now_s - self._read_at_s < LEDGER_REFRESH_S:
             return
         self._read_at_s = now_s
         self._totals = await totals_today(self._services, access=WHOLE_BOX)
@@ -136,8 +138,8 @@ def overview_view(
     return OverviewView(
         snapshot=snapshot,
         tokens_in_per_s=sum(engine.tokens_in_per_s for engine in engines),
-        ttft_p50_s=_slowest([engine.ttft_p50_s for engine in snapshot.engines]),
-        ttft_p95_s=_slowest([engine.ttft_p95_s for engine in snapshot.engines]),
+        ttft_p50_s=_max_or_none([engine.ttft_p50_s for engine in snapshot.engines]),
+        ttft_p95_s=_max_or_none([engine.ttft_p95_s for engine in snapshot.engines]),
         today=today,
         engines=engines,
         gpus=[gpu_view(gpu, snapshot) for gpu in snapshot.gpus],
@@ -147,7 +149,7 @@ def overview_view(
     )
 
 
-def _slowest(values: Sequence[float | None]) -> float | None:
+def _max_or_none(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
@@ -158,7 +160,7 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         reading=engine,
         tone=_TONES.get(engine.state, ""),
         reason=_reason(engine),
-        facts=_facts(engine, now),
+        details=_details(engine, now),
         tokens_in_per_s=prompt_rates[-1] if prompt_rates else 0.0,
         out_history=[reading.tokens_per_second for snapshot in history for reading in _readings_of(engine.model, snapshot)],
         in_history=prompt_rates,
@@ -166,15 +168,15 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         hit_rate=_hit_rate(figures),
         draft_rate=_draft_rate(figures),
         plain_steps={reason: steps for reason, steps in figures.plain_steps_total.items() if steps},
-        memory=[] if engine.info is None else _labelled(engine.info.memory),
+        memory=[] if engine.info is None else _labelled_parts(engine.info.memory),
         tenants=tenants_view(engine.tenants),
     )
 
 
-def _labelled(parts: Sequence[MemoryPart]) -> list[tuple[str, MemoryPart]]:
-    """Return the parts that take any memory with their labels, in the order in which the engine reports them."""
-    taking = [part for part in parts if part.predicted_bytes or part.measured_bytes]
-    return [(_MEMORY_LABELS.get(part.name, part.name), part) for part in taking]
+def _labelled_parts(parts: Sequence[MemoryPart]) -> list[tuple[str, MemoryPart]]:
+    """Return the parts of non-zero size with their labels, in the order reported by the engine."""
+    non_empty = [part for part in parts if part.predicted_bytes or part.measured_bytes]
+    return [(_MEMORY_LABELS.get(part.name, part.name), part) for part in non_empty]
 
 
 def _hit_rate(figures: EngineStatus) -> float | None:
@@ -190,7 +192,7 @@ def _draft_rate(figures: EngineStatus) -> float | None:
 
 
 def tenants_view(tenants: Sequence[TenantReading]) -> TenantsView:
-    """Return the rows of the first tenants, which hold most, and the sum of the others."""
+    """Return the first tenants, which hold most blocks, as rows, and the sum of the others."""
     rows, others = list(tenants[:TENANT_ROWS]), tenants[TENANT_ROWS:]
     return TenantsView(
         rows=rows,
@@ -208,8 +210,8 @@ def _readings_of(model: str, snapshot: SystemSnapshot) -> list[EngineReading]:
 
 
 def prompt_history(model: str, history: Sequence[SystemSnapshot]) -> list[float]:
-    """Return prompt tokens per second between neighbouring samples, without those of probes; the totals of a restarted engine
-    begin at zero again."""
+    """Return prompt tokens per second between consecutive samples, without probes. A restarted engine, whose totals start from
+    zero, counts as idle."""
     counts = [
         (snapshot.at, reading.status.prompt_tokens_total - reading.probe_prompt_tokens)
         for snapshot in history
@@ -229,24 +231,24 @@ def _reason(engine: EngineReading) -> str | None:
     return None if engine.state == "ready" else engine.error
 
 
-def _facts(engine: EngineReading, now: datetime) -> list[str]:
-    facts = []
+def _details(engine: EngineReading, now: datetime) -> list[str]:
+    details = []
     if engine.info is not None:
         info = engine.info
-        facts += [info.device_name, f"{info.num_parameters / 1e6:,.1f} M parameters", info.dtype]
+        details += [info.device_name, f"{info.num_parameters / 1e6:,.1f} M parameters", info.dtype]
         quantised = f" in {info.quantization}".removeprefix(" in none")
         rounded = f" in {info.kv_cache_dtype}" if info.kv_cache_dtype.startswith("fp8") else ""
-        facts += [f"weights {size(info.weights_bytes)}{quantised}", f"KV {size(info.kv_bytes)}{rounded}"]
-        facts += [f"context {info.max_model_len:,} tokens"]
+        details += [f"weights {size(info.weights_bytes)}{quantised}", f"KV {size(info.kv_bytes)}{rounded}"]
+        details += [f"context {info.max_model_len:,} tokens"]
     if engine.started_at is not None:
         age = duration_s(max(int((now - engine.started_at).total_seconds()), 1))
-        facts.append(f"up {age}" if engine.state == "ready" else f"started {age} ago")
-    facts.append(f"{engine.restarts} {'restart' if engine.restarts == 1 else 'restarts'}")
-    return facts
+        details.append(f"up {age}" if engine.state == "ready" else f"started {age} ago")
+    details.append(f"{engine.restarts} {'restart' if engine.restarts == 1 else 'restarts'}")
+    return details
 
 
 def gpu_view(gpu: GpuReading, snapshot: SystemSnapshot) -> GpuView:
-    """Return the card of one GPU. With several GPUs it is unknown which engine uses which, so only the used memory is shown."""
+    """Return the card of one GPU. With several GPUs the engines' shares are unknown, so only the used memory is shown."""
     parts = _memory_parts(gpu, snapshot)
     return GpuView(
         reading=gpu,

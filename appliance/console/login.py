@@ -1,4 +1,4 @@
-"""Signing in with a password, signing out, and the choice of theme. Knows no password rule: `Members` decides."""
+"""Signing in with a password, signing out, and choosing the theme. `Members` checks the password."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from appliance.base.errors import InvalidCredentials, RateLimitExceeded
 from appliance.console.context import Context, ContextDependency
 from appliance.console.rendering import THEME_COOKIE, THEMES, Html
 from appliance.console.security import current_session, form_of, is_secure, safe_next, session_cookie
-from appliance.console.sign_in import close_session, first_factor_proven, note_refusal, wait_of, with_wait
+from appliance.console.sign_in import close_session, continue_sign_in, record_refusal, wait_message, with_retry_after
 from appliance.tenancy.members import EMAIL_CHARS_MAX, PASSWORD_CHARS_MAX
 
 THEME_KEPT_S = 365 * 24 * 3600
-# One sentence for an unknown address and a wrong password alike.
-WRONG = "Wrong e-mail or password."
+# The same for an unknown address and a wrong password.
+WRONG_CREDENTIALS = "Wrong e-mail or password."
 
 
 @get("/login", opt={"public": True})
 async def show_login(context: ContextDependency) -> Html:
-    """The sign-in form; a visitor already signed in is sent on."""
+    """The sign-in form; redirects a visitor who is already signed in."""
     target = safe_next(context.query.get("next"))
     if current_session(context.request) is not None:
         return context.redirect(target)
@@ -29,22 +29,24 @@ async def show_login(context: ContextDependency) -> Html:
 
 @post("/login", opt={"public": True}, status_code=200)
 async def sign_in(context: ContextDependency) -> Html:
-    """Check e-mail and password, then go on to the requested page, or to the code of the second factor."""
+    """Check e-mail and password, then redirect to the requested page or to the second factor."""
     form = await form_of(context.request)
     email, password = str(form.get("email", "")).strip(), str(form.get("password", ""))
     target = safe_next(str(form.get("next", "")))
     try:
         if len(email) > EMAIL_CHARS_MAX or len(password) > PASSWORD_CHARS_MAX:
-            context.attempts.count_address(address=context.address)  # not counted for an account: no address is that long
-            raise InvalidCredentials(WRONG)
+            context.attempts.count_address(
+                address=context.address
+            )  # counted for the address only: no account has such a long e-mail
+            raise InvalidCredentials(WRONG_CREDENTIALS)
         context.attempts.count(address=context.address, account=email)
         proven = await context.services.members.prove_password(email, password)
-        answer = await first_factor_proven(context, proven.member, method="password", target=target, proof=proven.still_valid)
+        answer = await continue_sign_in(context, proven.member, method="password", target=target, proof=proven.still_valid)
     except RateLimitExceeded as error:
-        return with_wait(login_form(context, target=target, email=email, error=wait_of(error), status=429), error)
+        return with_retry_after(login_form(context, target=target, email=email, error=wait_message(error), status=429), error)
     except InvalidCredentials:
-        await note_refusal(context, email=email, reason="password")
-        return login_form(context, target=target, email=email, error=WRONG, status=401)
+        await record_refusal(context, email=email, reason="password")
+        return login_form(context, target=target, email=email, error=WRONG_CREDENTIALS, status=401)
     context.attempts.reset_account(account=email)
     return answer
 
@@ -60,7 +62,7 @@ async def sign_out(context: ContextDependency) -> Html:
 
 @post("/theme", status_code=200)
 async def choose_theme(context: ContextDependency) -> Html:
-    """Remember light, dark, or the preference of the device, and show the same page again."""
+    """Store the theme (light, dark, or that of the device) in a cookie and show the same page again."""
     form = await form_of(context.request)
     theme = str(form.get("theme", ""))
     answer = context.redirect(safe_next(str(form.get("next", ""))))
@@ -78,7 +80,7 @@ async def choose_theme(context: ContextDependency) -> Html:
 
 
 def login_form(context: Context, *, target: str, email: str = "", error: str | None = None, status: int = 200) -> Html:
-    """Return the sign-in form, with what was typed and what is wrong."""
+    """Return the sign-in form with the typed e-mail and an error."""
     provider = context.services.oidc
     return context.page(
         "pages/login.html",

@@ -1,48 +1,48 @@
-"""Slows down guessing of passwords and codes: a burst of attempts, then one per interval, per address and per account.
+"""Rate limits sign-in attempts per address and per account: a burst, then one per interval.
 
-Kept in memory and bounded. A restart forgets the counts, which is acceptable: an attempt at a password also costs a slow hash,
-and one at a code needs the right password first.
+Kept in bounded memory. A restart resets the counts, which is acceptable: each password attempt also costs a slow hash, and each
+attempt at a code needs the right password first.
 """
 
 from __future__ import annotations
 
 from appliance.base.clock import Clock
 from appliance.tenancy.attempts import Allowance, Attempts
-from appliance.tenancy.networks import site_of
+from appliance.tenancy.networks import client_network
 
 ENTRIES_MAX = 10_000
 
 PER_ACCOUNT = Allowance(burst=8, refill_s=30.0)
-# Higher, because a proxy may put a whole office behind one address.
+# Higher, because a whole office may share one address.
 PER_ADDRESS = Allowance(burst=30, refill_s=5.0)
-# Three of a million codes are valid at a time: with the password, guessing for a whole month succeeds one time in forty.
+# Three of a million codes are valid at a time: who has the password and guesses for a month succeeds one time in forty.
 PER_MEMBER_CODES = Allowance(burst=5, refill_s=300.0)
 
 
 class LoginAttempts:
-    """Counts attempts before the password is checked, so that parallel guesses do not slip through."""
+    """Counts attempts before the password is checked, so that parallel guesses cannot exceed the limit."""
 
     def __init__(self, clock: Clock) -> None:
-        self._attempts: Attempts[tuple[str, str]] = Attempts(
-            clock, keys_max=ENTRIES_MAX, refusal="Too many attempts to sign in."
-        )
+        self._attempts: Attempts[tuple[str, str]] = Attempts(clock, keys_max=ENTRIES_MAX, refusal="Too many sign-in attempts.")
 
     def count(self, *, address: str, account: str) -> None:
-        """Take one attempt at a password from both allowances, or raise RateLimitExceeded with the exact wait and take none."""
-        self._attempts.take({("address", site_of(address)): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT})
+        """Take one password attempt of the address and the account, or raise RateLimitExceeded with the exact wait."""
+        self._attempts.take(
+            {("address", client_network(address)): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT}
+        )
 
     def count_code(self, *, address: str, member_id: str) -> None:
-        """Take one attempt at a code of the second factor, or raise RateLimitExceeded and take none."""
-        self._attempts.take({("address", site_of(address)): PER_ADDRESS, ("code", member_id): PER_MEMBER_CODES})
+        """Take one attempt at a second-factor code of the address and the member, or raise RateLimitExceeded."""
+        self._attempts.take({("address", client_network(address)): PER_ADDRESS, ("code", member_id): PER_MEMBER_CODES})
 
     def count_address(self, *, address: str) -> None:
-        """Take one attempt at any other way of signing in, or raise RateLimitExceeded and take none."""
-        self._attempts.take({("address", site_of(address)): PER_ADDRESS})
+        """Take one attempt of the address at any other way of signing in, or raise RateLimitExceeded."""
+        self._attempts.take({("address", client_network(address)): PER_ADDRESS})
 
     def reset_account(self, *, account: str) -> None:
-        """Forget the attempts of an account whose owner has just proven the password."""
+        """Reset the attempts of an account after a successful password check."""
         self._attempts.forget(("account", account.strip().casefold()))
 
     def reset_codes(self, *, member_id: str) -> None:
-        """Forget the attempts of a member whose code was right."""
+        """Reset the attempts of a member after a correct code."""
         self._attempts.forget(("code", member_id))

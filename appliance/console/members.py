@@ -9,12 +9,12 @@ from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
-from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names
+from appliance.console.urls import next_page_url
 from appliance.tenancy.members import Member
 from appliance.tenancy.memberships import Membership
 from appliance.tenancy.roles import Action, Role
@@ -59,7 +59,7 @@ async def list_members(context: ContextDependency) -> Html:
             await services.memberships.of_members(ids, access=access),
             await tenant_names(services, access),
         ),
-        next_page=next_page("/members", page),
+        next_page=next_page_url("/members", page),
     )
 
 

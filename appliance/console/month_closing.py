@@ -19,7 +19,7 @@ from appliance.console.tenant_names import tenant_names
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.invoicing.wording import format_payment, month_name
-from appliance.tenancy.pages import every_row
+from appliance.tenancy.pages import read_every_page
 from appliance.tenancy.roles import Action
 
 REASONS_SHOWN_MAX = 5
@@ -79,7 +79,7 @@ async def _open_month(context: Context, month: str) -> OpenMonth:
     first_day(month)
     names = await tenant_names(services, access)
     drafts, unsummed = [], []
-    for head in await every_row(partial(services.invoices.list, month=month, state="draft", access=access)):
+    for head in await read_every_page(partial(services.invoices.list, month=month, state="draft", access=access)):
         try:
             invoice = await services.invoices.get(head.id, access=access, action=Action.BILLING)
             drafts.append((names[head.tenant_id], invoice))

@@ -16,7 +16,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.metering.prices import Price
 from appliance.tenancy.fields import TIERS
-from appliance.tenancy.pages import every_row
+from appliance.tenancy.pages import read_every_page
 from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejecte
 async def list_prices(context: ContextDependency) -> Html:
     """Every price: for each model and currency the present, the future and the past ones."""
     services = context.services
-    prices = await every_row(services.prices.list)
+    prices = await read_every_page(services.prices.list)
     currencies = await services.tenants.currencies(services.settings.currency)
     served = [(model.name, currency) for model in services.models.list() for currency in currencies]
     return context.page(
@@ -141,7 +141,7 @@ def _withdrawal(context: Context, form: Form | None, price: Price) -> Html:
 
 
 async def _price(services: Services, price_id: str) -> Price:
-    found = next((price for price in await every_row(services.prices.list) if price.id == price_id), None)
+    found = next((price for price in await read_every_page(services.prices.list) if price.id == price_id), None)
     if found is None:
         raise NotFound("no such price", param="price_id")
     return found

@@ -14,7 +14,7 @@ from litestar import Response
 from litestar.datastructures import Cookie
 
 from appliance.console.charts import spark_area, spark_points, stack, timeline
-from appliance.console.formatting import filters_of
+from appliance.console.formatting import template_filters
 from appliance.console.forms import names_text, sentence
 from appliance.console.sections import sections_of
 from appliance.console.security import ConsoleRequest, current_session, may, page_shown
@@ -108,7 +108,9 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters.update(filters_of(services.reports.calendar) | {"names_text": names_text, "sentence": sentence})
+        self._templates.filters.update(
+            template_filters(services.reports.calendar) | {"names_text": names_text, "sentence": sentence}
+        )
         self._templates.globals.update(
             asset=asset,
             spark_area=spark_area,

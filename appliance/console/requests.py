@@ -9,7 +9,7 @@ from litestar.params import FromPath
 
 from appliance.base.errors import NotFound
 from appliance.console.context import Console, ContextDependency
-from appliance.console.history import ENDS, Filters, history_page
+from appliance.console.history import FINISH_REASONS, Filters, history_page
 from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
 from appliance.console.request_bill import bill_of
 from appliance.console.request_lines import RequestLine, live_line, past_line
@@ -42,7 +42,7 @@ async def list_requests(context: ContextDependency) -> Html:
         **known,
         may_abort=access.may_somewhere(Action.ABORT),
         tenants=tenants,
-        ends=ENDS,
+        finish_reasons=FINISH_REASONS,
     )
 
 

@@ -14,9 +14,8 @@ from appliance.base.errors import GatehouseError
 from appliance.console import (
     account,
     alerts,
+    appliance_settings,
     audit,
-    box_costs,
-    box_settings,
     invoices,
     keys,
     limit_check,
@@ -32,6 +31,7 @@ from appliance.console import (
     requests,
     second_factor,
     seller,
+    server_costs,
     tenant_terms,
     tenants,
     usage,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MODULES = (
     login, login_code, login_oidc, account, second_factor, overview, live_stream, requests, tenants, tenant_terms, people, keys,
-    limit_check, usage, invoices, month_closing, prices, members, alerts, audit, box_settings, seller, box_costs,
+    limit_check, usage, invoices, month_closing, prices, members, alerts, audit, appliance_settings, seller, server_costs,
 )  # fmt: skip
 FORM_BYTES_MAX = 64 * 1024
 NAME_BYTES_MAX = 255

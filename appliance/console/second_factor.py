@@ -14,13 +14,13 @@ from litestar import get, post
 from markupsafe import Markup
 
 from appliance.base.errors import Conflict, InvalidCredentials, RateLimitExceeded
-from appliance.console.account import NOT_YOURS
+from appliance.console.account import WRONG_CREDENTIAL
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
-from appliance.console.sign_in import open_session, wait_of
+from appliance.console.sign_in import open_session, wait_message
 from appliance.tenancy.members import Member, Proof
-from appliance.tenancy.recovery_codes import normalised
+from appliance.tenancy.recovery_codes import normalise_code
 from appliance.tenancy.second_factor import Enrolment
 from appliance.tenancy.sessions import Session
 
@@ -104,7 +104,7 @@ async def _proven(context: Context, member: Member, form: Form) -> Proof | None:
         try:
             return await proven_by(context, member, typed)
         except RateLimitExceeded as error:
-            form.fail("proof", wait_of(error))
+            form.fail("proof", wait_message(error))
             return None
         except InvalidCredentials:
             continue
@@ -117,13 +117,13 @@ def _ways(typed: str) -> Sequence[Callable[[Context, Member, str], Awaitable[Pro
     digits = typed.replace(" ", "")
     if len(digits) == 6 and digits.isdigit():
         return (_code_proven,)
-    return (_password_proven,) if normalised(typed) is None else (_code_proven, _password_proven)
+    return (_password_proven,) if normalise_code(typed) is None else (_code_proven, _password_proven)
 
 
 async def _code_proven(context: Context, member: Member, code: str) -> Proof:
     factors = context.services.second_factors
     context.attempts.count_code(address=context.address, member_id=member.id)
-    stamp = await factors.required(member.id)
+    stamp = await factors.challenge(member.id)
     if stamp is None:
         raise InvalidCredentials(NO_PROOF)
     await factors.check(member.id, code, stamp=stamp)
@@ -140,13 +140,13 @@ async def _password_proven(context: Context, member: Member, password: str) -> P
 
 def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:
     if isinstance(error, RateLimitExceeded):
-        form.fail(FORM_ERROR, wait_of(error))
+        form.fail(FORM_ERROR, wait_message(error))
     elif isinstance(error, Conflict):
         form.fail(FORM_ERROR, sentence(error.message))
     elif error.param == "code":
         form.fail("code", sentence(error.message))
     else:
-        form.fail("password", NOT_YOURS)
+        form.fail("password", WRONG_CREDENTIAL)
 
 
 async def _codes_in_new_session(context: Context, session: Session, codes: list[str], proof: Proof) -> Html:

@@ -22,7 +22,7 @@ from litestar.types import ASGIApp, Guard, Message, Receive, Scope, Send
 from appliance.base.acting import act_as, current_actor
 from appliance.base.errors import Forbidden, InvalidValue, PasswordChangeNeeded, Unauthenticated
 from appliance.tenancy import browser_rules
-from appliance.tenancy.browser_rules import CSRF_HEADER, SAFE_METHODS, is_from_own_site, is_token_of, session_cookie_name
+from appliance.tenancy.browser_rules import CSRF_HEADER, SAFE_METHODS, is_csrf_token_of, is_from_own_site, session_cookie_name
 from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ async def require_csrf_token(request: ConsoleRequest) -> None:
     if request.method in SAFE_METHODS or session is None:
         return
     sent = request.headers.get(CSRF_HEADER) or (await form_of(request)).get(CSRF_FIELD) or ""
-    if not is_token_of(session, str(sent)):
+    if not is_csrf_token_of(session, str(sent)):
         raise Forbidden("The form is from an older session. Reload the page and send it again; nothing was changed.")
 
 

@@ -70,7 +70,7 @@ def _read_tax(form: Form) -> int:
     micros = form.amount_micros("tax_basis_points") or 0
     basis_points, rest = divmod(micros, _MICROS_PER_BASIS_POINT)
     if rest or basis_points > BASIS_POINTS:
-        form.fail("tax_basis_points", "A percentage from 0 to 100 with at most two decimals.")
+        form.fail("tax_basis_points", "Enter a percentage from 0 to 100 with at most two decimals.")
     return basis_points
 
 

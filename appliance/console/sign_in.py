@@ -1,6 +1,6 @@
-"""The last steps of every way to sign in: ask for a code if the member has a second factor, then open the session.
+"""The steps after the first factor, whatever that was: the code of the second factor, if there is one, then a new session.
 
-Between the two there is no session, only a ticket in a cookie of this browser. Knows no form of the first factor.
+Between the two steps there is no session, only a ticket in a cookie.
 """
 
 from __future__ import annotations
@@ -22,39 +22,37 @@ from appliance.tenancy.second_factor import without_second_factor
 CODE_STEP = "code"
 CODE_PATH = "/login/code"
 USER_AGENT_CHARS_MAX = 400
-TARGET_CHARS_MAX = 1500  # sealed together with the rest, it stays below the 4 KiB limit of browsers for a cookie
+TARGET_CHARS_MAX = 1500  # so that the sealed ticket stays below 4 KiB, the limit of browsers for a cookie
 NO_ADDRESS = "(no e-mail address)"
 
 
-def kept_target(target: str) -> str:
-    """Return `target`, where to go after signing in, if it fits a cookie; else the overview."""
+def fitting_target(target: str) -> str:
+    """Return `target`, the path to open after signing in, if it fits into a cookie, else `/`."""
     return target if len(target) <= TARGET_CHARS_MAX else "/"
 
 
-async def first_factor_proven(
-    context: Context, member: Member, *, method: str, target: str, proof: Proof | None = None
-) -> Html:
-    """Return the answer for a member who has proven the first factor by `method`: with a session, or leading to the code.
+async def continue_sign_in(context: Context, member: Member, *, method: str, target: str, proof: Proof | None = None) -> Html:
+    """Respond to a successful first factor: open the session, or redirect to the code of the second factor.
 
-    Raises InvalidCredentials when `proof` of the first factor no longer holds, or no longer suffices alone.
+    Raises InvalidCredentials if `proof` of the first factor no longer holds, or no longer suffices alone.
     """
-    stamp = await context.services.second_factors.required(member.id, proof=proof)
+    stamp = await context.services.second_factors.challenge(member.id, proof=proof)
     if stamp is None:
-        alone = without_second_factor(proof)
-        return await finish(context, member, method=method, target=target, proof=alone)
+        proof = without_second_factor(proof)
+        return await complete_sign_in(context, member, method=method, target=target, proof=proof)
     tickets = context.services.sign_in_tickets
-    ticket = tickets.issue({"member_id": member.id, "stamp": stamp, "method": method, "next": kept_target(target)})
+    ticket = tickets.issue({"member_id": member.id, "stamp": stamp, "method": method, "next": fitting_target(target)})
     answer = context.redirect(CODE_PATH)
     answer.set_cookie(step_cookie(context.request, context.services, CODE_STEP, ticket, life_s=tickets.life_s))
     return answer
 
 
-async def finish(context: Context, member: Member, *, method: str, target: str, proof: Proof | None = None) -> Html:
-    """Open a session with a new id, end the one that this browser had, and lead on to `target`.
+async def complete_sign_in(context: Context, member: Member, *, method: str, target: str, proof: Proof | None = None) -> Html:
+    """Replace this browser's session by a new one for `member` and redirect to `target`.
 
-    Raises InvalidCredentials when `proof` no longer holds.
+    Raises InvalidCredentials if `proof` no longer holds.
     """
-    _act_as(context, "member", member.email, member.id)
+    _set_actor(context, "member", member.email, member.id)
     await close_session(context)
     answer = context.redirect(target)
     answer.set_cookie(await open_session(context, member, method=method, proof=proof))
@@ -64,9 +62,9 @@ async def finish(context: Context, member: Member, *, method: str, target: str, 
 
 
 async def open_session(context: Context, member: Member, *, method: str, proof: Proof | None = None) -> Cookie:
-    """Return the cookie of a new session of this browser, which the rest of this request uses.
+    """Open a session, also used for the rest of this request, and return its cookie.
 
-    Raises InvalidCredentials when `proof` no longer holds.
+    Raises InvalidCredentials if `proof` no longer holds.
     """
     agent, address = context.request.headers.get("user-agent", "")[:USER_AGENT_CHARS_MAX], context.address
     token, session = await context.services.sessions.open(member.id, agent, address, method=method, proof=proof)
@@ -81,27 +79,27 @@ async def close_session(context: Context) -> None:
         await context.services.sessions.close(token)
 
 
-async def note_refusal(context: Context, *, email: str, reason: str) -> None:
-    """Record that somebody could not sign in. What was typed is kept only if it is an address: it may be a password."""
+async def record_refusal(context: Context, *, email: str, reason: str) -> None:
+    """Record a failed sign-in. The typed text is recorded only if it is an e-mail address: it could be a password."""
     try:
-        named = check_email(email)
+        address = check_email(email)
     except InvalidValue:
-        named = NO_ADDRESS
-    _act_as(context, "system", "sign-in", None)
-    await context.services.sessions.note_refusal(named, reason)
+        address = NO_ADDRESS
+    _set_actor(context, "system", "sign-in", None)
+    await context.services.sessions.record_refusal(address, reason)
 
 
-def _act_as(context: Context, kind: ActorKind, name: str, actor_id: str | None) -> None:
+def _set_actor(context: Context, kind: ActorKind, name: str, actor_id: str | None) -> None:
     act_as(dataclasses.replace(current_actor(), kind=kind, name=name, id=actor_id, address=context.address))
 
 
-def wait_of(error: RateLimitExceeded) -> str:
-    """Return the sentence for too many attempts."""
+def wait_message(error: RateLimitExceeded) -> str:
+    """Return the error message for too many attempts."""
     return f"{error.message} Wait {format_wait(_whole_wait_s(error))}, then try again."
 
 
-def with_wait(answer: Html, error: RateLimitExceeded) -> Html:
-    """Return `answer` with the header that says after how long to try again."""
+def with_retry_after(answer: Html, error: RateLimitExceeded) -> Html:
+    """Return `answer` with a `Retry-After` header."""
     answer.headers["retry-after"] = str(_whole_wait_s(error))
     return answer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from appliance.tenancy.pages import every_row
+from appliance.tenancy.pages import read_every_page
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 async def tenants_by_name(services: Services, access: Access) -> list[Tenant]:
     """Return the tenants that `access` shows in the order of their names, archived ones too."""
-    tenants = await every_row(partial(services.tenants.list, include_archived=True, access=access))
+    tenants = await read_every_page(partial(services.tenants.list, include_archived=True, access=access))
     return sorted(tenants, key=lambda tenant: tenant.name.casefold())
 
 

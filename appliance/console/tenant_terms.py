@@ -120,7 +120,7 @@ def _read_percents(form: Form) -> list[int] | None:
         return [] if typed else None
     parts = [part.strip(" %") for part in re.split(r"[,\s]+", typed) if part.strip(" %")]
     if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
-        form.fail("alert_percents", "Percentages like 80, 100, or none, or empty.")
+        form.fail("alert_percents", "Enter percentages like 80, 100, or the word none, or leave this empty.")
         return None
     return [int(part) for part in parts]
 

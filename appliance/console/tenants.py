@@ -8,7 +8,6 @@ from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
-from appliance.console.addresses import next_page
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import read_limits, tenant_levels
@@ -18,9 +17,10 @@ from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_terms import free_terms, model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
+from appliance.console.urls import next_page_url
 from appliance.metering.invoicing.wording import month_name
 from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
-from appliance.tenancy.pages import every_row
+from appliance.tenancy.pages import read_every_page
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -35,10 +35,10 @@ FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 @get("/tenants")
 async def list_tenants(context: ContextDependency) -> Html:
     """Every tenant that the member may see and whose name matches the search; archived ones on request."""
-    asked = context.query
-    text, archived = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("archived") == "yes"
+    query = context.query
+    text, archived = query.get("q", "").strip()[:NAME_CHARS_MAX], query.get("archived") == "yes"
     page = await context.services.tenants.list(
-        PAGE_ROWS, asked.get("cursor"), include_archived=archived, text=text or None, access=context.access
+        PAGE_ROWS, query.get("cursor"), include_archived=archived, text=text or None, access=context.access
     )
     return context.page(
         "pages/tenants.html",
@@ -47,7 +47,7 @@ async def list_tenants(context: ContextDependency) -> Html:
         costs=await costs_this_month(context.services, [tenant.id for tenant in page.data], access=context.access),
         text=text,
         archived=archived,
-        next_page=next_page("/tenants", page, q=text, archived="yes" if archived else ""),
+        next_page=next_page_url("/tenants", page, q=text, archived="yes" if archived else ""),
     )
 
 
@@ -151,7 +151,9 @@ async def _prices(services: Services, tenant: Tenant) -> dict[str, Any]:
     currency, now = tenant.currency or services.settings.currency, services.clock.now()
     names = [model.name for model in services.models.list()]
     mine = [name for name in names if tenant.allowed_models is None or name in tenant.allowed_models]
-    prices = [price for price in await every_row(services.prices.list) if price.currency == currency and price.model in mine]
+    prices = [
+        price for price in await read_every_page(services.prices.list) if price.currency == currency and price.model in mine
+    ]
     return {
         "unpriced": await services.prices.unpriced([(name, currency) for name in mine], now),
         "prices": [

@@ -17,11 +17,11 @@ from litestar import Response, get
 from appliance.base.clock import rfc3339
 from appliance.base.errors import InvalidValue
 from appliance.base.spreadsheet import plain_text
-from appliance.console.addresses import address
 from appliance.console.charts import Column, columns
 from appliance.console.context import ContextDependency
 from appliance.console.rendering import Html
 from appliance.console.tenant_names import tenant_names, tenants_by_name
+from appliance.console.urls import build_url
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.usage import UsageFilter, UsageRow
 from appliance.metering.usage_cover import bucket_end, bucket_start
@@ -77,7 +77,7 @@ class View:
     def address(self, path: str = "/usage", **changes: str) -> str:
         """Return the address of this view with `changes`."""
         given = {"period": self.period, "group": self.group, "measure": self.measure, "tenant": self.tenant} | changes
-        return address(path, **given)
+        return build_url(path, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from appliance.base.errors import InvalidValue, NotFound, PriceBegun
 from appliance.base.ids import new_id
 from appliance.base.money import BASIS_POINTS, PERCENT_MAX, PRICE_MICROS_MAX, cost_picos, discounted
 from appliance.base.tables import prices
-from appliance.tenancy.audit import facts_of, record
+from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import TIERS, check_choice, check_currency, check_name, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 
@@ -149,7 +149,7 @@ class PriceBook:
                 price = price_from_row(row)
                 _check_future(price, now)
                 await connection.execute(delete(prices).where(prices.c.id == price_id))
-                await record(connection, self._clock, "price.withdraw", "price", price_id, before=facts_of(price))
+                await record(connection, self._clock, "price.withdraw", "price", price_id, before=recorded_fields(price))
         except IntegrityError as error:  # a trigger protects it: by the database's clock the price has begun
             raise PriceBegun(
                 "by the database's clock the price has already taken effect; it cannot be withdrawn", param="price_id"
@@ -205,7 +205,7 @@ class PriceBook:
                 others = (await connection.execute(query)).all()
                 _check_place(price, {effective_from: price_id for price_id, effective_from in others}, earliest)
                 await connection.execute(insert(prices).values(**_columns(price)))
-                await record(connection, self._clock, "price.create", "price", price.id, after=facts_of(price))
+                await record(connection, self._clock, "price.create", "price", price.id, after=recorded_fields(price))
         except IntegrityError as error:  # somebody else added it since we looked
             raise _taken(price, "another price") from error
 

@@ -16,7 +16,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
-from appliance.tenancy.key_status import read_principals, why_ended
+from appliance.tenancy.key_status import end_cause, read_principals
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import Principal
 
@@ -83,7 +83,7 @@ class AccessWatch:
         now = self._clock.now()
         for generation in running:
             principal = principals.get(generation.live.key_id)
-            reason = why_ended(principal, now)
+            reason = end_cause(principal, now)
             if reason is not None:
                 generation.end_early(reason)
             elif principal is not None:

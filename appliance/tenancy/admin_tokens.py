@@ -1,4 +1,4 @@
-"""Bearer tokens for `/admin/v1`: random, stored as a digest, shown once."""
+"""Administrator tokens: random bearer secrets for `/admin/v1`, shown once and stored as a digest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import admin_tokens
-from appliance.tenancy.audit import facts_of, record
+from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import check_name
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Role, check_token_role
@@ -36,7 +36,7 @@ class AdminToken:
 
 
 class AdminTokens:
-    """All administrator tokens. Each use reads the database, so a revocation is immediate."""
+    """The store of administrator tokens. Each use reads the database, so a revocation takes effect at once."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
@@ -49,7 +49,7 @@ class AdminTokens:
         return await self._insert(secret, name, role), secret
 
     async def ensure(self, secret: str, name: str, role: str) -> AdminToken:
-        """Return the token whose secret the operator chose, created if it does not exist; a revoked one stays revoked."""
+        """Return the token with this secret, chosen by the operator; create it if missing. A revoked token stays revoked."""
         known = await self._find(secret)
         if known is not None:
             return known
@@ -57,26 +57,26 @@ class AdminTokens:
             return await self._insert(secret, name, role)
         except IntegrityError:
             known = await self._find(secret)
-            assert known is not None, "the digest was taken and is gone"
+            assert known is not None, "the token that caused the conflict has disappeared"
             return known
 
     async def authenticate(self, secret: str, address: str = "") -> AdminToken:
-        """Return the token of `secret`, which `address` sent. Raises InvalidApiKey, and RateLimitExceeded after too many wrong
-        ones from that address."""
+        """Return the token of `secret`, sent from `address`. Raises InvalidApiKey, and RateLimitExceeded after too many wrong
+        tokens from that address."""
         async with self._attempts.attempt(address, secret):
             try:
                 token = await self._find(secret) if 0 < len(secret) <= _SECRET_CHARS_MAX else None
             except SQLAlchemyError:
-                self._attempts.give_back(address, secret)
+                self._attempts.refund(address, secret)
                 raise
             if token is None or token.revoked_at is not None:
-                self._attempts.was_wrong(secret)
-                raise InvalidApiKey("the administrator token is not known or was revoked")
-            self._attempts.was_right(address, secret)
+                self._attempts.record_failure(secret)
+                raise InvalidApiKey("the administrator token is unknown or was revoked")
+            self._attempts.record_success(address, secret)
             return token
 
     async def revoke(self, token_id: str) -> AdminToken:
-        """Return the token, refused from now on. Raises NotFound; idempotent."""
+        """Revoke the token and return it. Raises NotFound; idempotent."""
         now = self._clock.now()
         async with self._db.writing() as connection:
             revoked = await connection.execute(
@@ -102,7 +102,7 @@ class AdminTokens:
         include_revoked: bool = True,
         newest_first: bool = False,
     ) -> Page[AdminToken]:
-        """Return the tokens in the order they were made, or the reverse."""
+        """Return the tokens in order of creation, or the reverse."""
         query = select(admin_tokens)
         if not include_revoked:
             query = query.where(admin_tokens.c.revoked_at.is_(None))
@@ -110,7 +110,7 @@ class AdminTokens:
         return await read_page(self._db, "admin_tokens", query, key, limit, cursor, _from_row, newest_first=newest_first)
 
     async def _find(self, secret: str) -> AdminToken | None:
-        # The index look-up reveals nothing to an attacker: it is by the digest of a secret that cannot be guessed.
+        # The timing of the index look-up reveals nothing: it is by the digest of a secret that cannot be guessed.
         query = select(admin_tokens).where(admin_tokens.c.digest == plain_digest(secret))
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()
@@ -123,7 +123,7 @@ class AdminTokens:
         row = {"id": token.id, "name": token.name, "role": token.role.value, "created_at": token.created_at}
         async with self._db.writing() as connection:
             await connection.execute(insert(admin_tokens).values(digest=plain_digest(secret), **row))
-            await record(connection, self._clock, "token.create", "token", token.id, after=facts_of(token))
+            await record(connection, self._clock, "token.create", "token", token.id, after=recorded_fields(token))
         return token
 
 

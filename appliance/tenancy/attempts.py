@@ -1,4 +1,4 @@
-"""Rate limits attempts: a burst for each key, then one per interval. Kept in memory and bounded; a restart forgets them."""
+"""Rate limiter for attempts: a burst per key, then one per interval (GCRA). Kept in bounded memory; a restart resets it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Allowance:
 
 
 class Attempts(Generic[K]):
-    """The attempts of at most `keys_max` keys; the least recently used are forgotten first."""
+    """Counts the attempts of at most `keys_max` keys; evicts the least recently used."""
 
     def __init__(self, clock: Clock, *, keys_max: int, refusal: str) -> None:
-        """`refusal` is the error message when no attempt is left."""
+        """`refusal` is the message of the RateLimitExceeded error."""
         self._clock = clock
         self._keys_max = keys_max
         self._refusal = refusal
-        # Each value is the time at which that key's bucket is full again: one number holds its level (GCRA).
+        # GCRA: the time at which the key's bucket will be full again encodes its level in one number.
         self._full_at: OrderedDict[K, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._full_at)
 
     def take(self, allowances: Mapping[K, Allowance]) -> None:
-        """Take one attempt from each key, or raise RateLimitExceeded with the exact wait and take none."""
+        """Take one attempt from each key. If any has none left, take none and raise RateLimitExceeded with the exact wait."""
         now = self._clock.monotonic_s()
         wait_s = max(self._wait_s(key, allowance, now) for key, allowance in allowances.items())
         if wait_s > 0:
@@ -47,14 +47,14 @@ class Attempts(Generic[K]):
             while len(self._full_at) > self._keys_max:
                 self._full_at.popitem(last=False)
 
-    def give_back(self, key: K, allowance: Allowance) -> None:
-        """Give back one attempt that was taken."""
+    def refund(self, key: K, allowance: Allowance) -> None:
+        """Return one attempt that was taken."""
         full_at = self._full_at.get(key)
         if full_at is not None:
             self._full_at[key] = full_at - allowance.refill_s
 
     def forget(self, key: K) -> None:
-        """Give back all attempts of `key`."""
+        """Return all attempts of `key`."""
         self._full_at.pop(key, None)
 
     def _wait_s(self, key: K, allowance: Allowance, now: float) -> float:

@@ -1,6 +1,6 @@
-"""The table of the audit log: who changed what, from where, with the values before and after. Entries are never changed.
+"""The audit log: who changed what, from where, with the values before and after. Entries are never changed.
 
-Does not know who may do what, and holds no secret: a field that could be one is recorded as changed, without its value.
+Contains no secrets: of a field that could be one, only the fact of the change is recorded. Does not check permissions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database, insert_for
 from appliance.base.tables import audit_head, audit_log
 from appliance.tenancy.access import Access
-from appliance.tenancy.audit_chain import COLUMNS, FIRST_HASH, AuditEntry, ChainWalk, Head, Verdict, canonical, changed, hash_of
+from appliance.tenancy.audit_chain import (
+    COLUMNS,
+    FIRST_HASH,
+    AuditEntry,
+    ChainVerifier,
+    Head,
+    Verdict,
+    canonical_json,
+    changed_fault,
+    hash_of,
+)
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action
 
@@ -34,12 +44,12 @@ _HEAD_ID = 1
 _SECRET = re.compile(r"(^|_)(password|secret|digest|hash|pepper|token|totp)$")
 
 
-def facts_of(value: DataclassInstance | None, *leave_out: str) -> dict[str, Any] | None:
-    """Return the fields of a value as `before` or `after` of an entry, without those named in `leave_out`; None for None."""
+def recorded_fields(value: DataclassInstance | None, *excluded: str) -> dict[str, Any] | None:
+    """Return the fields of a dataclass for `before` or `after` of an entry, without `excluded` ones; None for None."""
     if value is None:
         return None
-    names = [field.name for field in dataclasses.fields(value) if field.name not in leave_out]
-    return {name: _fact(getattr(value, name)) for name in names}
+    names = [field.name for field in dataclasses.fields(value) if field.name not in excluded]
+    return {name: _to_json(getattr(value, name)) for name in names}
 
 
 async def record(
@@ -53,10 +63,10 @@ async def record(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write that the current actor did `action` (noun.verb) to the target, in the transaction of the change itself.
+    """Record that the current actor did `action` (noun.verb) to the target, in the transaction of the change itself.
 
-    Keeps only the differences between `before` and `after`; if both are given and equal, nothing is written. Call it last: the
-    end of the chain stays locked until the transaction ends.
+    Stores only the fields in which `before` and `after` differ, and nothing if both are given and equal. Call it last in the
+    transaction: it locks the head of the chain until the transaction ends.
     """
     if before is not None and after is not None:
         before, after = _differences(before, after)
@@ -74,8 +84,8 @@ async def record(
         "target_kind": target_kind,
         "target_id": one_line(target_id, 200),
         "tenant_id": tenant_id,
-        "before": None if before is None else canonical(_without_secrets(before)),
-        "after": None if after is None else canonical(_without_secrets(after)),
+        "before": None if before is None else canonical_json(_redact_secrets(before)),
+        "after": None if after is None else canonical_json(_redact_secrets(after)),
         "request_id": one_line(actor.request_id, 40),
         "address": one_line(actor.address, 64),
     }
@@ -86,7 +96,7 @@ async def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """Which entries a page shows; None is all. `start <= at < end`. `actors` match ids and names, `actor_names` only names."""
+    """Filters of a page; None means no filter. `start <= at < end`. `actors` match ids or names, `actor_names` names only."""
 
     actors: Collection[str] | None = None
     actor_names: Collection[str] | None = None
@@ -98,14 +108,14 @@ class AuditFilter:
 
 
 class AuditLog:
-    """Reads the log, one page or all of it."""
+    """Reads pages of the log and verifies its chain."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
     async def record(self, action: str, target_kind: str, target_id: str, *, tenant_id: str | None = None) -> None:
-        """Write an entry in a transaction of its own, for an action that changes no other row of this database."""
+        """Record an action that changes no other row of this database, in a transaction of its own."""
         async with self._db.writing() as connection:
             await record(connection, self._clock, action, target_kind, target_id, tenant_id=tenant_id)
 
@@ -118,16 +128,16 @@ class AuditLog:
         before: int | None = None,
         access: Access,
     ) -> Page[AuditEntry]:
-        """Return entries that `access` may see, the newest first; those of the box have no tenant. Raises InvalidValue.
+        """Return the entries visible to `access`, newest first; those of the appliance have no tenant. Raises InvalidValue.
 
-        `before` is the id of an entry and limits the page to newer ones. Without a cursor the page is the one directly before
-        that entry and has no `next_cursor`: its first entry is the next `before`. With a cursor it begins at the cursor.
+        `before` is the id of an entry: only newer entries are returned. Without a cursor these are the ones next to that entry,
+        and the page has no `next_cursor`: pass its first id as the next `before`. With a cursor the page begins there.
         """
-        ends_there = before is not None and cursor is None
+        is_backward = before is not None and cursor is None
         query = select(audit_log).where(*_conditions(filters or AuditFilter()))
         if before is not None:
             query = query.where(audit_log.c.id > before)
-        query = query.order_by(audit_log.c.id if ends_there else audit_log.c.id.desc())
+        query = query.order_by(audit_log.c.id if is_backward else audit_log.c.id.desc())
         query = access.narrow(query, audit_log.c.tenant_id, Action.AUDIT)
         if cursor is not None:
             (last_id,) = decode_cursor("audit", cursor, [int])
@@ -135,42 +145,42 @@ class AuditLog:
         async with self._db.reading() as connection:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         page = page_of([_from_row(row) for row in rows], limit, "audit", lambda entry: [entry.id])
-        return Page(data=page.data[::-1], next_cursor=None) if ends_there else page
+        return Page(data=page.data[::-1], next_cursor=None) if is_backward else page
 
     async def verify(self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None) -> Verdict:
-        """Return whether the chain is whole, reading it in batches while others append to it.
+        """Verify the chain in batches, while others may append to it.
 
-        `expect` is a hash that an earlier verification printed: some entry must still have it.
+        `expect` is a hash printed by an earlier verification: some entry must still have it.
         """
-        walk = ChainWalk(expect)
+        verifier = ChainVerifier(expect)
         while True:
             try:
-                head, entries = await self._batch(walk.seen.entries)
+                head, entries = await self._batch(verifier.seen.entries)
             except (ValueError, TypeError, OperationalError):
-                return await self._verify_singly(walk)
-            walk.feed(entries)
-            on_progress(min(1.0, walk.seen.entries / max(1, head.entries)))
-            if walk.fault is not None or len(entries) < BATCH_ROWS:
-                return walk.finish(head)
+                return await self._verify_singly(verifier)
+            verifier.feed(entries)
+            on_progress(min(1.0, verifier.seen.entries / max(1, head.entries)))
+            if verifier.fault is not None or len(entries) < BATCH_ROWS:
+                return verifier.finish(head)
 
-    async def _verify_singly(self, walk: ChainWalk) -> Verdict:
-        """Return the verdict on a chain with an unreadable entry: SQLite stores anything in a column of times."""
+    async def _verify_singly(self, verifier: ChainVerifier) -> Verdict:
+        """Verify entry by entry, to find the one that cannot be decoded: SQLite accepts any value in a timestamp column."""
         head = Head()
-        while walk.fault is None:
+        while verifier.fault is None:
             try:
-                head, entries = await self._batch(walk.seen.entries, rows_max=1)
+                head, entries = await self._batch(verifier.seen.entries, rows_max=1)
             except (ValueError, TypeError, OperationalError):
-                walk.fault = changed(walk.seen.entries + 1)
+                verifier.fault = changed_fault(verifier.seen.entries + 1)
                 break
-            walk.feed(entries)
+            verifier.feed(entries)
             if not entries:
                 break
-        return walk.finish(head)
+        return verifier.finish(head)
 
     async def _batch(self, after_id: int, rows_max: int = BATCH_ROWS) -> tuple[Head, list[AuditEntry]]:
-        """Return the head and the next entries, both of one snapshot."""
+        """Return the head and the entries after `after_id`, read in one snapshot."""
         query = select(audit_log).order_by(audit_log.c.id).limit(rows_max)
-        if after_id > 0:  # at the start there is no bound, so that entries put before the first are found too
+        if after_id > 0:  # no bound on the first batch, so that entries inserted before the first one are found
             query = query.where(audit_log.c.id > after_id)
         async with self._db.reading() as connection:
             head = (await connection.execute(select(audit_head.c.entries, audit_head.c.hash))).first()
@@ -179,32 +189,32 @@ class AuditLog:
 
 
 async def _lock_head(connection: AsyncConnection) -> tuple[int, str]:
-    """Return (id of the next entry, hash of the last one). Other writers wait until this transaction ends."""
-    step = (
+    """Return (id of the next entry, hash of the last one) and lock the head until this transaction ends."""
+    increment = (
         update(audit_head)
         .where(audit_head.c.id == _HEAD_ID)
         .values(entries=audit_head.c.entries + 1)
         .returning(audit_head.c.entries, audit_head.c.hash)
     )
-    row = (await connection.execute(step)).first()
+    row = (await connection.execute(increment)).first()
     if row is None:
         first = insert_for(connection.dialect.name, audit_head).values(id=_HEAD_ID, entries=0, hash=FIRST_HASH)
         await connection.execute(first.on_conflict_do_nothing())
-        row = (await connection.execute(step)).one()
+        row = (await connection.execute(increment)).one()
     return row.entries, row.hash
 
 
-def _fact(value: Any) -> Any:
-    """Return `value` in types that JSON has: nested dataclasses become dictionaries."""
+def _to_json(value: Any) -> Any:
+    """Return `value` in JSON types: nested dataclasses become dictionaries, tuples lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return facts_of(value)
+        return recorded_fields(value)
     if isinstance(value, Mapping):
-        return {name: _fact(item) for name, item in value.items()}
+        return {name: _to_json(item) for name, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields that differ, as they were and as they are; likewise within nested mappings (limits)."""
+    """Return the fields that differ, with their old and new values; nested mappings (limits) are compared field by field."""
     was: dict[str, Any] = {}
     now: dict[str, Any] = {}
     for name in before.keys() | after.keys():
@@ -215,12 +225,12 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[d
     return was, now
 
 
-def _without_secrets(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: HIDDEN if _SECRET.search(name) and fact is not None else fact for name, fact in facts.items()}
+def _redact_secrets(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: HIDDEN if _SECRET.search(name) and value is not None else value for name, value in fields.items()}
 
 
 def one_line(value: str | None, chars_max: int) -> str | None:
-    """Return `value` as one printable line that fits its column: clients control parts of it."""
+    """Return `value` without unprintable characters, cut to the size of its column: clients control some of these values."""
     return None if value is None else "".join(character for character in value if character.isprintable())[:chars_max]
 
 
@@ -229,13 +239,13 @@ def _conditions(filters: AuditFilter) -> list[ColumnElement[bool]]:
     conditions: list[ColumnElement[bool]] = []
     if filters.actors is not None:
         conditions.append(columns.actor_id.in_(filters.actors) | columns.actor_name.in_(filters.actors))
-    among = {
+    filtered = {
         columns.actor_name: filters.actor_names,
         columns.action: filters.actions,
         columns.target_id: filters.targets,
         columns.tenant_id: filters.tenant_ids,
     }
-    conditions += [column.in_(sorted(values)) for column, values in among.items() if values is not None]
+    conditions += [column.in_(sorted(values)) for column, values in filtered.items() if values is not None]
     if filters.start is not None:
         conditions.append(columns.at >= filters.start)
     if filters.end is not None:

@@ -1,6 +1,6 @@
-"""The first start creates a member who can sign in, a token for scripts, and a tenant with a key. Later starts do nothing.
+"""First start: creates an owner who can sign in, an administrator token, and a tenant with a key. Later starts do nothing.
 
-If a start ends before its login was shown, the next one makes new secrets and revokes those that nobody saw.
+If a start is interrupted before the login was shown, the next start creates new secrets and revokes the unseen ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST_KEY = "first key"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstStart:
-    """What the operator is shown, once. `password` and `admin_token` are None when the operator has set them."""
+    """The login that is shown to the operator once. `password` and `admin_token` are None if the operator chose them."""
 
     email: str
     password: str | None = field(repr=False)
@@ -39,24 +39,24 @@ class FirstStart:
 async def bootstrap(
     settings: Settings, members: Members, tokens: AdminTokens, tenants: Tenants, keys: Keys
 ) -> FirstStart | None:
-    """Return the generated secrets of a first start, or None when a login has already been shown.
+    """Return the generated secrets, or None when a login has already been shown. Raises UnusableData.
 
-    Call `note_shown` once the operator has seen them. The member is created last, so that an interrupted first start is simply
-    repeated. Raises UnusableData.
+    Call `mark_shown` once the operator has seen them. The member is created last, so that an interrupted first start is
+    simply repeated.
     """
     unshown = await _revoke_unshown(settings, tokens, keys)
-    known = await members.any_exist()
-    if known and unshown is None:
+    has_members = await members.any_exist()
+    if has_members and unshown is None:
         return None
     password = None if settings.admin_password else new_password()
     tenant = await tenants.find(FIRST_TENANT, access=WHOLE_BOX)
     tenant = tenant or await tenants.create(name=FIRST_TENANT, access=WHOLE_BOX)
     key, api_key = await keys.create(tenant.id, name=FIRST_KEY, access=WHOLE_BOX)
     token_id, admin_token = await _first_token(settings, tokens)
-    email = unshown.email if known and unshown is not None else settings.admin_email or FIRST_EMAIL
+    email = unshown.email if has_members and unshown is not None else settings.admin_email or FIRST_EMAIL
     write_pending(settings.data_dir, PendingLogin(email=email, key_id=key.id, token_id=token_id))
-    give_password = members.reset_password if known else _make_owner(members)
-    await give_password(email, settings.admin_password or password or "")
+    set_password = members.reset_password if has_members else _owner_creator(members)
+    await set_password(email, settings.admin_password or password or "")
     return FirstStart(
         email=email,
         password=password,
@@ -68,21 +68,21 @@ async def bootstrap(
 
 
 async def _revoke_unshown(settings: Settings, tokens: AdminTokens, keys: Keys) -> PendingLogin | None:
-    """Return the login of this database that was created but never shown, if any, and revoke its key and token."""
+    """Return the login that was created in this database but never shown, if any; revoke its key and token."""
     pending = read_pending(settings.data_dir)
     if pending is None:
         return None
     try:
         await keys.revoke(pending.key_id, access=WHOLE_BOX)
     except NotFound:
-        return None  # the data folder was used with another database then, whose login stays pending
+        return None  # the pending login belongs to another database that this data folder was used with
     if pending.token_id is not None:
         await tokens.revoke(pending.token_id)
     return pending
 
 
 async def _first_token(settings: Settings, tokens: AdminTokens) -> tuple[str | None, str | None]:
-    """Return (id, secret) of the new token; both are None when the operator has set it."""
+    """Return (id, secret) of the new token; both are None if the operator chose the token."""
     if settings.admin_token:
         await tokens.ensure(settings.admin_token, "first token", Role.OWNER)
         return None, None
@@ -90,5 +90,5 @@ async def _first_token(settings: Settings, tokens: AdminTokens) -> tuple[str | N
     return token.id, secret
 
 
-def _make_owner(members: Members) -> Callable[[str, str], Awaitable[Member]]:
+def _owner_creator(members: Members) -> Callable[[str, str], Awaitable[Member]]:
     return lambda email, password: members.create(email, password, Role.OWNER)

@@ -1,4 +1,4 @@
-"""Country codes: ISO 3166-1 alpha-2, and XK for Kosovo, from the range that the standard leaves to its users."""
+"""Country codes: ISO 3166-1 alpha-2, and the user-assigned code XK for Kosovo."""
 
 from __future__ import annotations
 

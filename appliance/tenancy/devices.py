@@ -1,4 +1,4 @@
-"""Names the device of a session from the browser's user agent. Only a hint for its owner: clients can send any text."""
+"""Describes the device of a session by its User-Agent header. Only a hint for its owner: clients can send any text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 UNKNOWN = "Unknown device"
 _NAME_CHARS_MAX = 40
-# The first match counts: the user agents of earlier browsers also contain the names of later ones.
+# The first match wins, because an entry's user agent may also contain the names of entries further down.
 _BROWSERS = (
     ("Edge", r"\bEdg(?:e|A|iOS)?/"),
     ("Opera", r"\b(?:OPR|Opera)/"),
@@ -27,7 +27,7 @@ _SYSTEMS = (
 
 
 def device_of(user_agent: str) -> str:
-    """Return words like `Firefox on Linux`; for a program that is not a browser, the name it gives itself."""
+    """Return a description like `Firefox on Linux`; for a program that is not a browser, its product name."""
     browser, system = _first(_BROWSERS, user_agent), _first(_SYSTEMS, user_agent)
     if browser and system:
         return f"{browser} on {system}"

@@ -1,4 +1,4 @@
-"""Checks of the fields of tenants, keys and members: each returns the value or raises InvalidValue naming the field."""
+"""Validators for fields of tenants, keys and members: each returns the valid value or raises InvalidValue naming the field."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ALERT_PERCENTS_MAX = 10
 ALERT_PERCENT_MAX = 1000
 ADDRESS_CHARS_MAX = 1000
 BILLING_FIELDS = ("name", "address", "country", "email", "tax_id", "reference")
-"""Who is billed: the name and address on invoices; `address` may have several lines."""
+"""Fields of the billed party on invoices; `address` may have several lines."""
 TIERS = ("interactive", "standard", "batch")
 INFERENCE_SCOPE, USAGE_SCOPE = SCOPES = ("inference", "usage")
-"""`inference`: every path that runs a model, and the list of models. `usage`: read the usage of the key's own tenant."""
+"""`inference`: run models and list them. `usage`: read the usage of the key's own tenant."""
 DEFAULT_SCOPES = (INFERENCE_SCOPE,)
 LIMIT_MODES = ("enforce", "shadow")
 
-_REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of surrogate pairs, line and paragraph separators
-# Embeddings, overrides, isolates and their ends.
+_REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # control characters, lone surrogates, line and paragraph separators
+# Bidirectional embeddings, overrides, isolates and their terminators.
 _DIRECTION_CONTROLS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
-_INVISIBLE = frozenset(  # joiners and direction marks are not among them, because scripts and emoji need those
+_INVISIBLE = frozenset(  # without joiners and direction marks, which some scripts and emoji need
     map(
         chr,
         (
@@ -47,12 +47,11 @@ class Unset(enum.Enum):
 
 
 UNSET: Final = Unset.UNSET
-"""In a change, marks a field that stays as it is; None would be a value."""
+"""Marks a field that a change leaves as it is; None is a value of its own."""
 
 
 def check_name(value: object, param: str = "name") -> str:
-    """Return `value` without surrounding space: 1..200 characters, none of them a control character, invisible, or one that
-    changes the reading direction of the text around it."""
+    """Return `value` stripped: 1..200 characters, no control, invisible or bidirectional control characters."""
     name = check_line(value, param)
     if not _DIRECTION_CONTROLS.isdisjoint(name):
         raise InvalidValue(f"{param} must not contain bidirectional control characters", param=param)
@@ -62,16 +61,18 @@ def check_name(value: object, param: str = "name") -> str:
 
 
 def lookalike_form(name: str) -> str:
-    """Return a form that is equal for names that look alike: without case, compatibility forms and format characters."""
-    if name.isascii():  # 0.06 us, not 4: a new name is compared with every other
+    """Return a form in which lookalike names are equal: case-folded, NFKC, without format characters."""
+    if name.isascii():  # 0.06 us instead of 4: a new name is compared with every existing one
         return name.lower()
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     return "".join(character for character in folded if unicodedata.category(character) != "Cf")
 
 
 def check_line(value: object, param: str) -> str:
-    """Return `value` without surrounding space: 1..200 characters, none of them a control character. Less strict than
-    `check_name`, for names checked again when read: some were stored before direction characters were refused."""
+    """Return `value` stripped: 1..200 characters, no control characters.
+
+    Less strict than `check_name`, for stored names: older ones may contain bidirectional control characters.
+    """
     if not isinstance(value, str):
         raise InvalidValue(f"{param} must be a string", param=param)
     name = value.strip()
@@ -83,42 +84,42 @@ def check_line(value: object, param: str) -> str:
 
 
 def check_whole(value: object, param: str, low: int, high: int) -> int:
-    """Return `value`, a whole number from `low` to `high`."""
+    """Return `value` if it is an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidValue(f"{param} must be a whole number from {low} to {high}", param=param)
     return value
 
 
 def check_choice(value: object, param: str, choices: Sequence[str]) -> str:
-    """Return `value`, one of `choices`."""
+    """Return `value` if it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidValue(f"{param} must be one of {', '.join(choices)}", param=param)
     return value
 
 
 def check_names(value: object, param: str) -> tuple[str, ...]:
-    """Return `value`, a list of names, each once, in the order given."""
+    """Return a list of names without duplicates, in the given order."""
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > LIST_ITEMS_MAX:
         raise InvalidValue(f"{param} must be a list of at most {LIST_ITEMS_MAX} names", param=param)
     return tuple(dict.fromkeys(check_name(item, param) for item in value))
 
 
 def check_flag(value: object, param: str) -> bool:
-    """Return `value`, true or false."""
+    """Return `value` if it is a bool."""
     if not isinstance(value, bool):
         raise InvalidValue(f"{param} must be true or false", param=param)
     return value
 
 
 def check_currency(value: object) -> str:
-    """Return `value`, a currency code of three capital letters."""
+    """Return `value` if it has the form of a currency code: three capital letters."""
     if not isinstance(value, str) or len(value) != 3 or not (value.isascii() and value.isalpha() and value.isupper()):
         raise InvalidValue("currency must be a currency code of three capital letters, like EUR", param="currency")
     return value
 
 
 def check_alert_percents(value: object) -> tuple[int, ...]:
-    """Return `value`, the percentages of a budget that alert, without duplicates and ascending; an empty list: no alerts."""
+    """Return the percentages of a budget at which alerts are sent, sorted, without duplicates; an empty list: no alerts."""
     name = "alert_percents"
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > ALERT_PERCENTS_MAX:
         raise InvalidValue(f"{name} must be a list of at most {ALERT_PERCENTS_MAX} percentages", param=name)
@@ -126,7 +127,7 @@ def check_alert_percents(value: object) -> tuple[int, ...]:
 
 
 def check_billing(value: object) -> dict[str, str] | None:
-    """Return the fields of `value` (who is billed) that are not None; None when there are none."""
+    """Return the billing fields that are not None; None when there are none."""
     if not isinstance(value, Mapping):
         raise InvalidValue("billing must be an object with the fields " + ", ".join(BILLING_FIELDS), param="billing")
     for name in value:
@@ -138,22 +139,20 @@ def check_billing(value: object) -> dict[str, str] | None:
         name: _check_lines(text) if name == "address" else check_name(text, f"billing.{name}") for name, text in given.items()
     }
     if "country" in checked and checked["country"] not in COUNTRIES:
-        raise InvalidValue(
-            "billing.country must be a code of ISO 3166 in two capital letters, like DE", param="billing.country"
-        )
+        raise InvalidValue("billing.country must be a two-letter ISO 3166 code in capitals, like DE", param="billing.country")
     if "email" in checked and not is_email(checked["email"]):
         raise InvalidValue("billing.email must be an e-mail address", param="billing.email")
     return checked or None
 
 
 def is_email(text: str) -> bool:
-    """Return whether `text` is something@somewhere, without spaces or control characters."""
+    """Return whether `text` has the form local@domain, without spaces or control characters."""
     local, at, domain = text.partition("@")
     return bool(local and at and domain) and "@" not in domain and text.isprintable() and " " not in text
 
 
 def _check_lines(value: object) -> str:
-    """Return an address without surrounding space: lines of 1..200 characters, 1000 together."""
+    """Return a postal address, stripped: lines of 1..200 characters, 1000 in total."""
     param = "billing.address"
     if not isinstance(value, str) or len(value) > ADDRESS_CHARS_MAX:
         raise InvalidValue(f"{param} must be a string of at most {ADDRESS_CHARS_MAX} characters", param=param)
@@ -161,7 +160,7 @@ def _check_lines(value: object) -> str:
 
 
 def check_scopes(value: object) -> tuple[str, ...]:
-    """Return `value`, at least one known scope."""
+    """Return the scopes in `value`: at least one, all known."""
     scopes = check_names(value, "scopes")
     if not scopes:
         raise InvalidValue("scopes must name at least one scope", param="scopes")

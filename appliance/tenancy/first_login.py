@@ -1,6 +1,6 @@
-"""Remembers that the first login was created and not yet shown. Holds only ids: secrets that nobody saw are replaced.
+"""The marker file of a first login that was created but not yet shown. Contains ids only: unseen secrets are replaced.
 
-no file ─► written before the first member ─► login shown ─► removed. A file found at a start means that nobody saw the login.
+no file ─► written before the first member ─► login shown ─► removed. If a start finds the file, nobody has seen the login.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PENDING_FILE = "first-login-pending"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingLogin:
-    """The member, key and token whose secrets nobody has seen. `token_id` is None when the operator has set the token."""
+    """The member, key and token whose secrets were never shown. `token_id` is None if the operator chose the token."""
 
     email: str
     key_id: str
@@ -26,7 +26,7 @@ class PendingLogin:
 
 
 def read_pending(data_dir: Path) -> PendingLogin | None:
-    """Return the login that was not yet shown, or None. Raises UnusableData when the file is not one of ours."""
+    """Return the login that was not shown yet, or None. Raises UnusableData when the file cannot be parsed."""
     path = data_dir / PENDING_FILE
     try:
         return PendingLogin(**json.loads(path.read_text("utf-8")))
@@ -37,7 +37,7 @@ def read_pending(data_dir: Path) -> PendingLogin | None:
 
 
 def write_pending(data_dir: Path, pending: PendingLogin) -> None:
-    """Write the file whole or not at all, durably, readable only by the owner."""
+    """Write the file atomically and durably, readable only by its owner."""
     path = data_dir / PENDING_FILE
     draft = path.with_name(f"{PENDING_FILE}.draft")
     descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
@@ -49,6 +49,6 @@ def write_pending(data_dir: Path, pending: PendingLogin) -> None:
     sync_folder(data_dir)
 
 
-def note_shown(data_dir: Path) -> None:
+def mark_shown(data_dir: Path) -> None:
     """Remove the file: the login has been shown."""
     (data_dir / PENDING_FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The present state of keys, revoked ones too, for those who serve requests admitted a while ago. Reads only."""
+"""Reads the current state of keys, including revoked ones, to decide whether running requests may go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS_PER_QUERY = 500
 
 
 async def read_principals(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
-    """Return the keys that exist, with their tenants, by the id of the key."""
+    """Return the existing keys and their tenants, by key id."""
     found: dict[str, Principal] = {}
     async with db.reading() as connection:
         for ids in batched(sorted(key_ids), KEYS_PER_QUERY):
@@ -29,9 +29,9 @@ async def read_principals(db: Database, key_ids: Collection[str]) -> dict[str, P
     return found
 
 
-def why_ended(principal: Principal | None, now: datetime) -> str | None:
-    """Return why requests of a key must end: key_revoked, tenant_archived, tenant_suspended or key_expired; None if they may
-    go on. A key that does not exist counts as revoked."""
+def end_cause(principal: Principal | None, now: datetime) -> str | None:
+    """Return why requests of this key must end: key_revoked, tenant_archived, tenant_suspended or key_expired; None if they
+    may go on. A missing key counts as revoked."""
     if principal is None or principal.key.revoked_at is not None:
         return "key_revoked"
     if principal.tenant.archived:

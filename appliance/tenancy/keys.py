@@ -1,4 +1,4 @@
-"""The table of API keys, and which tenant and key a secret belongs to. Knows no HTTP; the secret itself is never stored."""
+"""The store of API keys, and authentication by their secrets, which are never stored. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from appliance.base.errors import AddressNotAllowed, Conflict, InvalidValue, Not
 from appliance.base.ids import new_id
 from appliance.base.tables import api_keys, tenants
 from appliance.tenancy.access import Access
-from appliance.tenancy.audit import facts_of, record
+from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import (
     DEFAULT_SCOPES,
     LIMIT_MODES,
@@ -41,7 +41,7 @@ from appliance.tenancy.rows import (
     key_from_row,
     list_column,
     model_limits_to_row,
-    or_none,
+    optional,
     tenant_from_row,
 )
 from appliance.tenancy.secrets import api_key_prefix, keyed_digest, new_api_key
@@ -49,20 +49,28 @@ from appliance.tenancy.secrets import api_key_prefix, keyed_digest, new_api_key
 CACHED_KEYS_MAX = 10_000
 GRACE_S_MAX = 90 * 24 * 3600
 KEYS_OF_TENANT_MAX = 1000
-USUAL_TERMS = KeyChanges()
-_OWN = ("id", "prefix", "digest", "created_at", "last_used_at", "revoked_at", "replaced_by")  # columns of one key alone
+DEFAULT_TERMS = KeyChanges()
+_NOT_INHERITED = (
+    "id",
+    "prefix",
+    "digest",
+    "created_at",
+    "last_used_at",
+    "revoked_at",
+    "replaced_by",
+)  # columns that a successor does not inherit
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedKey:
-    """A verified key, valid as long as the count of changes is the one as of which it was read."""
+    """A verified key, valid until the change counter exceeds the value at which it was read."""
 
     principal: Principal
     networks: tuple[Network, ...] | None
 
 
 class Keys:
-    """All keys. Verified ones are cached by a digest; a change of any tenant or key by this process empties the cache."""
+    """The store of keys. Verified keys are cached; any change of a tenant or key by this process invalidates the cache."""
 
     def __init__(self, db: Database, clock: Clock, pepper: bytes) -> None:
         self._db = db
@@ -72,22 +80,24 @@ class Keys:
         self._cache_secret = os.urandom(32)
         self._last_used: dict[str, datetime] = {}
 
-    async def create(self, tenant_id: str, name: str, terms: KeyChanges = USUAL_TERMS, *, access: Access) -> tuple[ApiKey, str]:
+    async def create(
+        self, tenant_id: str, name: str, terms: KeyChanges = DEFAULT_TERMS, *, access: Access
+    ) -> tuple[ApiKey, str]:
         """Return (key, secret); the secret cannot be read again. Raises NotFound, RoleNotAllowed, Conflict and InvalidValue."""
         access.require(Action.KEYS, tenant_id)
-        columns = _NEW | self._changed_columns(dataclasses.replace(terms, name=name)) | {"tenant_id": tenant_id}
+        columns = _DEFAULT_COLUMNS | self._changed_columns(dataclasses.replace(terms, name=name)) | {"tenant_id": tenant_id}
         async with self._db.changing_principals() as connection:
             await _check_tenant(connection, tenant_id)
-            await _check_room(connection, tenant_id, self._clock.now())
+            await _check_key_count(connection, tenant_id, self._clock.now())
             return await self._insert(connection, new_id("key"), columns, access)
 
     async def get(self, key_id: str, *, access: Access, action: Action = Action.READ) -> ApiKey:
-        """Return the key. Raises NotFound, also for another tenant's, and RoleNotAllowed."""
+        """Return the key. Raises NotFound, also for a key of an invisible tenant, and RoleNotAllowed."""
         async with self._db.reading() as connection:
             return await _get(connection, key_id, access, action)
 
     async def named(self, key_ids: Collection[str], *, access: Access) -> Sequence[ApiKey]:
-        """Return the keys that exist and that `access` shows, in no order; used to name the keys in sums."""
+        """Return those of the keys that exist and are visible to `access`, in no order; used to show names for ids."""
         query = access.narrow(select(api_keys), api_keys.c.tenant_id).where(api_keys.c.id.in_(sorted(key_ids)))
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
@@ -104,11 +114,11 @@ class Keys:
         text: str | None = None,
         access: Access,
     ) -> Page[ApiKey]:
-        """Return the keys that `access` shows of one tenant, or of all when None, in the order they were made.
+        """Return the keys visible to `access` of one tenant, or of all when None, in order of creation.
 
-        A key counts as ended when it was revoked, when it expired after a rotation, or when its tenant is archived. A key that
-        merely expired does not: somebody may still need it. `text` keeps the keys that have it in name or prefix, in any case;
-        a whole secret finds its key.
+        A key has ended when it was revoked, when it expired after a rotation, or when its tenant is archived. A key that merely
+        expired has not: it can still be extended. `text` is searched in name and prefix, ignoring case; a whole secret finds
+        its key.
         """
         query = access.narrow(select(api_keys), api_keys.c.tenant_id)
         if tenant_id is not None:
@@ -116,33 +126,32 @@ class Keys:
         if not include_revoked:
             query = query.where(api_keys.c.revoked_at.is_(None))
         if not include_ended:
-            query = query.where(*_not_ended(self._clock.now()))
+            query = query.where(*_is_in_use(self._clock.now()))
         if text is not None:
-            query = query.where(_mentions(api_key_prefix(text) or text))
+            query = query.where(_matches_text(api_key_prefix(text) or text))
         return await read_page(self._db, "keys", query, api_keys.c.id, limit, cursor, key_from_row)
 
     async def update(self, key_id: str, changes: KeyChanges, *, access: Access) -> ApiKey:
-        """Return the key after `changes`.
+        """Apply `changes` and return the key.
 
-        Raises NotFound, RoleNotAllowed, InvalidValue, and Conflict for a revoked key, and for the expiry of one whose successor
-        is in use.
+        Raises NotFound, RoleNotAllowed, InvalidValue, and Conflict for a revoked key or for the expiry of a rotated one.
         """
         columns = self._changed_columns(changes)
-        retired = [api_keys.c.replaced_by.is_(None)] if "expires_at" in columns else []
+        not_replaced = [api_keys.c.replaced_by.is_(None)] if "expires_at" in columns else []
         async with self._db.changing_principals() as connection:
             before = await _get(connection, key_id, access, Action.KEYS, lock=True)
             if columns:
-                await connection.execute(update(api_keys).where(_unrevoked(key_id), *retired).values(**columns))
+                await connection.execute(update(api_keys).where(_is_unrevoked(key_id), *not_replaced).values(**columns))
             key = await _get(connection, key_id, access, Action.KEYS)
             await self._record(connection, "key.update", before, key)
         if key.revoked_at is not None:
             raise Conflict("a revoked key cannot be changed", param="id")
-        if retired and key.replaced_by is not None:
+        if not_replaced and key.replaced_by is not None:
             raise Conflict("the expiry of a rotated key cannot be changed; revoke the key to end it now", param="expires_at")
         return key
 
     async def revoke(self, key_id: str, *, access: Access) -> ApiKey:
-        """Return the key, refused from now on. Raises NotFound and RoleNotAllowed; idempotent."""
+        """Revoke the key and return it. Raises NotFound and RoleNotAllowed; idempotent."""
         async with self._db.changing_principals() as connection:
             before = await _get(connection, key_id, access, Action.KEYS, lock=True)
             await _revoke(connection, key_id, self._clock.now())
@@ -151,9 +160,10 @@ class Keys:
         return key
 
     async def rotate(self, key_id: str, *, grace_s: int = 0, access: Access) -> tuple[ApiKey, str]:
-        """Return (successor, its secret). The old key is refused after `grace_s` seconds, or at its own expiry before that.
+        """Replace the key; return (successor, its secret). The old key works for `grace_s` seconds, but not beyond its expiry.
 
-        Raises NotFound, RoleNotAllowed, InvalidValue, Conflict when it is revoked, expired, rotated, or its tenant archived.
+        Raises NotFound, RoleNotAllowed, InvalidValue, and Conflict if the key is revoked, expired or already rotated, or its
+        tenant archived.
         """
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         successor_id, now = new_id("key"), self._clock.now()
@@ -162,32 +172,32 @@ class Keys:
             inherited = await _inherited(connection, key_id)
             await _check_tenant(connection, current.tenant_id)
             if grace_s:
-                await _check_room(connection, current.tenant_id, now)
+                await _check_key_count(connection, current.tenant_id, now)
             if not await _retire(connection, current, successor_id, now, now + timedelta(seconds=grace_s)):
-                raise Conflict(_why_not_rotated(current, now), param="id")
+                raise Conflict(_rotation_conflict(current, now), param="id")
             await self._record(connection, "key.rotate", current, await _get(connection, key_id, access, Action.KEYS))
             return await self._insert(connection, successor_id, inherited, access)
 
     async def authenticate(self, secret: str, address: str) -> Principal:
-        """Return the tenant and key of `secret`, which `address` sent.
+        """Return the tenant and key of `secret`, sent from `address`.
 
         Raises InvalidApiKey, ExpiredApiKey, TenantSuspended or AddressNotAllowed.
         """
         prefix = api_key_prefix(secret)
         if prefix is None:
             raise unknown_key()
-        # Not the stored digest: that one takes ten times as long, and releases the interpreter's lock meanwhile.
-        place = hashlib.blake2b(secret.encode(), key=self._cache_secret).digest()
-        known = self._cache.get(place)
-        if known is None or known.principal.change_count != self._db.principals.value:
-            known = self._remember(place, await self._read(prefix, keyed_digest(self._pepper, secret)))
+        # Not the stored digest: it takes ten times as long and releases the GIL.
+        cache_key = hashlib.blake2b(secret.encode(), key=self._cache_secret).digest()
+        cached = self._cache.get(cache_key)
+        if cached is None or cached.principal.change_count != self._db.principals.value:
+            cached = self._store_in_cache(cache_key, await self._read(prefix, keyed_digest(self._pepper, secret)))
         now = self._clock.now()
-        _check_usable(known, now, address)
-        self._last_used[known.principal.key.id] = now
-        return known.principal
+        _check_usable(cached, now, address)
+        self._last_used[cached.principal.key.id] = now
+        return cached.principal
 
     async def flush_last_used(self) -> None:
-        """Write the times at which keys were used since the last flush, in one batch. A time never goes backwards."""
+        """Store the last-used times collected since the last flush, in one batch. A stored time never moves backwards."""
         used, self._last_used = self._last_used, {}
         if not used:
             return
@@ -203,7 +213,7 @@ class Keys:
             raise
 
     async def _read(self, prefix: str, digest: str) -> _CachedKey:
-        """Return the key with this prefix, and its tenant. Raises InvalidApiKey if it is revoked or has another digest."""
+        """Read the key with this prefix and its tenant. Raises InvalidApiKey if it is revoked or the digest differs."""
         change_count = self._db.principals.value
         async with self._db.reading() as connection:
             row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()
@@ -214,16 +224,16 @@ class Keys:
         networks = None if key.allowed_networks is None else tuple(map(ipaddress.ip_network, key.allowed_networks))
         return _CachedKey(Principal(tenant=tenant_from_row(owner), key=key, change_count=change_count), networks)
 
-    def _remember(self, place: bytes, known: _CachedKey) -> _CachedKey:
+    def _store_in_cache(self, cache_key: bytes, key: _CachedKey) -> _CachedKey:
         while len(self._cache) >= CACHED_KEYS_MAX:
             del self._cache[next(iter(self._cache))]
-        self._cache[place] = known
-        return known
+        self._cache[cache_key] = key
+        return key
 
     async def _insert(
         self, connection: AsyncConnection, key_id: str, columns: Mapping[str, Any], access: Access
     ) -> tuple[ApiKey, str]:
-        """Store a key with a new secret and return both."""
+        """Insert a key with a new secret and return both."""
         prefix, secret = new_api_key()
         own = {"id": key_id, "prefix": prefix, "digest": keyed_digest(self._pepper, secret), "created_at": self._clock.now()}
         await connection.execute(insert(api_keys).values(**columns, **own))
@@ -232,7 +242,7 @@ class Keys:
         return key, secret
 
     async def _record(self, connection: AsyncConnection, action: str, before: ApiKey | None, after: ApiKey) -> None:
-        was, now = facts_of(before, "last_used_at"), facts_of(after, "last_used_at")
+        was, now = recorded_fields(before, "last_used_at"), recorded_fields(after, "last_used_at")
         await record(connection, self._clock, action, "key", after.id, tenant_id=after.tenant_id, before=was, after=now)
 
     def _check_expiry(self, expires_at: datetime | None) -> datetime | None:
@@ -248,29 +258,29 @@ class Keys:
         return changed_columns(changes, _CHECKS | {"expires_at": self._check_expiry})
 
 
-_NEW: dict[str, Any] = {"scopes": [*DEFAULT_SCOPES]}
-"""Columns of a new key that its terms leave open; the table knows the others."""
+_DEFAULT_COLUMNS: dict[str, Any] = {"scopes": [*DEFAULT_SCOPES]}
+"""Defaults for a new key; the table defines those of the other columns."""
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": check_name,
     "scopes": lambda value: list(check_scopes(value)),
     "model_limits": lambda value: model_limits_to_row(check_model_limits(value or {})),
     "limit_mode": lambda value: check_choice(value, "limit_mode", LIMIT_MODES),
-    "allowed_models": or_none(lambda value: list(check_names(value, "allowed_models"))),
+    "allowed_models": optional(lambda value: list(check_names(value, "allowed_models"))),
     "allowed_networks": lambda value: list_column(check_networks(value)),
 }
 
 
-def _check_usable(known: _CachedKey, now: datetime, address: str) -> None:
-    known.principal.check_usable(now)
-    if known.networks is not None and not is_in(address, known.networks):
+def _check_usable(cached: _CachedKey, now: datetime, address: str) -> None:
+    cached.principal.check_usable(now)
+    if cached.networks is not None and not is_in(address, cached.networks):
         raise AddressNotAllowed("this key may not be used from this address")
 
 
-def _unrevoked(key_id: str) -> ColumnElement[bool]:
+def _is_unrevoked(key_id: str) -> ColumnElement[bool]:
     return (api_keys.c.id == key_id) & api_keys.c.revoked_at.is_(None)
 
 
-def _unexpired(now: datetime) -> ColumnElement[bool]:
+def _is_unexpired(now: datetime) -> ColumnElement[bool]:
     return or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > now)
 
 
@@ -281,40 +291,40 @@ async def _get(connection: AsyncConnection, key_id: str, access: Access, action:
 
 
 async def _inherited(connection: AsyncConnection, key_id: str) -> dict[str, Any]:
-    """Return the columns that a successor has from this key: its tenant, its terms, and its name."""
-    columns = [column for column in api_keys.c if column.name not in _OWN]
+    """Return the columns that a successor inherits: tenant, name, and all settings."""
+    columns = [column for column in api_keys.c if column.name not in _NOT_INHERITED]
     return {**(await connection.execute(select(*columns).where(api_keys.c.id == key_id))).mappings().one()}
 
 
 async def _revoke(connection: AsyncConnection, key_id: str, now: datetime) -> None:
-    """End the key now; a key that was revoked before keeps its time."""
-    await connection.execute(update(api_keys).where(_unrevoked(key_id)).values(revoked_at=now))
+    """Revoke the key now; a key that is already revoked keeps its time."""
+    await connection.execute(update(api_keys).where(_is_unrevoked(key_id)).values(revoked_at=now))
 
 
 async def _retire(connection: AsyncConnection, key: ApiKey, successor_id: str, now: datetime, last: datetime) -> bool:
-    """Set the successor of a key that may be rotated now, and end the key at `last`. Return whether this call did it."""
+    """Set the successor of a key and its end at `last`. Return False if the key may not be rotated (any more)."""
     if last <= now:
         ending: dict[str, Any] = {"revoked_at": now}
     else:
         ending = {"expires_at": last if key.expires_at is None else min(last, key.expires_at)}
-    statement = update(api_keys).where(_unrevoked(key.id), api_keys.c.replaced_by.is_(None), _unexpired(now))
+    statement = update(api_keys).where(_is_unrevoked(key.id), api_keys.c.replaced_by.is_(None), _is_unexpired(now))
     return (await connection.execute(statement.values(replaced_by=successor_id, **ending))).rowcount == 1
 
 
-def _not_ended(now: datetime) -> tuple[ColumnElement[bool], ...]:
-    there = select(tenants.c.id).where(tenants.c.archived_at.is_(None))
+def _is_in_use(now: datetime) -> tuple[ColumnElement[bool], ...]:
+    active_tenants = select(tenants.c.id).where(tenants.c.archived_at.is_(None))
     return (
         api_keys.c.revoked_at.is_(None),
-        or_(api_keys.c.replaced_by.is_(None), _unexpired(now)),
-        api_keys.c.tenant_id.in_(there),
+        or_(api_keys.c.replaced_by.is_(None), _is_unexpired(now)),
+        api_keys.c.tenant_id.in_(active_tenants),
     )
 
 
-def _mentions(text: str) -> ColumnElement[bool]:
+def _matches_text(text: str) -> ColumnElement[bool]:
     return or_(*(column.icontains(text, autoescape=True) for column in (api_keys.c.name, api_keys.c.prefix)))
 
 
-def _why_not_rotated(key: ApiKey, now: datetime) -> str:
+def _rotation_conflict(key: ApiKey, now: datetime) -> str:
     if key.revoked_at is not None:
         return "a revoked key cannot be rotated"
     if key.replaced_by is not None:
@@ -332,8 +342,8 @@ async def _check_tenant(connection: AsyncConnection, tenant_id: str) -> None:
         raise Conflict("an archived tenant cannot have new keys", param="tenant_id")
 
 
-async def _check_room(connection: AsyncConnection, tenant_id: str, now: datetime) -> None:
-    """Raise InvalidValue unless the tenant may have one more active key."""
-    working = select(func.count()).where(api_keys.c.tenant_id == tenant_id, api_keys.c.revoked_at.is_(None), _unexpired(now))
-    if (await connection.execute(working)).scalar_one() >= KEYS_OF_TENANT_MAX:
+async def _check_key_count(connection: AsyncConnection, tenant_id: str, now: datetime) -> None:
+    """Raise InvalidValue if the tenant already has the maximum number of active keys."""
+    active = select(func.count()).where(api_keys.c.tenant_id == tenant_id, api_keys.c.revoked_at.is_(None), _is_unexpired(now))
+    if (await connection.execute(active)).scalar_one() >= KEYS_OF_TENANT_MAX:
         raise InvalidValue(f"a tenant can have at most {KEYS_OF_TENANT_MAX} active keys", param="tenant_id")

@@ -1,4 +1,4 @@
-"""People who sign in to the console. Passwords are kept as argon2 hashes, computed in a thread, a few at a time."""
+"""People who sign in to the console. Passwords are stored as Argon2 hashes, computed in threads, a few at a time."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ EMAIL_CHARS_MAX = 320
 PASSWORD_CHARS_MIN = 8
 PASSWORD_CHARS_MAX = 1024
 HASHES_PARALLEL_MAX = 2  # each takes 64 MiB and a core
-WRONG = "e-mail address or password is wrong"
+WRONG_CREDENTIALS = "e-mail address or password is wrong"
 
 Proof = Callable[[RowMapping], bool]
-"""Whether an earlier proof (of a password or a code) still holds for the row of `members`, which may have changed since."""
+"""Checks whether an earlier proof of a password or code still holds, given the current row of `members`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A person who signs in. `disabled`: may no longer sign in. `password_temporary`: somebody else made the password."""
+    """A person who can sign in unless `disabled`. `password_temporary`: the password was created by somebody else."""
 
     id: str
     email: str
@@ -50,18 +50,18 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """A member whose password somebody has just proven."""
+    """The result of a successful password check."""
 
     member: Member
     password_hash: str = field(repr=False)
 
     def still_valid(self, row: RowMapping) -> bool:
-        """Return whether the member may still sign in with this password, given the row of `members`: a `Proof`."""
+        """A `Proof`: return whether the member in `row` may still sign in with this password."""
         return row["password_hash"] == self.password_hash and row["disabled_at"] is None
 
 
 class Members:
-    """All members. E-mail addresses are compared in lower case."""
+    """The store of members. E-mail addresses are compared in lower case."""
 
     def __init__(self, db: Database, clock: Clock, *, hasher: PasswordHasher | None = None) -> None:
         self._db = db
@@ -79,9 +79,9 @@ class Members:
         temporary: bool = False,
         in_transaction: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
     ) -> Member:
-        """Return the new member; `in_transaction` runs in the same transaction. Raises NameTaken and InvalidValue.
+        """Create a member; `in_transaction` runs in the same transaction. Raises NameTaken and InvalidValue.
 
-        A `temporary` password has been seen by somebody else: the member must first choose another.
+        A `temporary` password is known to somebody else, so the member must change it at the first sign-in.
         """
         member = Member(
             id=new_id("mb"),
@@ -97,7 +97,7 @@ class Members:
             async with self._db.writing() as connection:
                 secrets = {"password_hash": password_hash, "password_temporary": temporary}
                 await connection.execute(insert(members).values(**secrets, **row))
-                facts = audit.facts_of(member, "id", "created_at")
+                facts = audit.recorded_fields(member, "id", "created_at")
                 await audit.record(connection, self._clock, "member.create", "member", member.id, after=facts)
                 if in_transaction is not None:
                     await in_transaction(connection, member)
@@ -118,19 +118,19 @@ class Members:
         return member_from_row(row)
 
     async def prove_password(self, email: str, password: str) -> Proven:
-        """Return the member with this address and password; its `still_valid` checks it again in a later transaction.
+        """Check address and password; `still_valid` of the result repeats the check in a later transaction.
 
-        Raises InvalidCredentials. Takes the same work whether the address is known or not.
+        Raises InvalidCredentials. Takes the same time for a known and an unknown address.
         """
         row = await self._row(email)
         expected = row["password_hash"] if row is not None else await self._decoy()
         matches = await self._matches(expected, password)
         if row is None or not matches or row["disabled_at"] is not None:
-            raise InvalidCredentials(WRONG)
+            raise InvalidCredentials(WRONG_CREDENTIALS)
         return Proven(member=member_from_row(row), password_hash=expected)
 
     async def reset_password(self, email: str, password: str, *, temporary: bool = False) -> Member:
-        """Return the member, with a new password and signed out everywhere. Raises NotFound and InvalidValue."""
+        """Replace the password and end every session of the member. Raises NotFound and InvalidValue."""
         password_hash = await self._hash(check_password(password))
         member = await self.get_by_email(email)
         async with self._db.writing() as connection:
@@ -140,10 +140,10 @@ class Members:
         return dataclasses.replace(member, password_temporary=temporary)
 
     async def change_password(self, member: Member, current: str, password: str) -> Proven:
-        """Replace the password of a member who proves the current one, and end every session of the member.
+        """Check the current password, replace it, and end every session of the member.
 
-        Raises InvalidValue for an unusable new password, and InvalidCredentials, also when the current one is replaced
-        meanwhile: somebody who knows the former password cannot undo a reset.
+        Raises InvalidValue for an unusable new password. Raises InvalidCredentials for a wrong current one, also if it is
+        replaced concurrently, so that whoever knows the old password cannot undo a reset.
         """
         check_password(password)
         proven = await self.prove_password(member.email, current)
@@ -157,10 +157,10 @@ class Members:
         return Proven(member=member, password_hash=password_hash)
 
     async def change(self, member_id: str, *, role: str | None = None, disabled: bool | None = None) -> Member:
-        """Return the member after the change; None changes nothing. A role on the box counts from the next request on.
+        """Change role or state, if given, and return the member. The new role applies from the next request on.
 
-        A disabled member is signed out everywhere at once, may not sign in, and gets no more alerts. Raises NotFound,
-        InvalidValue, and LastOwner if nobody would be left who can sign in as owner.
+        A disabled member is signed out everywhere, cannot sign in, and gets no more alerts. Raises NotFound, InvalidValue, and
+        LastOwner if no owner would be left who can sign in.
         """
         granted = None if role is None else check_role(role)
         async with self._db.writing() as connection:
@@ -179,18 +179,18 @@ class Members:
             await connection.execute(update(members).where(members.c.id == member_id).values(**values))
             if after.disabled:
                 await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
-            was, now = (audit.facts_of(each, "id", "created_at") for each in (before, after))
+            was, now = (audit.recorded_fields(state, "id", "created_at") for state in (before, after))
             await audit.record(connection, self._clock, "member.change", "member", member_id, before=was, after=now)
             if after.disabled and not before.disabled:
                 await disable_alerts(connection, self._clock, after.email)
         return after
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:
-        """Return members in the order they were made."""
+        """Return members in order of creation."""
         return await read_page(self._db, "members", select(members), members.c.id, limit, cursor, member_from_row)
 
     async def any_exist(self) -> bool:
-        """Return whether anybody can sign in."""
+        """Return whether there is any member."""
         async with self._db.reading() as connection:
             return (await connection.execute(select(members.c.id).limit(1))).first() is not None
 
@@ -213,7 +213,7 @@ class Members:
                 return False
 
     async def _decoy(self) -> str:
-        """Return the hash of a password that nobody can know, made once."""
+        """Return the hash of a random password, computed once, to compare with when the address is unknown."""
         if self._decoy_hash is None:
             self._decoy_hash = await self._hash(new_id("decoy"))
         return self._decoy_hash
@@ -229,26 +229,26 @@ async def _get(connection: AsyncConnection, member_id: str) -> Member:
 async def _replace_password(
     connection: AsyncConnection, member_id: str, password_hash: str, *, temporary: bool, former: str | None = None
 ) -> None:
-    """Store the new password and end every session of the member. Raises InvalidCredentials when `former`, the hash to be
-    replaced, is no longer stored."""
+    """Store the new password hash and end every session of the member. With `former`, raise InvalidCredentials unless that
+    hash is still stored."""
     values = {"password_hash": password_hash, "password_temporary": temporary}
     statement = update(members).where(members.c.id == member_id).values(**values)
     if former is not None:
         statement = statement.where(members.c.password_hash == former)
     if (await connection.execute(statement)).rowcount != 1 and former is not None:
-        raise InvalidCredentials(WRONG)
+        raise InvalidCredentials(WRONG_CREDENTIALS)
     await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
 
 
 async def _lock_owners(connection: AsyncConnection) -> set[str]:
-    """Return who can sign in as owner, and lock those rows until the transaction ends: two owners cannot demote each other."""
-    living = (members.c.role == Role.OWNER.value) & members.c.disabled_at.is_(None)
-    owners = await connection.execute(select(members.c.id).where(living).order_by(members.c.id).with_for_update())
+    """Return and lock the owners who can sign in, so that two owners cannot demote each other concurrently."""
+    can_sign_in = (members.c.role == Role.OWNER.value) & members.c.disabled_at.is_(None)
+    owners = await connection.execute(select(members.c.id).where(can_sign_in).order_by(members.c.id).with_for_update())
     return set(owners.scalars())
 
 
 def member_from_row(row: RowMapping) -> Member:
-    """Return the member of a row that has the columns of `members`."""
+    """Convert a row with the columns of `members`."""
     return Member(
         id=row["id"],
         email=row["email"],
@@ -260,7 +260,7 @@ def member_from_row(row: RowMapping) -> Member:
 
 
 def check_email(value: object) -> str:
-    """Return `value` in lower case: something@somewhere, without spaces or control characters."""
+    """Return `value`, an e-mail address, stripped and in lower case. Raises InvalidValue."""
     if isinstance(value, str) and len(value) <= EMAIL_CHARS_MAX:
         email = value.strip().lower()
         if is_email(email):
@@ -269,7 +269,7 @@ def check_email(value: object) -> str:
 
 
 def check_password(value: object) -> str:
-    """Return `value` if it is long enough, and not so long that hashing it would be an attack. Raises InvalidValue."""
+    """Return `value` if its length is allowed; very long passwords would make hashing a DoS vector. Raises InvalidValue."""
     if not isinstance(value, str) or not PASSWORD_CHARS_MIN <= len(value) <= PASSWORD_CHARS_MAX:
         raise InvalidValue(f"password must have {PASSWORD_CHARS_MIN} to {PASSWORD_CHARS_MAX} characters", param="password")
     try:

@@ -1,4 +1,4 @@
-"""The table of memberships: who belongs to which tenant with which role, and what access a member has through them."""
+"""The store of memberships: who belongs to which tenant with which role, and the access that follows from it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Membership:
 
 
 class Memberships:
-    """All memberships. Each request reads its caller's, so that a change counts from the next request on."""
+    """The store of memberships. Each request reads those of its caller, so that a change applies from the next request on."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
     async def access(self, member: Member, actor: Actor) -> Access:
-        """Return what a member who has just been authenticated may see and do."""
+        """Return the access of an authenticated member."""
         query = select(memberships.c.tenant_id, memberships.c.role).where(memberships.c.member_id == member.id)
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).all()
@@ -63,39 +63,39 @@ class Memberships:
     async def of_tenant(
         self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
     ) -> Page[Membership]:
-        """Return who belongs to the tenant, in the order in which they became members of the box.
+        """Return the memberships of the tenant, in the order in which their members were created.
 
-        Raises NotFound for a tenant that may not be seen, and RoleNotAllowed.
+        Raises NotFound for an invisible tenant, and RoleNotAllowed.
         """
         access.require(Action.READ, tenant_id)
         query = _joined().where(memberships.c.tenant_id == tenant_id)
         return await read_page(self._db, "memberships", query, memberships.c.member_id, limit, cursor, _from_row)
 
     async def of_members(self, member_ids: Sequence[str], *, access: Access) -> list[Membership]:
-        """Return every membership of these members in tenants that `access` shows, by one query."""
+        """Return all memberships of these members in tenants visible to `access`, by one query."""
         query = access.narrow(_joined(), memberships.c.tenant_id).where(memberships.c.member_id.in_(member_ids))
         query = query.order_by(memberships.c.member_id, memberships.c.tenant_id)
         async with self._db.reading() as connection:
             return [_from_row(row) for row in (await connection.execute(query)).mappings()]
 
     async def add(self, tenant_id: str, member_id: str, role: str, *, access: Access) -> Membership:
-        """Return the new membership. Raises NotFound, RoleNotAllowed, NameTaken when it exists already, and InvalidValue."""
+        """Add a member to a tenant. Raises NotFound, RoleNotAllowed, NameTaken if the membership exists, and InvalidValue."""
         access.require(Action.TENANT_MEMBERS, tenant_id)
         granted = check_tenant_role(role)
         try:
             async with self._db.writing() as connection:
                 return await self._add(connection, tenant_id, member_id, granted, access)
         except IntegrityError as error:
-            raise NameTaken("this member belongs to the tenant already", param="email") from error
+            raise NameTaken("this member already belongs to the tenant", param="email") from error
 
     async def invite(
         self, people: Members, tenant_id: str, email: str, role: str, *, access: Access
     ) -> tuple[Membership, str | None]:
-        """Return (membership, password). The password is that of a new member, created here; None for an existing member.
+        """Add the person with this address to the tenant, as a new member if there is none. Return (membership, password).
 
-        Only callers with `Action.MEMBERS` on the box may invite a new address: otherwise a tenant's manager, who sees the
-        password, could sign in as somebody whom others will trust. Raises NotFound, RoleNotAllowed, NameTaken when the member
-        already belongs to the tenant, and InvalidValue.
+        `password` is that of a new member, else None. Only callers with `Action.MEMBERS` may invite a new address: a tenant's
+        manager, who sees the password, could otherwise sign in under another person's name. Raises NotFound, RoleNotAllowed,
+        NameTaken if the member already belongs to the tenant, and InvalidValue.
         """
         access.require(Action.TENANT_MEMBERS, tenant_id)
         granted = check_tenant_role(role)
@@ -117,10 +117,7 @@ class Memberships:
         return membership, password
 
     async def change(self, tenant_id: str, member_id: str, role: str, *, access: Access) -> Membership:
-        """Return the membership with its new role, which counts from the next request on.
-
-        Raises NotFound, RoleNotAllowed and InvalidValue.
-        """
+        """Change the role; it applies from the next request on. Raises NotFound, RoleNotAllowed and InvalidValue."""
         granted = check_tenant_role(role)
         condition = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
         async with self._db.writing() as connection:
@@ -131,10 +128,8 @@ class Memberships:
         return after
 
     async def remove(self, tenant_id: str, member_id: str, *, access: Access) -> Membership:
-        """Remove a membership and return it: from the next request on its member sees nothing of the tenant, and gets no more
-        of its alerts, unless a role on the box allows it.
-
-        Raises NotFound and RoleNotAllowed.
+        """Remove a membership and return it. From the next request on the member cannot see the tenant and gets no more of its
+        alerts, unless a role on the appliance allows it. Raises NotFound and RoleNotAllowed.
         """
         condition = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
         async with self._db.writing() as connection:
@@ -149,21 +144,21 @@ class Memberships:
     async def _add(
         self, connection: AsyncConnection, tenant_id: str, member_id: str, role: TenantRole, access: Access
     ) -> Membership:
-        await _check_places(connection, tenant_id, member_id)
+        await _check_membership_counts(connection, tenant_id, member_id)
         row = {"tenant_id": tenant_id, "member_id": member_id, "role": role.value, "created_at": self._clock.now()}
         await connection.execute(insert(memberships).values(**row))
-        made = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
-        await self._record(connection, "membership.add", None, made)
-        return made
+        membership = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
+        await self._record(connection, "membership.add", None, membership)
+        return membership
 
     async def _record(
         self, connection: AsyncConnection, action: str, before: Membership | None, after: Membership | None
     ) -> None:
-        one = after or before
-        assert one is not None
-        was, now = (None if each is None else {"email": each.email, "role": each.role.value} for each in (before, after))
-        target = (action, "membership", one.member_id)
-        await audit.record(connection, self._clock, *target, tenant_id=one.tenant_id, before=was, after=now)
+        membership = after or before
+        assert membership is not None
+        was, now = (None if state is None else {"email": state.email, "role": state.role.value} for state in (before, after))
+        target = (action, "membership", membership.member_id)
+        await audit.record(connection, self._clock, *target, tenant_id=membership.tenant_id, before=was, after=now)
 
 
 def _joined() -> Select[Any]:
@@ -192,17 +187,17 @@ async def _get(connection: AsyncConnection, tenant_id: str, member_id: str, acce
     return _from_row(row)
 
 
-async def _check_places(connection: AsyncConnection, tenant_id: str, member_id: str) -> None:
-    """Raise unless tenant and member exist and both have room for one more membership."""
+async def _check_membership_counts(connection: AsyncConnection, tenant_id: str, member_id: str) -> None:
+    """Raise NotFound unless tenant and member exist, and InvalidValue if either has the maximum number of memberships."""
     if (await connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id))).first() is None:
         raise NotFound("no such tenant", param="tenant_id")
     if (await connection.execute(select(members.c.id).where(members.c.id == member_id))).first() is None:
         raise NotFound("no such member", param="member_id")
-    places = (
+    limits = (
         (memberships.c.tenant_id == tenant_id, MEMBERS_OF_TENANT_MAX, "a tenant can have at most {} members"),
-        (memberships.c.member_id == member_id, TENANTS_OF_MEMBER_MAX, "a member belongs to at most {} tenants"),
+        (memberships.c.member_id == member_id, TENANTS_OF_MEMBER_MAX, "a member can belong to at most {} tenants"),
     )
-    for condition, most, sentence in places:
+    for condition, maximum, message in limits:
         count = (await connection.execute(select(func.count()).select_from(memberships).where(condition))).scalar_one()
-        if count >= most:
-            raise InvalidValue(sentence.format(most), param="email")
+        if count >= maximum:
+            raise InvalidValue(message.format(maximum), param="email")

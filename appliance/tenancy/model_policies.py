@@ -1,4 +1,4 @@
-"""The table of each model's limits for all tenants together. A model without a row has no limits."""
+"""Limits of a model for all tenants together. A model without a row has none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS_MAX = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPolicy:
-    """What all tenants together may use of a model. `limit_mode` as for a tenant."""
+    """The limits of a model for all tenants together. `limit_mode` as for a tenant."""
 
     model: str
     limits: Limits
@@ -31,23 +31,23 @@ class ModelPolicy:
 
 
 class ModelPolicies:
-    """Limits of every model that has some, kept in memory; the next request sees a change made by this process."""
+    """The store of model policies, cached in memory. A change by this process applies from the next request on."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
-        self._known: tuple[int, dict[str, ModelPolicy]] | None = None
+        self._cached: tuple[int, dict[str, ModelPolicy]] | None = None
 
     async def list(self) -> list[ModelPolicy]:
-        """Return the policies by the name of the model."""
+        """Return the policies, sorted by model."""
         return list((await self._all()).values())
 
     async def find(self, model: str) -> ModelPolicy | None:
-        """Return the policy of a model, None when it has none. Reads the database only after a change."""
+        """Return the policy of a model, or None. Reads the database only after a change."""
         return (await self._all()).get(model)
 
     async def put(self, model: str, limits: Limits, limit_mode: str = "enforce") -> ModelPolicy:
-        """Set the model's policy, replacing a former one, and return it. Raises InvalidValue."""
+        """Create or replace the policy of a model and return it. Raises InvalidValue."""
         after = ModelPolicy(
             model=check_name(model, "model"),
             limits=limits,
@@ -56,7 +56,7 @@ class ModelPolicies:
         )
         async with self._db.changing_principals() as connection:
             before = await _get(connection, after.model)
-            await _write(connection, after, known=before is not None)
+            await _write(connection, after, exists=before is not None)
             await self._record(connection, "model_policy.put", before, after)
         return after
 
@@ -73,18 +73,18 @@ class ModelPolicies:
     async def _record(
         self, connection: AsyncConnection, action: str, before: ModelPolicy | None, after: ModelPolicy | None
     ) -> None:
-        one = after or before
-        assert one is not None
-        was, now = (audit.facts_of(each, "model", "updated_at") for each in (before, after))
-        await audit.record(connection, self._clock, action, "model_policy", one.model, before=was, after=now)
+        policy = after or before
+        assert policy is not None
+        was, now = (audit.recorded_fields(state, "model", "updated_at") for state in (before, after))
+        await audit.record(connection, self._clock, action, "model_policy", policy.model, before=was, after=now)
 
     async def _all(self) -> dict[str, ModelPolicy]:
         change_count = self._db.principals.value
-        if self._known is None or self._known[0] != change_count:
+        if self._cached is None or self._cached[0] != change_count:
             async with self._db.reading() as connection:
                 rows = (await connection.execute(select(model_policies).order_by(model_policies.c.model))).mappings().all()
-            self._known = (change_count, {row["model"]: _from_row(row) for row in rows})
-        return self._known[1]
+            self._cached = (change_count, {row["model"]: _from_row(row) for row in rows})
+        return self._cached[1]
 
 
 def _from_row(row: RowMapping) -> ModelPolicy:
@@ -98,9 +98,9 @@ async def _get(connection: AsyncConnection, model: str) -> ModelPolicy | None:
     return None if row is None else _from_row(row)
 
 
-async def _write(connection: AsyncConnection, policy: ModelPolicy, *, known: bool) -> None:
+async def _write(connection: AsyncConnection, policy: ModelPolicy, *, exists: bool) -> None:
     values = {"limit_mode": policy.limit_mode, "updated_at": policy.updated_at, **limits_to_row(policy.limits)}
-    if not known and (await connection.execute(select(func.count()).select_from(model_policies))).scalar_one() >= MODELS_MAX:
+    if not exists and (await connection.execute(select(func.count()).select_from(model_policies))).scalar_one() >= MODELS_MAX:
         raise InvalidValue(f"at most {MODELS_MAX} models have limits of their own", param="model")
     statement = upsert_for(connection.dialect.name, model_policies, ["model"], list(values))
     await connection.execute(statement.values(model=policy.model, **values))

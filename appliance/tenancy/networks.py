@@ -1,5 +1,5 @@
-"""The networks that a key may be used from: parsing CIDR text, and whether an address is in one of them. Also the network under
-which the attempts of an address are counted. Knows no table."""
+"""The networks that a key may be used from: parses CIDR text and matches addresses. Also the network by which sign-in attempts
+are rate limited. Knows no table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from appliance.tenancy.fields import LIST_ITEMS_MAX
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
-"""IPv4 addresses as a dual-stack socket shows them."""
-IPV6_SITE_BITS = 64  # one customer of a network has at least a /64, so its addresses count as one (RFC 6177)
+"""IPv4-mapped IPv6 addresses, as a dual-stack socket reports IPv4 clients."""
+IPV6_CLIENT_BITS = 64  # a subscriber has at least a /64 (RFC 6177), so all its addresses count as one client
 
 
 def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the networks in CIDR form (a single address is a network of one); None is every network."""
+    """Return the networks in CIDR form; a single address becomes a /32 or /128. None allows every network."""
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > LIST_ITEMS_MAX:
@@ -25,7 +25,7 @@ def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _network(text: object) -> Network:
-    """Return the network in the form that `is_in` compares: IPv4 mapped into IPv6 becomes IPv4."""
+    """Return the network as `is_in` compares it: IPv4-mapped IPv6 becomes IPv4."""
     try:
         if not isinstance(text, str):
             raise TypeError
@@ -38,7 +38,7 @@ def _network(text: object) -> Network:
 
 
 def is_in(address: str, networks: tuple[Network, ...]) -> bool:
-    """Return whether `address` is in one of `networks`. An IPv4 address that came over an IPv6 socket counts as IPv4."""
+    """Return whether `address` is in one of `networks`. An IPv4-mapped IPv6 address counts as IPv4."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -48,12 +48,12 @@ def is_in(address: str, networks: tuple[Network, ...]) -> bool:
     return any(parsed in network for network in networks)
 
 
-def site_of(address: str) -> str:
-    """Return the name under which `address` is counted: an IPv4 address itself, for IPv6 its /64, all one sender's."""
+def client_network(address: str) -> str:
+    """Return the key by which `address` is rate limited: an IPv4 address itself, or the /64 of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
     if isinstance(parsed, ipaddress.IPv4Address):
         return address
-    return str(parsed.ipv4_mapped or ipaddress.IPv6Network((int(parsed), IPV6_SITE_BITS), strict=False))
+    return str(parsed.ipv4_mapped or ipaddress.IPv6Network((int(parsed), IPV6_CLIENT_BITS), strict=False))

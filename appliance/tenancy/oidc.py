@@ -1,7 +1,7 @@
-"""An OpenID Connect provider that people may sign in through: the authorization code flow with PKCE (S256) and a nonce.
+"""Client of an OpenID Connect provider for sign-in: the authorization code flow with PKCE (S256) and a nonce.
 
-Knows the provider and no member. Nothing that the provider says is believed before `id_tokens` has checked it, and sign-in by
-password works while the provider is unavailable.
+Knows no members. `id_tokens` verifies every token before its claims are used. Sign-in by password works while the provider is
+unavailable.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from appliance.tenancy.id_tokens import Identity, Jwk, TokenRefused, UnknownKey,
 SCOPE = "openid email profile"
 TIMEOUT_S = 10.0
 ANSWER_BYTES_MAX = 1024 * 1024
-KEPT_S = 3600.0  # how long the provider's description and keys are cached
-KEYS_ASKED_AGAIN_S = 60.0  # a token with an unknown key makes us fetch new ones, but not more often than this
+CACHE_S = 3600.0  # how long the provider's metadata and keys are cached
+KEY_REFRESH_INTERVAL_S = 60.0  # how often an unknown key may trigger a fetch of the keys, at most
 PAUSE_AFTER_FAILURE_S = 5.0
 CALLBACK_PATH = "/login/oidc/callback"
 _ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 
 
 class ProviderUnavailable(Exception):
-    """The provider does not answer, or its answer is not valid. The message is for the log."""
+    """The provider did not respond, or its response is invalid. The message is for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """How the provider knows us. `secret` None is a public client, which only PKCE protects."""
+    """Our registration at the provider. A client without a `secret` is public: only PKCE protects it."""
 
     issuer: str
     client_id: str
@@ -46,17 +46,17 @@ class Client:
 
     @property
     def label(self) -> str:
-        """Return what the provider is called on the sign-in page."""
+        """Return the provider's name for the sign-in page."""
         return self.name or urlsplit(self.issuer).hostname or self.issuer
 
     @property
     def redirect_uri(self) -> str:
-        """Return where the provider sends people back."""
+        """Return the URL to which the provider redirects back."""
         return f"{self.external_url}{CALLBACK_PATH}"
 
 
 class OidcProvider:
-    """One provider. `transport` is for tests; None uses the network."""
+    """A provider. `transport` replaces the network in tests."""
 
     def __init__(self, client: Client, clock: Clock, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.client = client
@@ -64,11 +64,11 @@ class OidcProvider:
         self._transport = transport
         self._lock = asyncio.Lock()
         self._metadata: dict[str, Any] = {}
-        self._metadata_at = self._keys_at = self._asked_again_at = self._failed_at = float("-inf")
+        self._metadata_at = self._keys_at = self._keys_refreshed_at = self._failed_at = float("-inf")
         self._keys: list[Jwk] = []
 
     async def authorization_url(self, *, state: str, nonce: str, verifier: str) -> str:
-        """Return the address at the provider where a sign-in begins. Raises ProviderUnavailable."""
+        """Return the provider's URL that starts a sign-in. Raises ProviderUnavailable."""
         endpoint = str((await self._discover())["authorization_endpoint"])
         query = {
             "response_type": "code",
@@ -82,13 +82,13 @@ class OidcProvider:
         }
         return f"{endpoint}{'&' if '?' in endpoint else '?'}{urlencode(query)}"
 
-    async def identify(self, *, code: str, nonce: str, verifier: str, sent_by: str | None = None) -> Identity:
-        """Return the identity that the provider has signed in, for the `code` that it sent back.
+    async def identify(self, *, code: str, nonce: str, verifier: str, response_issuer: str | None = None) -> Identity:
+        """Exchange the authorization `code` and return the identity that the provider has signed in.
 
-        `sent_by` is the issuer named by the redirect, if any (RFC 9207). Raises TokenRefused and ProviderUnavailable.
+        `response_issuer` is the `iss` of the redirect, if any (RFC 9207). Raises TokenRefused and ProviderUnavailable.
         """
         metadata = await self._discover()
-        if sent_by is not None and sent_by != metadata["issuer"]:
+        if response_issuer is not None and response_issuer != metadata["issuer"]:
             raise TokenRefused("the code is from another issuer")
         tokens = await self._exchange(metadata, code, verifier)
         subject, claims = await self._verified(tokens.get("id_token"), metadata, nonce)
@@ -98,25 +98,25 @@ class OidcProvider:
         return Identity(issuer=metadata["issuer"], subject=subject, email=email)
 
     async def _verified(self, token: object, metadata: Mapping[str, Any], nonce: str) -> tuple[str, Mapping[str, Any]]:
-        """Return (subject, claims); a token signed with an unknown key is checked again with the provider's newest keys."""
+        """Return (subject, claims) of a valid token. If its key is unknown, the provider's keys are fetched again once."""
         expected = {"issuer": metadata["issuer"], "client_id": self.client.client_id, "nonce": nonce}
         try:
             return read_id_token(token, await self._signing_keys(metadata), **expected, now=self._clock.now())
         except UnknownKey:
-            keys = await self._newest_keys(metadata)
+            keys = await self._refresh_keys(metadata)
             return read_id_token(token, keys, **expected, now=self._clock.now())
 
     async def _discover(self) -> dict[str, Any]:
-        """Return the provider's description of itself (OpenID Connect Discovery 1.0)."""
+        """Return the provider's metadata (OpenID Connect Discovery 1.0), cached."""
         async with self._lock:
             now = self._clock.monotonic_s()
-            if now - self._metadata_at < KEPT_S:
+            if now - self._metadata_at < CACHE_S:
                 return self._metadata
             if now - self._failed_at < PAUSE_AFTER_FAILURE_S:
-                raise ProviderUnavailable("the provider did not answer a moment ago")
+                raise ProviderUnavailable(f"the provider failed less than {PAUSE_AFTER_FAILURE_S:.0f} s ago")
             try:
-                found = await self._call("GET", f"{self.client.issuer}/.well-known/openid-configuration")
-                self._metadata = _check_metadata(found, self.client.issuer)
+                metadata = await self._call("GET", f"{self.client.issuer}/.well-known/openid-configuration")
+                self._metadata = _check_metadata(metadata, self.client.issuer)
             except ProviderUnavailable:
                 self._failed_at = now
                 raise
@@ -125,24 +125,24 @@ class OidcProvider:
 
     async def _signing_keys(self, metadata: Mapping[str, Any]) -> list[Jwk]:
         async with self._lock:
-            if self._clock.monotonic_s() - self._keys_at >= KEPT_S:
+            if self._clock.monotonic_s() - self._keys_at >= CACHE_S:
                 await self._fetch_keys(metadata)
             return self._keys
 
-    async def _newest_keys(self, metadata: Mapping[str, Any]) -> list[Jwk]:
-        """Return the provider's keys, fetched anew because one was unknown, unless that was done a moment ago."""
+    async def _refresh_keys(self, metadata: Mapping[str, Any]) -> list[Jwk]:
+        """Return the provider's keys, fetched again unless that was done within KEY_REFRESH_INTERVAL_S."""
         async with self._lock:
             now = self._clock.monotonic_s()
-            if now - self._asked_again_at >= KEYS_ASKED_AGAIN_S:
-                self._asked_again_at = now
+            if now - self._keys_refreshed_at >= KEY_REFRESH_INTERVAL_S:
+                self._keys_refreshed_at = now
                 await self._fetch_keys(metadata)
             return self._keys
 
     async def _fetch_keys(self, metadata: Mapping[str, Any]) -> None:
-        found = (await self._call("GET", metadata["jwks_uri"])).get("keys")
-        if not isinstance(found, list):
-            raise ProviderUnavailable("the provider shows no keys")
-        self._keys = [key for key in found if isinstance(key, dict)]
+        keys = (await self._call("GET", metadata["jwks_uri"])).get("keys")
+        if not isinstance(keys, list):
+            raise ProviderUnavailable("the provider's key set contains no keys")
+        self._keys = [key for key in keys if isinstance(key, dict)]
         self._keys_at = self._clock.monotonic_s()
 
     async def _exchange(self, metadata: Mapping[str, Any], code: str, verifier: str) -> dict[str, Any]:
@@ -163,45 +163,49 @@ class OidcProvider:
         return await self._call("POST", metadata["token_endpoint"], data=form, **options)
 
     async def _fetch_email(self, metadata: Mapping[str, Any], access_token: object, subject: str) -> str | None:
-        """Return the verified address from the user info, if it has one: some providers leave it out of the token."""
+        """Return the verified address from the UserInfo endpoint: some providers leave it out of the ID token."""
         endpoint = metadata.get("userinfo_endpoint")
         if not isinstance(endpoint, str) or not isinstance(access_token, str) or not _is_allowed(endpoint, self.client.issuer):
             return None
         claims = await self._call("GET", endpoint, headers={"authorization": f"Bearer {access_token}"})
         if claims.get("sub") != subject:
-            raise TokenRefused("the user info is of another subject")
+            raise TokenRefused("the user info belongs to another subject")
         return verified_email(claims)
 
     async def _call(self, method: str, url: str, **options: Any) -> dict[str, Any]:
-        """Return the JSON object of the provider's answer. Raises TokenRefused for a POST answered with 4xx, and
-        ProviderUnavailable."""
-        place = f"{method} {urlsplit(url).path}"
+        """Send a request to the provider and return the JSON object of its response.
+
+        Raises TokenRefused for a POST answered with 4xx, and ProviderUnavailable.
+        """
+        call = f"{method} {urlsplit(url).path}"
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),
                 httpx.AsyncClient(transport=self._transport, timeout=TIMEOUT_S) as http,
-                http.stream(method, url, headers={"accept": "application/json"} | options.pop("headers", {}), **options) as got,
+                http.stream(
+                    method, url, headers={"accept": "application/json"} | options.pop("headers", {}), **options
+                ) as response,
             ):
                 body = bytearray()
-                async for chunk in got.aiter_bytes():
+                async for chunk in response.aiter_bytes():
                     body += chunk
                     if len(body) > ANSWER_BYTES_MAX:
-                        raise ProviderUnavailable(f"{place}: the answer is too long")
+                        raise ProviderUnavailable(f"{call}: the response is too long")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
-            raise ProviderUnavailable(f"{place}: {type(error).__name__} {error}") from error
-        if method == "POST" and 400 <= got.status_code < 500:
-            raise TokenRefused(f"{place}: the provider refused the code with {got.status_code}")
+            raise ProviderUnavailable(f"{call}: {type(error).__name__} {error}") from error
+        if method == "POST" and 400 <= response.status_code < 500:
+            raise TokenRefused(f"{call}: the provider refused the code with status {response.status_code}")
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError):
             answer = None
-        if got.status_code != 200 or not isinstance(answer, dict):
-            raise ProviderUnavailable(f"{place}: {got.status_code} and no JSON object")
+        if response.status_code != 200 or not isinstance(answer, dict):
+            raise ProviderUnavailable(f"{call}: expected status 200 and a JSON object; the status was {response.status_code}")
         return answer
 
 
-def provider_of(settings: Settings, clock: Clock) -> OidcProvider | None:
-    """Return the provider that the settings name, or None."""
+def provider_from_settings(settings: Settings, clock: Clock) -> OidcProvider | None:
+    """Return the provider configured in `settings`, or None."""
     if settings.oidc_issuer is None or settings.oidc_client_id is None or settings.external_url is None:
         return None
     client = Client(
@@ -215,18 +219,18 @@ def provider_of(settings: Settings, clock: Clock) -> OidcProvider | None:
 
 
 def _check_metadata(metadata: dict[str, Any], issuer: str) -> dict[str, Any]:
-    """Return `metadata` if it is the issuer's own and its addresses may be called. Raises ProviderUnavailable."""
+    """Return `metadata` if it names this issuer and its endpoints are allowed. Raises ProviderUnavailable."""
     stated = metadata.get("issuer")
     if not isinstance(stated, str) or stated.rstrip("/") != issuer.rstrip("/"):
-        raise ProviderUnavailable("the description is of another issuer")
+        raise ProviderUnavailable("the provider metadata is of another issuer")
     for name in _ENDPOINTS:
         if not isinstance(metadata.get(name), str) or not _is_allowed(metadata[name], issuer):
-            raise ProviderUnavailable(f"the description has no {name} that may be called")
+            raise ProviderUnavailable(f"the provider metadata has no usable {name}")
     return metadata
 
 
 def _is_allowed(address: str, issuer: str) -> bool:
-    """Return whether `address` uses HTTPS, or the operator has chosen a provider that does not."""
+    """Return whether `address` uses HTTPS, or HTTP if the operator configured an HTTP issuer."""
     try:
         parts = urlsplit(address)
     except ValueError:

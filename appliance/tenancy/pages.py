@@ -1,4 +1,4 @@
-"""Keyset paging: a page of a list and the opaque cursor that continues it. Knows no table."""
+"""Keyset pagination: pages of a list and opaque cursors. Knows no table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from appliance.tenancy.fields import check_whole
 PAGE_ROWS_DEFAULT = 50
 PAGE_ROWS_MAX = 1000
 CURSOR_CHARS_MAX = 4096
-"""More than the longest position needs: several names of 200 four-byte characters, in base 64."""
+"""More than the longest position needs: several names of 200 four-byte characters, in base64."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 T = TypeVar("T")
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page(Generic[T]):
-    """Some rows of a list in its order. `next_cursor` is None on the last page."""
+    """A page of a list. `next_cursor` is None on the last page."""
 
     data: list[T]
     next_cursor: str | None
 
     @property
     def has_more(self) -> bool:
-        """Return whether a page follows."""
+        """Return whether there is another page."""
         return self.next_cursor is not None
 
 
@@ -44,13 +44,13 @@ def check_limit(limit: int) -> int:
 
 
 def encode_cursor(name: str, position: Sequence[str | int]) -> str:
-    """Return the cursor after the row at `position` of the list `name`."""
+    """Return the cursor that continues the list `name` after the row with the sort key `position`."""
     text = json.dumps([name, *position], ensure_ascii=False, separators=(",", ":"))
     return base64.urlsafe_b64encode(text.encode(errors="surrogatepass")).decode().rstrip("=")
 
 
 def decode_cursor(name: str, cursor: str, types: Sequence[type]) -> list[Any]:
-    """Return the position in `cursor`. Raise InvalidValue unless it is a cursor of the list `name` with these types."""
+    """Return the position encoded in `cursor`. Raises InvalidValue unless it belongs to the list `name` and has these types."""
     refusal = InvalidValue("invalid cursor for this list", param="cursor")
     if not isinstance(cursor, str) or not 0 < len(cursor) <= CURSOR_CHARS_MAX or not cursor.isascii():
         raise refusal
@@ -69,12 +69,12 @@ def decode_cursor(name: str, cursor: str, types: Sequence[type]) -> list[Any]:
 
 
 def to_micros(moment: datetime) -> int:
-    """Return a moment as the integer that a cursor holds."""
+    """Return a time as the integer stored in cursors: microseconds since 1970."""
     return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
 def from_micros(micros: int) -> datetime:
-    """Return the moment of a cursor. Raise InvalidValue for one out of range."""
+    """Return the time of a cursor. Raises InvalidValue if it is out of range."""
     try:
         return _EPOCH + timedelta(microseconds=micros)
     except OverflowError:
@@ -82,12 +82,12 @@ def from_micros(micros: int) -> datetime:
 
 
 def _is_storable(text: str) -> bool:
-    """Return whether every database can store `text`: NUL and halves of surrogate pairs cannot be stored."""
+    """Return whether every database can store `text`: without NUL and lone surrogates."""
     return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
 
 
 def page_of(rows: Sequence[T], limit: int, name: str, position_of: Callable[[T], Sequence[str | int]]) -> Page[T]:
-    """Return a page from the result of a query for `limit + 1` rows: the extra row shows that there are more."""
+    """Build a page from the result of a query with `limit + 1` rows: the extra row means that there is a next page."""
     data = list(rows[:limit])
     return Page(data=data, next_cursor=encode_cursor(name, position_of(data[-1])) if len(rows) > limit else None)
 
@@ -103,9 +103,9 @@ async def read_page(
     *,
     newest_first: bool = False,
 ) -> Page[T]:
-    """Return a page of the list `name`: the values of the rows that `query` finds, in the order of `key`, their column of ids.
+    """Return a page of the list `name`: the rows of `query`, converted by `value_of` and sorted by `key`, their id column.
 
-    Raises InvalidValue for a bad limit or cursor.
+    Raises InvalidValue for an invalid limit or cursor.
     """
     query = query.order_by(key.desc() if newest_first else key).limit(check_limit(limit) + 1)
     if cursor is not None:
@@ -117,8 +117,8 @@ async def read_page(
     return Page(data=[value_of(row) for row in page.data], next_cursor=page.next_cursor)
 
 
-async def every_row(read: Callable[[int, str | None], Awaitable[Page[T]]]) -> list[T]:
-    """Return the rows of all pages of a list; `read(limit, cursor)` returns the page after a cursor."""
+async def read_every_page(read: Callable[[int, str | None], Awaitable[Page[T]]]) -> list[T]:
+    """Return all rows of a list; `read(limit, cursor)` returns the page after a cursor."""
     page = await read(PAGE_ROWS_MAX, None)
     rows = page.data
     while page.next_cursor is not None:

@@ -1,4 +1,4 @@
-"""Tenants, keys and their limits, and the pair of tenant and key that makes a request. Values only; no SQL."""
+"""Value types: tenants, keys, their limits and changes, and the principal (tenant and key) of a request. No SQL."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from appliance.tenancy.fields import LIMIT_MAX, UNSET, Unset, check_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a tenant or of one key; None is no limit at this level. `monthly_budget` is in micro-units of money.
+    """Limits of a tenant or a key; None means no limit at this level. `monthly_budget` is in micro-units of the currency.
 
-    Raises InvalidValue naming `limits.<field>` for anything but whole numbers from 0 to LIMIT_MAX.
+    Raises InvalidValue naming `limits.<field>` unless a limit is None or an integer from 0 to LIMIT_MAX.
     """
 
     tokens_per_minute: int | None = None
@@ -33,16 +33,16 @@ class Limits:
 
 LIMIT_NAMES = tuple(f.name for f in dataclasses.fields(Limits))
 ModelLimits = Mapping[str, Limits]
-"""Limits of one tenant or key for single models, by model name; they apply in addition to those for all models."""
+"""Limits of a tenant or key per model, by model name; they apply in addition to those for all models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A team that is limited and billed as one. `allowed_models` None is every model.
+    """A team that is limited and billed as one. `allowed_models` None allows every model.
 
-    `limit_mode` is enforce, or shadow: what would be refused is counted and served. `cut_at_budget` ends a running answer when
-    the monthly budget is spent. `currency` None is the currency of the box. `billing` is the address on invoices.
-    `alert_percents` are the shares of the budget that alert; None is the default of the box.
+    `limit_mode` is enforce or shadow (requests over a limit are counted but served). `cut_at_budget` ends running answers when
+    the monthly budget is spent. `currency` None is the appliance's currency. `billing` is the billed party on invoices.
+    `alert_percents` are the percentages of a budget at which alerts are sent; None is the appliance's default.
     """
 
     id: str
@@ -67,7 +67,7 @@ class Tenant:
 class ApiKey:
     """A key without its secret, which is not stored. `prefix` is the public part, `gh_` and eight characters.
 
-    `replaced_by` is the id of the key that took its place when it was rotated.
+    `replaced_by` is the id of its successor after a rotation.
     """
 
     id: str
@@ -91,7 +91,7 @@ class ApiKey:
 class Principal:
     """The tenant and the key behind a request.
 
-    `change_count` is the count of changes of keys and tenants as of which they were read, None when that is unknown.
+    `change_count` is the value of the change counter of keys and tenants when they were read, None if unknown.
     """
 
     tenant: Tenant
@@ -99,7 +99,7 @@ class Principal:
     change_count: int | None = field(default=None, compare=False)
 
     def check_usable(self, now: datetime) -> None:
-        """Raise InvalidApiKey, ExpiredApiKey or TenantSuspended if no request of this key may begin, whatever it asks for."""
+        """Raise InvalidApiKey, ExpiredApiKey or TenantSuspended if the key may not be used for any request."""
         if self.key.revoked_at is not None:
             raise unknown_key()
         if self.key.expires_at is not None and self.key.expires_at <= now:
@@ -123,19 +123,21 @@ class Principal:
 
 
 def unknown_key() -> InvalidApiKey:
-    """Return the same error for an unknown and for a revoked key: strangers do not learn which it is."""
+    """Return the error for an unknown or revoked key, the same for both, so that callers cannot tell them apart."""
     return InvalidApiKey("the API key is not known or was revoked")
 
 
 LimitChanges = Limits | Mapping[str, int | None]
-"""Limits to set: all of them as `Limits`, or the named ones as a mapping, where None removes one."""
+"""Limits to set: all of them (`Limits`), or only the named ones (a mapping, in which None removes a limit)."""
 ModelLimitChanges = Mapping[str, LimitChanges]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChanges:
-    """Fields of a tenant to set; UNSET ones stay, or are those of a new tenant. `limits` sets those it names, `model_limits`
-    replaces those of all models."""
+    """Fields of a tenant to set; UNSET fields keep their value, or get the default of a new tenant.
+
+    `limits` sets the limits that it names; `model_limits` replaces the limits of all models.
+    """
 
     name: str | Unset = UNSET
     tier: str | Unset = UNSET
@@ -153,7 +155,7 @@ class TenantChanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
-    """What a PATCH of a key changes. `limits` and `model_limits` as in TenantChanges."""
+    """Fields of a key to set, as in TenantChanges."""
 
     name: str | Unset = UNSET
     scopes: Sequence[str] | Unset = UNSET

@@ -1,4 +1,4 @@
-"""Recovery codes: ten single-use codes for members who lose the device with their second factor. Kept as keyed digests."""
+"""Recovery codes: ten single-use codes for members who lose their second-factor device. Stored as keyed digests."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.tables import recovery_codes
 from appliance.tenancy.secrets import keyed_digest
 
-CODES = 10
+NUM_CODES = 10
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # 32 characters that are hard to confuse: no l, o, 0, 1
 _HALF_CHARS = 5  # 50 bits in all
 _CODE = re.compile(rf"[{_ALPHABET}]{{{2 * _HALF_CHARS}}}", re.ASCII)
 
 
 def new_codes() -> list[str]:
-    """Return ten fresh codes as they are shown: `abcde-fghjk`."""
-    return ["-".join("".join(secrets.choice(_ALPHABET) for _ in range(_HALF_CHARS)) for _ in range(2)) for _ in range(CODES)]
+    """Return ten new codes in display form: `abcde-fghjk`."""
+    return [
+        "-".join("".join(secrets.choice(_ALPHABET) for _ in range(_HALF_CHARS)) for _ in range(2)) for _ in range(NUM_CODES)
+    ]
 
 
-def normalised(typed: str) -> str | None:
-    """Return the typed code in lower case without spaces and dashes, or None if it does not have the form of a code."""
+def normalise_code(typed: str) -> str | None:
+    """Return the typed code in lower case without spaces and dashes, or None if it does not look like a code."""
     code = re.sub(r"[\s-]", "", typed).lower()
     return code if _CODE.fullmatch(code) else None
 
 
 async def replace(connection: AsyncConnection, pepper: bytes, member_id: str, codes: list[str]) -> None:
-    """Make `codes` the member's only ones."""
+    """Replace all codes of the member by `codes`."""
     await remove_all(connection, member_id)
     rows = [{"member_id": member_id, "digest": _digest(pepper, member_id, code.replace("-", ""))} for code in codes]
     await connection.execute(insert(recovery_codes), rows)
@@ -42,7 +44,7 @@ async def remove_all(connection: AsyncConnection, member_id: str) -> None:
 
 
 async def use(connection: AsyncConnection, pepper: bytes, member_id: str, code: str, now: datetime) -> bool:
-    """Use up `code` (normalised). Return whether it was the member's and unused."""
+    """Use up a normalised code. Return whether it was valid: the member's and unused."""
     statement = update(recovery_codes).where(
         recovery_codes.c.member_id == member_id,
         recovery_codes.c.digest == _digest(pepper, member_id, code),

@@ -1,4 +1,4 @@
-"""What each role may do, on the box and in a tenant: one table for API, console and command line. Knows no member."""
+"""Roles and the actions that each allows, on the appliance and in a tenant. Shared by API, console and command line."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from appliance.tenancy.fields import check_choice
 
 
 class Role(StrEnum):
-    """Roles of members and administrator tokens on the whole box, the most powerful first. A token cannot be MEMBER."""
+    """Appliance-wide roles of members and administrator tokens, most powerful first. A token cannot be MEMBER."""
 
     OWNER = "owner"
     ADMIN = "admin"
     BILLING = "billing"
     VIEWER = "viewer"
     MEMBER = "member"
-    """No role on the box: only what memberships give."""
+    """No appliance-wide role: permissions come from memberships only."""
 
 
 class TenantRole(StrEnum):
-    """Roles of a membership, which count only in its tenant, the most powerful first."""
+    """Roles of a membership, which apply to its tenant only, most powerful first."""
 
     MANAGER = "manager"
     DEVELOPER = "developer"
@@ -28,38 +28,38 @@ class TenantRole(StrEnum):
 
 
 class Action(StrEnum):
-    """What a role can allow. An action that no tenant role has concerns the box as a whole."""
+    """Actions that a role can allow. Actions that no tenant role allows concern the whole appliance."""
 
     READ = "read"
-    """Read tenants, keys, requests, usage and ledger, for the tenants that one may see."""
+    """Read tenants, keys, requests, usage and ledger of the visible tenants."""
     INVOICES = "invoices"
-    """Read invoices, budgets and allowances, for the tenants that one may see."""
+    """Read invoices, budgets and free allowances of the visible tenants."""
     AUDIT = "audit"
-    """Read the audit log, for the tenants that one may see."""
+    """Read the audit log of the visible tenants."""
     KEYS = "keys"
     """Create, change, rotate and revoke keys."""
     ABORT = "abort"
-    """End a running request."""
+    """Abort a running request."""
     TENANT_MEMBERS = "tenant_members"
     """Change who belongs to a tenant, and with which role."""
     WEBHOOKS = "webhooks"
     """Change where alerts about a tenant go."""
     READ_BOX = "read_box"
-    """Read what belongs to no tenant: machine, engines, prices, tiers, limits of models, economics."""
+    """Read what belongs to no tenant: machine, engines, prices, tiers, model limits, server costs."""
     WRITE = "write"
-    """Change tenants and their limits, tiers, limits of models, engines."""
+    """Change tenants and their limits, tiers, model limits, engines."""
     BILLING = "billing"
-    """Change prices, corrections and allowances; close invoices; set their seller."""
+    """Change prices, corrections and free allowances; close invoices; set their issuer."""
     MEMBERS = "members"
-    """Change who signs in, box roles, administrator tokens, and other people's sessions."""
+    """Change members, their roles on the appliance, administrator tokens, and other people's sessions."""
 
 
-WORDS = {
+ACTION_PHRASES = {
     Action.READ: "read tenants and what they use",
     Action.INVOICES: "read invoices",
     Action.AUDIT: "read the audit log",
     Action.KEYS: "change keys",
-    Action.ABORT: "end requests",
+    Action.ABORT: "abort requests",
     Action.TENANT_MEMBERS: "change who belongs to a tenant",
     Action.WEBHOOKS: "change where alerts go",
     Action.READ_BOX: "read what belongs to the whole appliance",
@@ -67,7 +67,7 @@ WORDS = {
     Action.BILLING: "change prices, corrections and invoices",
     Action.MEMBERS: "change members, tokens and sessions",
 }
-"""Each action as it completes the refusal "the role … may not …"."""
+"""Phrases that complete the error message "the role … may not …"."""
 _READS = frozenset({Action.READ, Action.INVOICES, Action.AUDIT, Action.READ_BOX})
 _TENANT_WRITES = frozenset({Action.KEYS, Action.ABORT, Action.TENANT_MEMBERS, Action.WEBHOOKS})
 
@@ -87,20 +87,20 @@ TOKEN_ROLES = tuple(role for role in Role if role is not Role.MEMBER)
 
 
 def check_role(value: object) -> Role:
-    """Return the box role named `value`, `member` included; raise InvalidValue when there is none."""
+    """Return the appliance role named `value`, `member` included. Raises InvalidValue."""
     return Role(check_choice(value, "role", [role.value for role in Role]))
 
 
 def check_token_role(value: object) -> Role:
-    """Return the box role named `value` if a token may have it: any but `member`. Raises InvalidValue."""
+    """Return the appliance role named `value`, which may be any but `member`. Raises InvalidValue."""
     return Role(check_choice(value, "role", [role.value for role in TOKEN_ROLES]))
 
 
 def check_tenant_role(value: object) -> TenantRole:
-    """Return the role in a tenant named `value`; raise InvalidValue when there is none."""
+    """Return the tenant role named `value`. Raises InvalidValue."""
     return TenantRole(check_choice(value, "role", [role.value for role in TenantRole]))
 
 
 def not_allowed(role: str, action: Action) -> RoleNotAllowed:
-    """Return the error for an action that `role` does not cover."""
-    return RoleNotAllowed(f"the role {role} may not {WORDS[action]}")
+    """Return the error for an action that `role` does not allow."""
+    return RoleNotAllowed(f"the role {role} may not {ACTION_PHRASES[action]}")

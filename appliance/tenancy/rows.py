@@ -1,4 +1,4 @@
-"""Converts between rows and values of tenants and keys."""
+"""Converts database rows of tenants and keys to values, and changes of them to columns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def limits_to_row(limits: Limits) -> dict[str, int | None]:
 
 
 def changed_limits_to_row(change: LimitChanges | Unset) -> dict[str, int | None]:
-    """Return the columns that `change` names and no others, so that two concurrent changes cannot undo each other."""
+    """Return only the columns that `change` names, so that concurrent changes of other limits are not undone."""
     if isinstance(change, Unset):
         return {}
     if isinstance(change, Limits):
@@ -48,29 +48,31 @@ def changed_limits_to_row(change: LimitChanges | Unset) -> dict[str, int | None]
 
 
 def changed_columns(changes: TenantChanges | KeyChanges, checks: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Return the columns that `changes` names. Each stores what its check returns, which raises InvalidValue."""
+    """Return the columns that `changes` sets, with the values returned by `checks`, which raise InvalidValue."""
     named = {name: value for name in checks if not isinstance(value := getattr(changes, name), Unset)}
     return {**changed_limits_to_row(changes.limits), **{name: checks[name](value) for name, value in named.items()}}
 
 
-def or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a check that lets None pass."""
+def optional(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a check that also accepts None."""
     return lambda value: None if value is None else check(value)
 
 
 def model_limits_from_row(row: RowMapping) -> dict[str, Limits]:
-    """Return the limits for single models in a row of `tenants` or `api_keys`."""
+    """Return the limits per model in a row of `tenants` or `api_keys`."""
     return {model: Limits(**limits) for model, limits in (row["model_limits"] or {}).items()}
 
 
 def model_limits_to_row(limits: ModelLimits) -> dict[str, dict[str, int]] | None:
-    """Return what the column `model_limits` stores: the limits that are set, None when there are no models."""
-    return {model: _set_limits(each) for model, each in limits.items()} or None
+    """Return the value of the column `model_limits`: only limits that are set, None when there are no models."""
+    return {model: _set_limits(of_model) for model, of_model in limits.items()} or None
 
 
 def check_model_limits(value: object) -> dict[str, Limits]:
-    """Return `value`, limits by the name of a model, without models that have none. Raises InvalidValue naming
-    `model_limits.<model>.<limit>`."""
+    """Return the limits by model name, without models that have none.
+
+    Raises InvalidValue naming `model_limits.<model>.<limit>`.
+    """
     if not isinstance(value, Mapping) or len(value) > MODELS_LIMITED_MAX:
         raise InvalidValue(f"model_limits must map at most {MODELS_LIMITED_MAX} models to limits", param="model_limits")
     checked = {check_name(model, "model_limits"): _limits_of(model, limits) for model, limits in value.items()}
@@ -139,7 +141,7 @@ def key_from_row(row: RowMapping) -> ApiKey:
 
 
 def list_column(value: Sequence[T] | None) -> list[T] | None:
-    """Return what a JSON column stores for an optional list."""
+    """Return the value of a JSON column for an optional list."""
     return None if value is None else list(value)
 
 

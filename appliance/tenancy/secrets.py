@@ -1,4 +1,4 @@
-"""Secrets that are shown once: how they are made, which digest of them is stored, and the pepper that only this machine has."""
+"""Generates keys, tokens and passwords, computes the digests that are stored, and manages the pepper (`secret.key`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _random_text(chars: int) -> str:
 
 
 def new_api_key() -> tuple[str, str]:
-    """Return (public prefix, whole key): `gh_` + 8 characters, and that + `_` + 26 random characters."""
+    """Return (public prefix, whole key): `gh_` + 8 random characters, and the same + `_` + 26 random characters."""
     prefix = f"gh_{_random_text(_PREFIX_CHARS)}"
     return prefix, f"{prefix}_{_random_text(_SECRET_CHARS)}"
 
@@ -36,29 +36,29 @@ def new_admin_secret() -> str:
 
 
 def new_password() -> str:
-    """Return a password of 100 random bits in four groups that can be typed."""
+    """Return a password of 100 random bits, in four groups that are easy to type."""
     return "-".join(_random_text(5) for _ in range(4))
 
 
 def api_key_prefix(key: str) -> str | None:
-    """Return the public prefix of `key`, or None when it does not have the form of a key."""
+    """Return the public prefix of `key`, or None if it does not look like an API key."""
     return key[: len("gh_") + _PREFIX_CHARS] if _KEY_PATTERN.fullmatch(key) else None
 
 
 def keyed_digest(pepper: bytes, secret: str) -> str:
-    """Return HMAC-SHA256 of the whole secret in hexadecimal: fast, and useless to a thief without the pepper."""
+    """Return the HMAC-SHA256 of `secret` in hexadecimal: fast, and useless without the pepper if the database leaks."""
     return hmac.digest(pepper, secret.encode(), "sha256").hex()
 
 
 def plain_digest(secret: str) -> str:
-    """Return SHA-256 of `secret` in hexadecimal; only for secrets that are random and long."""
+    """Return the SHA-256 of `secret` in hexadecimal. Only for long random secrets."""
     return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
 
 
 def read_or_create_pepper(data_dir: Path) -> bytes:
-    """Return the 32 bytes of `secret.key` in `data_dir`, created and fsynced on first use, readable only by the owner.
+    """Return the 32 bytes of `secret.key` in `data_dir`, created durably on first use, readable only by the owner.
 
-    Raises UnusableData when the file has another size: with a wrong pepper every key would be refused without a reason.
+    Raises UnusableData if the file has another size: a wrong pepper would silently invalidate every key.
     """
     path = data_dir / PEPPER_FILE
     if not path.exists():
@@ -76,7 +76,7 @@ def read_pepper(data_dir: Path) -> bytes:
 
 
 def _write_once(path: Path, content: bytes) -> None:
-    """Write a new file whole or not at all, also across a power cut. An existing file is kept."""
+    """Create a file atomically and durably, unless it exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)

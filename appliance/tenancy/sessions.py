@@ -1,4 +1,4 @@
-"""Console sessions, in a table of our own: a session id must be new at each login, and useless if the table leaks."""
+"""Console sessions: the token is new at each sign-in, and only its hash is stored, so that a leaked table is useless."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from appliance.tenancy.secrets import plain_digest
 
 IDLE_S = 8 * 3600
 ABSOLUTE_S = 7 * 24 * 3600
-SEEN_EVERY = timedelta(minutes=1)
+TOUCH_INTERVAL = timedelta(minutes=1)  # how often `last_seen_at` is updated, at most
 TOKEN_BYTES = 32
 _TOKEN_CHARS_MAX = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A signed-in browser. `expires_at` is the absolute limit; an idle session ends earlier. `method`: how it was proven."""
+    """A signed-in browser. `expires_at` is the absolute limit; an idle one ends earlier. `method`: how the member signed in."""
 
     id: str
     member: Member
@@ -43,12 +43,12 @@ class Session:
 
     @property
     def must_change_password(self) -> bool:
-        """Return whether the session was opened with a password that somebody else made: it may only change the password."""
+        """Return whether the member signed in with a temporary password: such a session may only change the password."""
         return self.member.password_temporary and self.method.startswith("password")
 
 
 class Sessions:
-    """All sessions. A token is stored as its SHA-256 and shown once, to the browser that signed in."""
+    """The store of sessions. A token is stored as its SHA-256; only the browser that signed in gets it."""
 
     def __init__(self, db: Database, clock: Clock, *, idle_s: float = IDLE_S, absolute_s: float = ABSOLUTE_S) -> None:
         self._db = db
@@ -59,9 +59,9 @@ class Sessions:
     async def open(
         self, member_id: str, user_agent: str, address: str, *, method: str = "password", proof: Proof | None = None
     ) -> tuple[str, Session]:
-        """Return (token, session) for a member who has just been authenticated, and remove the member's ended sessions.
+        """Open a session for an authenticated member; return (token, session). Removes the member's ended sessions.
 
-        Raises InvalidCredentials when `proof` no longer holds: a new password also prevents the session about to open.
+        Raises InvalidCredentials if `proof` no longer holds, because the password was changed during the sign-in.
         """
         token = secrets.token_urlsafe(TOKEN_BYTES)
         now = self._clock.now()
@@ -75,12 +75,12 @@ class Sessions:
             "last_seen_at": now,
             "expires_at": now + self._absolute,
         }
-        # The member's row is locked before any session, in the same order as by a change of password, which ends sessions.
+        # Lock order as in a change of password: first the member's row, then the sessions.
         query = select(members).where(members.c.id == member_id).with_for_update(key_share=True)
         async with self._db.writing() as connection:
             row = (await connection.execute(query)).mappings().one()
             if proof is not None and not proof(row):
-                raise InvalidCredentials("the password was changed meanwhile")
+                raise InvalidCredentials("the password was changed in the meantime")
             await connection.execute(delete(sessions).where(sessions.c.member_id == member_id, ~self._is_live(now)))
             await connection.execute(insert(sessions).values(token_hash=plain_digest(token), member_id=member_id, **columns))
             facts = {"member_id": member_id, "email": row["email"], "method": method, "user_agent": columns["user_agent"]}
@@ -88,7 +88,7 @@ class Sessions:
         return token, Session(member=member_from_row(row), **columns)
 
     async def resolve(self, token: str) -> Session | None:
-        """Return the session of `token`, or None when it has ended, or its member may no longer sign in."""
+        """Return the live session of `token`, or None if it has ended or its member is disabled."""
         if not 0 < len(token) <= _TOKEN_CHARS_MAX:
             return None
         token_hash = plain_digest(token)
@@ -99,21 +99,21 @@ class Sessions:
             return None
         if row["expires_at"] <= now or row["last_seen_at"] <= now - self._idle:
             return None
-        if row["last_seen_at"] <= now - SEEN_EVERY:
+        if row["last_seen_at"] <= now - TOUCH_INTERVAL:
             await self._touch(token_hash, now)
         return _from_row(row)
 
     async def list(
         self, member_id: str | None = None, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None
     ) -> Page[Session]:
-        """Return live sessions, the newest first: of one member, or of all."""
+        """Return the live sessions of one member, or of all, newest first."""
         query = _joined().where(self._is_live(self._clock.now()), members.c.disabled_at.is_(None))
         if member_id is not None:
             query = query.where(sessions.c.member_id == member_id)
         return await read_page(self._db, "sessions", query, sessions.c.id, limit, cursor, _from_row, newest_first=True)
 
     async def last_seen_of(self, member_ids: Collection[str]) -> dict[str, datetime]:
-        """Return when each of these members was last seen in a session that still exists, by one query."""
+        """Return the time of last activity by member, from the sessions that still exist, in one query."""
         query = select(sessions.c.member_id, func.max(sessions.c.last_seen_at).label("last_seen_at"))
         query = query.where(sessions.c.member_id.in_(member_ids)).group_by(sessions.c.member_id)
         async with self._db.reading() as connection:
@@ -124,7 +124,7 @@ class Sessions:
         await self._end(sessions.c.token_hash == plain_digest(token))
 
     async def end(self, session_id: str, *, member_id: str | None = None) -> None:
-        """End a session, with `member_id` only if it is that member's. Raises NotFound."""
+        """End a session; if `member_id` is given, only one of that member. Raises NotFound."""
         condition = sessions.c.id == session_id
         if member_id is not None:
             condition &= sessions.c.member_id == member_id
@@ -132,14 +132,14 @@ class Sessions:
             raise NotFound("no such session", param="session_id")
 
     async def close_all(self, member_id: str, *, keep: str | None = None) -> int:
-        """End every session of the member except the one with the id `keep`, and return how many were ended."""
+        """End every session of the member except `keep` (a session id); return how many ended."""
         condition = sessions.c.member_id == member_id
         return await self._end(condition if keep is None else condition & (sessions.c.id != keep))
 
-    async def note_refusal(self, email: str, reason: str) -> None:
-        """Write to the audit log that somebody could not sign in with this address.
+    async def record_refusal(self, email: str, reason: str) -> None:
+        """Record a failed sign-in with this address in the audit log.
 
-        Text that is not an address is not written: it may be a password typed into the wrong field.
+        Text that is not an e-mail address is not recorded: it may be a password typed into the wrong field.
         """
         target = email if "@" in email else "(no e-mail address)"
         async with self._db.writing() as connection:
@@ -150,8 +150,8 @@ class Sessions:
             ended = (
                 await connection.execute(delete(sessions).where(condition).returning(sessions.c.id, sessions.c.member_id))
             ).all()
-            whom = select(members.c.id, members.c.email).where(members.c.id.in_({row.member_id for row in ended}))
-            emails = {row.id: row.email for row in await connection.execute(whom)} if ended else {}
+            owners = select(members.c.id, members.c.email).where(members.c.id.in_({row.member_id for row in ended}))
+            emails = {row.id: row.email for row in await connection.execute(owners)} if ended else {}
             for row in ended:
                 facts = {"member_id": row.member_id, "email": emails[row.member_id]}
                 await audit.record(connection, self._clock, "session.close", "session", row.id, before=facts)

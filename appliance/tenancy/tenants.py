@@ -1,4 +1,4 @@
-"""The table of tenants, which are created, changed and archived, but never deleted."""
+"""The store of tenants, which are created, changed and archived, but never deleted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.base.errors import Conflict, InvalidValue, NameTaken, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import tenants, usage_events
 from appliance.tenancy.access import Access
-from appliance.tenancy.audit import facts_of, record
+from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import (
     LIMIT_MODES,
     TIERS,
@@ -39,24 +39,24 @@ from appliance.tenancy.rows import (
     changed_columns,
     check_model_limits,
     model_limits_to_row,
-    or_none,
+    optional,
     tenant_from_row,
 )
 
-USUAL_TERMS = TenantChanges()
+DEFAULT_TERMS = TenantChanges()
 
 
 class Tenants:
-    """All tenants. Every change takes effect on the next request of any key of the tenant."""
+    """The store of tenants. A change applies from the next request of the tenant on."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
-    async def create(self, name: str, terms: TenantChanges = USUAL_TERMS, *, access: Access) -> Tenant:
-        """Return the new tenant. Raises RoleNotAllowed, NameTaken (also when an archived tenant has the name), InvalidValue."""
+    async def create(self, name: str, terms: TenantChanges = DEFAULT_TERMS, *, access: Access) -> Tenant:
+        """Create a tenant. Raises RoleNotAllowed, NameTaken (also if an archived tenant has the name) and InvalidValue."""
         access.require(Action.WRITE)
-        columns = _NEW | changed_columns(dataclasses.replace(terms, name=name), _CHECKS)
+        columns = _DEFAULT_COLUMNS | changed_columns(dataclasses.replace(terms, name=name), _CHECKS)
         tenant_id = new_id("tn")
         try:
             async with self._db.changing_principals() as connection:
@@ -64,24 +64,24 @@ class Tenants:
                 await connection.execute(insert(tenants).values(id=tenant_id, created_at=self._clock.now(), **columns))
                 tenant = await _get(connection, tenant_id, access, Action.WRITE)
                 await self._record(connection, "tenant.create", None, tenant)
-        except IntegrityError as error:  # somebody else took it since we looked
+        except IntegrityError as error:  # a concurrent transaction has taken the name since the check
             raise NameTaken(f"there is a tenant named {columns['name']!r} already", param="name") from error
         return tenant
 
     async def get(self, tenant_id: str, *, access: Access, action: Action = Action.READ) -> Tenant:
-        """Return the tenant, archived or not. Raises NotFound, also for one that may not be seen, and RoleNotAllowed."""
+        """Return the tenant, archived or not. Raises NotFound, also for an invisible tenant, and RoleNotAllowed."""
         async with self._db.reading() as connection:
             return await _get(connection, tenant_id, access, action)
 
     async def find(self, name: str, *, access: Access) -> Tenant | None:
-        """Return the tenant of this name, archived or not, if `access` shows it."""
+        """Return the tenant with this name, archived or not, if it exists and is visible to `access`."""
         query = access.narrow(select(tenants), tenants.c.id).where(tenants.c.name == name.strip())
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()
         return None if row is None else tenant_from_row(row)
 
     async def currencies(self, default: str) -> builtins.list[str]:
-        """Return the currencies of the tenants that are not archived; `default` is that of tenants without their own."""
+        """Return the currencies of all tenants that are not archived; `default` is that of tenants without their own."""
         query = select(tenants.c.currency).where(tenants.c.archived_at.is_(None)).distinct()
         async with self._db.reading() as connection:
             found = (await connection.execute(query)).scalars().all()
@@ -96,7 +96,7 @@ class Tenants:
         text: str | None = None,
         access: Access,
     ) -> Page[Tenant]:
-        """Return the tenants that `access` shows, in the order they were created; with `text`, those with it in their name."""
+        """Return the tenants visible to `access` in order of creation; with `text`, those whose name contains it."""
         query = access.narrow(select(tenants), tenants.c.id)
         if not include_archived:
             query = query.where(tenants.c.archived_at.is_(None))
@@ -105,10 +105,10 @@ class Tenants:
         return await read_page(self._db, "tenants", query, tenants.c.id, limit, cursor, tenant_from_row)
 
     async def update(self, tenant_id: str, changes: TenantChanges, *, access: Access) -> Tenant:
-        """Return the tenant after `changes`.
+        """Apply `changes` and return the tenant.
 
-        Raises NotFound, RoleNotAllowed, NameTaken, Conflict for an archived tenant, and InvalidValue, also for a new currency
-        once usage is recorded (`_unbilled`).
+        Raises NotFound, RoleNotAllowed, NameTaken, Conflict for an archived tenant, and InvalidValue, also for a change of the
+        currency once usage is recorded (`_currency_can_change`).
         """
         columns = changed_columns(changes, _CHECKS)
         try:
@@ -117,7 +117,7 @@ class Tenants:
                 if columns.get("name", before.name) != before.name:
                     await _check_name_free(connection, columns["name"], except_id=tenant_id)
                 if columns:
-                    statement = update(tenants).where(_unarchived(tenant_id), *_unbilled(tenant_id, columns))
+                    statement = update(tenants).where(_is_unarchived(tenant_id), *_currency_can_change(tenant_id, columns))
                     await connection.execute(statement.values(**columns))
                 tenant = await _get(connection, tenant_id, access, Action.WRITE)
                 await self._record(connection, "tenant.update", before, tenant)
@@ -131,7 +131,7 @@ class Tenants:
         return tenant
 
     async def limit_model(self, tenant_id: str, model: str, changes: Mapping[str, int | None], *, access: Access) -> Tenant:
-        """Return the tenant after `changes` of its limits for one model; those of other models stay. Raises as `update`."""
+        """Change the tenant's limits for one model; other models keep theirs. Raises as `update`."""
         async with self._db.changing_principals() as connection:
             before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
             if before.archived:
@@ -144,39 +144,39 @@ class Tenants:
         return tenant
 
     async def archive(self, tenant_id: str, *, access: Access) -> Tenant:
-        """Return the tenant, archived: its keys are refused from now on, its records stay. Idempotent.
+        """Archive the tenant and return it: its keys are refused, its records are kept. Idempotent.
 
         Raises NotFound and RoleNotAllowed.
         """
         async with self._db.changing_principals() as connection:
             before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
-            await connection.execute(update(tenants).where(_unarchived(tenant_id)).values(archived_at=self._clock.now()))
+            await connection.execute(update(tenants).where(_is_unarchived(tenant_id)).values(archived_at=self._clock.now()))
             tenant = await _get(connection, tenant_id, access, Action.WRITE)
             await self._record(connection, "tenant.archive", before, tenant)
         return tenant
 
     async def _record(self, connection: AsyncConnection, action: str, before: Tenant | None, after: Tenant) -> None:
-        was, now = facts_of(before), facts_of(after)
+        was, now = recorded_fields(before), recorded_fields(after)
         await record(connection, self._clock, action, "tenant", after.id, tenant_id=after.id, before=was, after=now)
 
 
-def _unarchived(tenant_id: str) -> ColumnElement[bool]:
+def _is_unarchived(tenant_id: str) -> ColumnElement[bool]:
     return (tenants.c.id == tenant_id) & tenants.c.archived_at.is_(None)
 
 
-def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[bool]]:
-    """Return the condition for setting the currency: it stays the same, or no usage is recorded, or the tenant had none of its
-    own and has usage in this one."""
+def _currency_can_change(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[bool]]:
+    """Return the condition for setting the currency: it stays the same, or the tenant has no usage yet, or the tenant had no
+    currency of its own and already has usage in this one."""
     if "currency" not in columns:
         return []
     currency = columns["currency"]
     recorded = select(usage_events.c.id).where(usage_events.c.tenant_id == tenant_id)
-    followed = tenants.c.currency.is_(None) & exists(recorded.where(usage_events.c.currency == currency))
-    return [or_(tenants.c.currency.is_not_distinct_from(currency), ~exists(recorded), followed)]
+    was_default = tenants.c.currency.is_(None) & exists(recorded.where(usage_events.c.currency == currency))
+    return [or_(tenants.c.currency.is_not_distinct_from(currency), ~exists(recorded), was_default)]
 
 
 async def _check_name_free(connection: AsyncConnection, name: str, *, except_id: str | None = None) -> None:
-    """Raise NameTaken if a tenant other than `except_id`, archived or not, has a name that looks like `name`."""
+    """Raise NameTaken if another tenant, archived or not, has a name that looks like `name`."""
     form = lookalike_form(name)
     for row in await connection.execute(select(tenants.c.id, tenants.c.name, tenants.c.archived_at)):
         if row.id != except_id and lookalike_form(row.name) == form:
@@ -193,18 +193,18 @@ async def _get(connection: AsyncConnection, tenant_id: str, access: Access, acti
     return tenant_from_row(row)
 
 
-_NEW: dict[str, Any] = {"tier": "standard", "weight": 1, "suspended": False}
-"""Columns of a new tenant that its terms leave open; the table knows the others."""
+_DEFAULT_COLUMNS: dict[str, Any] = {"tier": "standard", "weight": 1, "suspended": False}
+"""Defaults for a new tenant; the table defines those of the other columns."""
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": check_name,
     "tier": lambda value: check_choice(value, "tier", TIERS),
     "weight": lambda value: check_whole(value, "weight", 1, WEIGHT_MAX),
-    "model_limits": or_none(lambda value: model_limits_to_row(check_model_limits(value))),
+    "model_limits": optional(lambda value: model_limits_to_row(check_model_limits(value))),
     "limit_mode": lambda value: check_choice(value, "limit_mode", LIMIT_MODES),
     "cut_at_budget": lambda value: check_flag(value, "cut_at_budget"),
-    "currency": or_none(check_currency),
-    "billing": or_none(check_billing),
-    "alert_percents": or_none(lambda value: list(check_alert_percents(value))),
-    "allowed_models": or_none(lambda value: list(check_names(value, "allowed_models"))),
+    "currency": optional(check_currency),
+    "billing": optional(check_billing),
+    "alert_percents": optional(lambda value: list(check_alert_percents(value))),
+    "allowed_models": optional(lambda value: list(check_names(value, "allowed_models"))),
     "suspended": lambda value: check_flag(value, "suspended"),
 }

@@ -1,4 +1,4 @@
-"""The table of tiers and their settings. A tier without a row has the defaults defined here."""
+"""The tiers and their settings. A tier without a row has the defaults defined here."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ ADMISSION_WAIT_MS_DEFAULT = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A tier. `admission_wait_ms`: how long a request over a limit may wait for room before it is refused with 429."""
+    """A tier. `admission_wait_ms`: how long a request over a limit may wait for capacity before it is refused with 429."""
 
     name: str
     admission_wait_ms: int
 
 
 class Tiers:
-    """The three tiers. Their settings are kept in memory; the next request sees a change made by this process."""
+    """The store of tiers, cached in memory. A change by this process applies from the next request on."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
-        self._known: tuple[int, dict[str, Tier]] | None = None
+        self._cached: tuple[int, dict[str, Tier]] | None = None
 
     async def list(self) -> list[Tier]:
         """Return the tiers from the most to the least urgent."""
-        known = await self._all()
-        return [known[name] for name in TIERS]
+        tiers_by_name = await self._all()
+        return [tiers_by_name[name] for name in TIERS]
 
     async def get(self, name: str) -> Tier:
         """Return the tier. Raises NotFound. Reads the database only after a change."""
-        known = await self._all()
-        if name not in known:
+        tiers_by_name = await self._all()
+        if name not in tiers_by_name:
             raise NotFound(f"no such tier; choose from {', '.join(TIERS)}", param="name")
-        return known[name]
+        return tiers_by_name[name]
 
     async def update(self, name: str, *, admission_wait_ms: int) -> Tier:
-        """Return the tier after the change, which counts from the next request on. Raises NotFound and InvalidValue."""
+        """Change the settings of a tier; they apply from the next request on. Raises NotFound and InvalidValue."""
         before = await self.get(name)
         after = Tier(name=name, admission_wait_ms=check_whole(admission_wait_ms, "admission_wait_ms", 0, ADMISSION_WAIT_MS_MAX))
         async with self._db.changing_principals() as connection:
             await self._write(connection, after)
-            was, now = (audit.facts_of(tier, "name") for tier in (before, after))
+            was, now = (audit.recorded_fields(tier, "name") for tier in (before, after))
             await audit.record(connection, self._clock, "tier.update", "tier", name, before=was, after=now)
         return after
 
@@ -63,10 +63,10 @@ class Tiers:
 
     async def _all(self) -> dict[str, Tier]:
         change_count = self._db.principals.value
-        if self._known is None or self._known[0] != change_count:
+        if self._cached is None or self._cached[0] != change_count:
             async with self._db.reading() as connection:
                 rows = (await connection.execute(select(tiers.c.name, tiers.c.admission_wait_ms))).all()
             waits = dict.fromkeys(TIERS, ADMISSION_WAIT_MS_DEFAULT) | {row.name: row.admission_wait_ms for row in rows}
-            known = {name: Tier(name=name, admission_wait_ms=waits[name]) for name in TIERS}
-            self._known = (change_count, known)
-        return self._known[1]
+            tiers_by_name = {name: Tier(name=name, admission_wait_ms=waits[name]) for name in TIERS}
+            self._cached = (change_count, tiers_by_name)
+        return self._cached[1]

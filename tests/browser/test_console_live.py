@@ -123,7 +123,7 @@ async def test_the_overview_stays_where_it_is_while_tenants_come_and_go(site: Si
 
 
 async def test_the_recent_requests_stay_as_they_are_under_the_pointer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_board, "TOTALS_KEPT_S", 0.0)
+    monkeypatch.setattr(live_board, "LEDGER_REFRESH_S", 0.0)
     box = site.box
 
     async def one_ends() -> None:

@@ -10,7 +10,7 @@ from sqlalchemy import Column, MetaData, String, Table, create_engine, insert, s
 from appliance.base.acting import Actor
 from appliance.base.errors import NotFound, RoleNotAllowed
 from appliance.tenancy.access import Access
-from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, WORDS, Action, Role, TenantRole
+from appliance.tenancy.roles import ACTION_PHRASES, ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole
 
 TENANTS = ("tn_bob", "tn_charlie", "tn_dora", "tn_emil")
 ACTOR = Actor(kind="member", name="somebody@example.com", id="mb_1")
@@ -89,7 +89,7 @@ def test_who_sees_a_tenant_but_may_not_do_it_hears_why(role: Role, held: TenantR
     access = Access(role=role, actor=ACTOR, tenants={"tn_bob": held})
     assume(not access.may(action, "tn_bob"))
     named = f"{held} of this tenant" if role is Role.MEMBER else role
-    with pytest.raises(RoleNotAllowed, match=f"^the role {named} may not {WORDS[action]}$"):
+    with pytest.raises(RoleNotAllowed, match=f"^the role {named} may not {ACTION_PHRASES[action]}$"):
         access.require(action, "tn_bob")
 
 
@@ -98,7 +98,7 @@ def test_what_is_allowed_nowhere_is_refused_before_anything_is_listed(access: Ac
     if expected(access, action):
         access.require_somewhere(action)
         return
-    with pytest.raises(RoleNotAllowed, match=f"^the role {access.role} may not {WORDS[action]}$"):
+    with pytest.raises(RoleNotAllowed, match=f"^the role {access.role} may not {ACTION_PHRASES[action]}$"):
         access.require_somewhere(action)
 
 

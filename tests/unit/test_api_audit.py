@@ -131,14 +131,14 @@ async def test_the_hash_of_an_entry_can_be_computed_from_what_is_shown(box: ApiB
             "id": int(row["id"]), "at": row["at"], "action": row["action"], "tenant_id": row["tenant_id"],
             "actor_kind": row["actor"]["kind"], "actor_id": row["actor"]["id"], "actor_name": row["actor"]["name"],
             "target_kind": row["target"]["kind"], "target_id": row["target"]["id"],
-            "before": None if row["before"] is None else canonical(row["before"]),
-            "after": None if row["after"] is None else canonical(row["after"]),
+            "before": None if row["before"] is None else canonical_json(row["before"]),
+            "after": None if row["after"] is None else canonical_json(row["after"]),
             "request_id": row["request_id"], "address": row["address"],
         }  # fmt: skip
         assert row["previous_hash"] == previous
-        assert row["hash"] == hashlib.sha256((previous + canonical(told)).encode()).hexdigest()
+        assert row["hash"] == hashlib.sha256((previous + canonical_json(told)).encode()).hexdigest()
         previous = row["hash"]
 
 
-def canonical(value: object) -> str:
+def canonical_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -93,7 +93,7 @@ async def test_guessing_the_password_in_a_stolen_session_is_slowed_down(box: Box
 
     answer = await alice.post("/account/password", current=ALICE_PASSWORD, password=NEW, again=NEW)
 
-    assert "Too many attempts" in answer.text
+    assert "Too many sign-in attempts" in answer.text
 
 
 async def test_every_device_is_listed_in_words_and_this_one_is_marked(box: Box, clock: FakeClock) -> None:

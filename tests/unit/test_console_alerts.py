@@ -77,7 +77,7 @@ async def test_a_tenant_hears_nothing_of_engines(box: Box) -> None:
     all_of_them = dict.fromkeys(EVENTS, "yes")
     answer = await alice.post_htmx("/alerts", **{**FIELDS, **all_of_them, "tenant_id": box.cast.bob.tenant.id})
     assert answer.status_code == 422
-    assert "Engine events are for the whole appliance alone" in answer.text
+    assert "Engine events are sent for the whole appliance only" in answer.text
     assert (await added(box, alice, **all_of_them)).events == EVENTS
 
 

@@ -11,10 +11,10 @@ import pytest
 
 import appliance
 from appliance.base.acting import current_actor
-from appliance.console.audit_words import ACTIONS, NOTHING, VALUE_CHARS_MAX, Change, audit_line
+from appliance.console.audit_descriptions import ACTIONS, NOTHING, VALUE_CHARS_MAX, Change, audit_line
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit import record
-from appliance.tenancy.audit_chain import AuditEntry, canonical
+from appliance.tenancy.audit_chain import AuditEntry, canonical_json
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -27,7 +27,7 @@ def entry(action: str = "tenant.update", *, before: object = None, after: object
     fields = {
         "id": 7, "at": START, "actor_kind": "member", "actor_id": "mb_alice", "actor_name": "alice@example.com",
         "action": action, "target_kind": "tenant", "target_id": "tn_bob", "tenant_id": "tn_bob",
-        "before": None if before is None else canonical(before), "after": None if after is None else canonical(after),
+        "before": None if before is None else canonical_json(before), "after": None if after is None else canonical_json(after),
         "request_id": None, "address": None, "previous_hash": "0" * 64, "hash": "f" * 64,
     }  # fmt: skip
     return AuditEntry(**{**fields, **changes})  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_what_is_new_has_no_before_and_what_is_gone_no_after() -> None:
 
 def test_a_long_value_is_cut_and_an_unknown_action_shown_as_it_is_written() -> None:
     line = audit_line(entry("moon.paint", after={"colour": "x" * 500}), {})
-    assert (line.words, len(line.changes[0].after or "")) == ("moon.paint", VALUE_CHARS_MAX)
+    assert (line.label, len(line.changes[0].after or "")) == ("moon.paint", VALUE_CHARS_MAX)
 
 
 def test_a_target_is_called_what_the_entry_calls_it_else_what_the_tenant_is_called() -> None:

@@ -155,7 +155,7 @@ def test_times_are_distances_with_the_exact_time_beside_them(age: timedelta, tex
 
 
 def test_a_list_that_is_searched_says_the_minute_of_what_is_older_than_a_day() -> None:
-    when = formatting.filters_of(BillingCalendar("Europe/Zurich"))["when"]
+    when = formatting.template_filters(BillingCalendar("Europe/Zurich"))["when"]
     moment = datetime(2026, 7, 1, 22, 30, 5, tzinfo=UTC)
 
     assert ">23 h ago</time>" in str(when(moment, moment + timedelta(hours=23)))
@@ -168,11 +168,11 @@ def test_the_live_clock_shows_the_billing_zone_and_names_it() -> None:
     moment = datetime(2026, 7, 1, 22, 30, 5, tzinfo=UTC)
 
     assert formatting.clock_time(moment) == "22:30:05 UTC"
-    assert formatting.filters_of(BillingCalendar("Europe/Zurich"))["clock_time"](moment) == "00:30:05 Europe/Zurich"
+    assert formatting.template_filters(BillingCalendar("Europe/Zurich"))["clock_time"](moment) == "00:30:05 Europe/Zurich"
 
 
 def test_an_exact_time_names_the_day_of_the_billing_zone_only_where_it_is_another() -> None:
-    exact = formatting.filters_of(BillingCalendar("Europe/Zurich"))["exact_time"]
+    exact = formatting.template_filters(BillingCalendar("Europe/Zurich"))["exact_time"]
 
     assert exact(datetime(2026, 7, 1, 12, 0, tzinfo=UTC)) == "2026-07-01 12:00:00 UTC (14:00:00\N{NO-BREAK SPACE}Europe/Zurich)"
     late = exact(datetime(2026, 7, 1, 22, 30, tzinfo=UTC)).replace("\N{NO-BREAK SPACE}", " ")

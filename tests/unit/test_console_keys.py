@@ -98,11 +98,11 @@ async def test_a_key_takes_limits_a_last_day_and_restrictions(box: Box) -> None:
     ("field", "value", "sentence"),
     [
         ("name", "", "Fill this in."),
-        ("expires_on", "2026-11-20", "A day that is not over yet."),
-        ("expires_on", "soon", "A day like"),
-        ("expires_on", "2027-13-01", "A day like"),
+        ("expires_on", "2026-11-20", "Enter today or a later day."),
+        ("expires_on", "soon", "Enter a day like"),
+        ("expires_on", "2027-13-01", "Enter a day like"),
         ("allowed_networks", "here", "is not a network"),
-        ("tokens_per_minute", "-5", "A whole number, or empty."),
+        ("tokens_per_minute", "-5", "Enter a whole number, or leave this empty."),
     ],
 )
 async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, field: str, value: str, sentence: str) -> None:

@@ -78,7 +78,10 @@ async def test_what_shadow_mode_would_refuse_passes_and_is_marked(box: Box) -> N
 async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(box: Box) -> None:
     path = await limited(box)
     alice = await box.alice()
-    assert "Prompt tokens: A whole number, or empty." in (await alice.fragment(f"{path}?model=demo&prompt_tokens=many")).text
+    assert (
+        "Prompt tokens: Enter a whole number, or leave this empty."
+        in (await alice.fragment(f"{path}?model=demo&prompt_tokens=many")).text
+    )
     assert "404 model_not_found" in (await alice.fragment(f"{path}?model=other")).text
     assert "Model: Fill this in." in (await alice.fragment(f"{path}?model=")).text
     assert "Key: No such key, or it was revoked." in (await alice.fragment(f"{path}?model=demo&key=key_x")).text

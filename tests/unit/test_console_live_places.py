@@ -21,14 +21,16 @@ async def test_one_member_does_not_take_the_places_of_everybody_else(box: Box, m
     monkeypatch.setattr(live_stream, "STREAMS_OF_MEMBER_MAX", 2)
     monkeypatch.setattr(live_stream, "STREAMS_MAX", 3)
     console = Console(box.services)
-    pages = [live_stream._placed(console, member, frames()) for member in ("mallory", "mallory", "mallory", "alice", "bob")]
+    pages = [
+        live_stream._counted_stream(console, member, frames()) for member in ("mallory", "mallory", "mallory", "alice", "bob")
+    ]
 
     shown = [await anext(page, None) for page in pages]
 
     assert shown == [b"x", b"x", None, b"x", None]
     await pages[0].aclose()
     assert console.open_streams == {"mallory": 1, "alice": 1}
-    assert await anext(live_stream._placed(console, "bob", frames())) == b"x"
+    assert await anext(live_stream._counted_stream(console, "bob", frames())) == b"x"
 
 
 async def test_who_has_too_many_live_pages_is_told_to_wait(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

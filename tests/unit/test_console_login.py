@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.base.errors import RateLimitExceeded
-from appliance.console.login import WRONG
+from appliance.console.login import WRONG_CREDENTIALS
 from appliance.console.login_attempts import PER_ACCOUNT, PER_ADDRESS, LoginAttempts
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit import AuditFilter
@@ -59,7 +59,7 @@ async def test_every_wrong_pair_gets_the_same_answer(box: Box, email: str, passw
     answer = await box.visitor().post("/login", email=email, password=password)
 
     assert answer.status_code == 401
-    assert WRONG in answer.text
+    assert WRONG_CREDENTIALS in answer.text
     assert "set-cookie" not in answer.headers
 
 
@@ -74,18 +74,18 @@ async def test_what_was_typed_comes_back_without_the_password_and_escaped(box: B
 async def test_a_password_that_is_reset_after_it_was_checked_opens_no_session(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    required = box.services.second_factors.required
+    challenge = box.services.second_factors.challenge
 
     async def after_a_reset(member_id: str, **options: Any) -> str | None:
-        stamp = await required(member_id, **options)
+        stamp = await challenge(member_id, **options)
         await box.services.members.reset_password(EMAIL, "what the owner gave")
         return stamp
 
-    monkeypatch.setattr(box.services.second_factors, "required", after_a_reset)
+    monkeypatch.setattr(box.services.second_factors, "challenge", after_a_reset)
     answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401
-    assert WRONG in answer.text
+    assert WRONG_CREDENTIALS in answer.text
     assert "set-cookie" not in answer.headers
 
 

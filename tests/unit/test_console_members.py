@@ -111,7 +111,7 @@ async def test_one_sample_is_rendered_for_each_that_may_see_different_things(box
 
 
 async def test_a_role_that_ends_ends_the_live_page_at_the_next_look(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_stream, "SESSION_CHECKED_EVERY_TICKS", 1)
+    monkeypatch.setattr(live_stream, "SESSION_CHECK_TICKS", 1)
     dora = await box.services.members.create("dora@example.com", PASSWORD, "viewer")
     browser = await box.visitor().sign_in(dora.email, PASSWORD)
     stream = live_stream._frames(Console(box.services), "overview", token=browser.http.cookies[PLAIN_COOKIE])

@@ -166,7 +166,7 @@ async def test_when_the_provider_is_away_a_page_says_so_and_the_password_works(b
     answer = await visitor.get(back)
 
     assert answer.status_code == 503
-    assert "Example ID does not answer. Sign in with your password" in answer.text
+    assert "Example ID does not respond. Sign in with your password" in answer.text
     assert 'name="next" value="/keys"' in answer.text
     await visitor.sign_in("alice@example.com", ALICE_PASSWORD)
 

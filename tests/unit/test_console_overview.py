@@ -359,7 +359,7 @@ async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_objec
     program = await visitor.get("/nothing/here", Accept="*/*")
 
     assert (page.status_code, program.status_code) == (404, 404)
-    assert "There is no such page" in page.text
+    assert "This page does not exist" in page.text
     assert page.headers["x-frame-options"] == "DENY"
     assert program.json()["error"]["code"] == "not_found"
 

@@ -36,12 +36,12 @@ async def test_a_price_is_added_in_units_of_money_and_counts_from_now(box: Box, 
     [
         ({"prompt": ""}, "Fill this in."),
         ({"prompt": "-1"}, "with at most six decimals."),
-        ({"cached_prompt": "-1"}, "with at most six decimals, or empty."),
-        ({"prompt": "1,500"}, "Either 1500 or 1.500"),
+        ({"cached_prompt": "-1"}, "with at most six decimals, or leave this empty."),
+        ({"prompt": "1,500"}, "Write 1500 or 1.500"),
         ({"currency": "euros"}, "urrency"),
-        ({"effective_from": "tomorrow"}, "A day like 2027-03-31"),
-        ({"batch_percent": "101"}, "Between 0 and 100."),
-        ({"tier_standard": "1000"}, "Between 0 and 100."),
+        ({"effective_from": "tomorrow"}, "Enter a day like 2027-03-31"),
+        ({"batch_percent": "101"}, "Enter a number between 0 and 100."),
+        ({"tier_standard": "1000"}, "Enter a number between 0 and 100."),
     ],
 )
 async def test_what_is_wrong_is_said_beside_the_field_and_nothing_is_added(

@@ -164,13 +164,13 @@ async def test_a_new_password_while_the_first_is_checked_ends_the_sign_in_before
     box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await enrol(await box.alice(), clock)
-    required = box.services.second_factors.required
+    challenge = box.services.second_factors.challenge
 
     async def after_a_reset(*args: Any, **options: Any) -> str | None:
         await box.services.members.reset_password(EMAIL, "another long password")
-        return await required(*args, **options)
+        return await challenge(*args, **options)
 
-    monkeypatch.setattr(box.services.second_factors, "required", after_a_reset)
+    monkeypatch.setattr(box.services.second_factors, "challenge", after_a_reset)
     answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401
@@ -236,7 +236,7 @@ async def test_setting_up_needs_code_password_and_the_sheet_of_this_member(box: 
     assert answer.status_code == 422
     assert "recovery codes</h2>" not in answer.text
     assert ALICE_PASSWORD not in answer.text
-    assert await box.services.second_factors.required(box.cast.alice.id) is None
+    assert await box.services.second_factors.challenge(box.cast.alice.id) is None
     same_secret = _SECRET.findall(answer.text) == _SECRET.findall(sheet)
     assert same_secret == (wrong != "ticket")
 
@@ -269,7 +269,7 @@ async def test_disabling_takes_the_password_or_a_code(box: Box, clock: FakeClock
     assert refused.status_code == 422
     assert (answer.status_code, answer.headers["location"]) == (303, "/account")
     assert alice.http.cookies[COOKIE] != before
-    assert await box.services.second_factors.required(box.cast.alice.id) is None
+    assert await box.services.second_factors.challenge(box.cast.alice.id) is None
     assert (await (await box.alice()).get("/account")).status_code == 200
 
 
@@ -293,8 +293,8 @@ async def test_guessing_a_proof_in_a_stolen_session_is_slowed_down(box: Box, clo
 
     pages = [await alice.post("/account/second-factor/disable", proof="000000") for _ in range(PER_MEMBER_CODES.burst + 1)]
 
-    assert "Too many attempts" in pages[-1].text
-    assert "Too many attempts" not in pages[-2].text
+    assert "Too many sign-in attempts" in pages[-1].text
+    assert "Too many sign-in attempts" not in pages[-2].text
 
 
 async def test_changes_of_the_second_factor_need_the_session_s_own_token(box: Box, clock: FakeClock) -> None:
@@ -321,7 +321,7 @@ async def test_with_another_secret_key_the_page_says_what_is_wrong_and_what_the_
     monkeypatch.setattr(box.services.second_factors, "_sealer", Sealer(b"q" * 32, SEALING_PURPOSE))
     answer = await (await half_way(box)).post("/login/code", code=app.code())
     assert answer.status_code == 503
-    for words in ("secret.key", "restores it from the backup", "gatehouse admin reset-second-factor"):
+    for words in ("secret.key", "restore that file from a backup", "gatehouse admin reset-second-factor"):
         assert words in answer.text
 
 
@@ -346,7 +346,7 @@ async def test_a_new_password_while_the_old_one_is_checked_sets_no_second_factor
     answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
 
     assert not signed_in(answer)
-    assert await box.services.second_factors.required(box.cast.alice.id) is None
+    assert await box.services.second_factors.challenge(box.cast.alice.id) is None
 
 
 async def test_a_new_password_right_after_setting_up_opens_no_session(
@@ -375,7 +375,7 @@ async def test_a_new_password_while_a_proof_is_checked_changes_nothing_of_the_se
 
     assert not signed_in(answer)
     assert not _CODES.findall(answer.text)
-    assert await box.services.second_factors.required(box.cast.alice.id) is not None
+    assert await box.services.second_factors.challenge(box.cast.alice.id) is not None
 
 
 async def test_a_new_password_right_after_disabling_opens_no_session(
@@ -394,14 +394,14 @@ async def test_a_second_factor_that_is_set_up_while_the_password_is_checked_asks
     box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, factors = await box.alice(), box.services.second_factors
-    required = factors.required
+    challenge = factors.challenge
 
     async def before_it_is_set_up(*args: Any, **options: Any) -> str | None:
-        stamp = await required(*args, **options)
+        stamp = await challenge(*args, **options)
         await enrol(alice, clock)
         return stamp
 
-    monkeypatch.setattr(factors, "required", before_it_is_set_up)
+    monkeypatch.setattr(factors, "challenge", before_it_is_set_up)
     answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401

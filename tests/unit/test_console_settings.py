@@ -26,7 +26,7 @@ async def test_how_long_tiers_wait_is_saved_and_shown(box: Box) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"), [("", "Fill this in."), ("60001", "Between 0 and 60,000."), ("-1", "whole number")]
+    ("wrong", "sentence"), [("", "Fill this in."), ("60001", "Enter a number between 0 and 60,000."), ("-1", "whole number")]
 )
 async def test_a_wait_that_is_wrong_changes_no_tier_and_loses_nothing(box: Box, wrong: str, sentence: str) -> None:
     alice, before = await box.alice(), await box.services.tiers.list()
@@ -59,8 +59,8 @@ async def test_a_model_has_limits_for_everybody_until_all_are_emptied(box: Box) 
     [
         ({"model": ""}, "Fill this in."),
         ({"limit_mode": "maybe"}, "Choose one of"),
-        ({"tokens_per_minute": "-5"}, "A whole number"),
-        ({"requests_per_minute": "99999999999999999999"}, "Between 0 and"),
+        ({"tokens_per_minute": "-5"}, "Enter a whole number"),
+        ({"requests_per_minute": "99999999999999999999"}, "Enter a number between 0 and"),
     ],
 )
 async def test_wrong_limits_of_a_model_are_named(box: Box, change: dict[str, str], sentence: str) -> None:
@@ -90,7 +90,7 @@ async def test_who_writes_the_invoices_is_saved_and_stands_there(box: Box) -> No
         ({"name": ""}, "Fill this in."),
         ({"tax_basis_points": "19.555"}, "at most two decimals"),
         ({"tax_basis_points": "101"}, "from 0 to 100"),
-        ({"payment_terms_days": "366"}, "Between 0 and 365."),
+        ({"payment_terms_days": "366"}, "Enter a number between 0 and 365."),
         ({"address": "\n".join("123456789")}, "at most 8 lines"),
         ({"tax_id": "x" * 201}, "1 to 200 characters"),
     ],
@@ -128,12 +128,12 @@ async def test_what_the_box_costs_leads_to_the_cost_of_a_million_tokens_and_to_b
     ("change", "sentence"),
     [
         ({"cost_micros": ""}, "Fill this in."),
-        ({"months": "0"}, "Between 1 and 240."),
+        ({"months": "0"}, "Enter a number between 1 and 240."),
         ({"currency": "euros"}, "urrency"),
-        ({"power_w": "much"}, "A whole number"),
-        ({"hosted": "Hosted large; 2; 6\nnonsense"}, "Line 2: a name and two or three prices"),
+        ({"power_w": "much"}, "Enter a whole number"),
+        ({"hosted": "Hosted large; 2; 6\nnonsense"}, "Line 2: enter a name and two or three prices"),
         ({"hosted": "; 2; 6"}, "Line 1: name must have 1 to 200 characters"),
-        ({"hosted": "large; -2; 6"}, "Line 1: a name"),
+        ({"hosted": "large; -2; 6"}, "Line 1: enter a name"),
     ],
 )
 async def test_wrong_costs_are_named_and_lose_nothing(box: Box, change: dict[str, str], sentence: str) -> None:

@@ -41,7 +41,7 @@ async def test_no_alert_and_the_usual_alerts_are_different_things(box: Box, type
     [
         ({"limit_mode": "maybe"}, "Choose one of"),
         ({"currency": "dollars"}, "urrency"),
-        ({"alert_percents": "half"}, "Percentages like 80, 100"),
+        ({"alert_percents": "half"}, "Enter percentages like 80, 100"),
         ({"alert_percents": "0"}, "from 1 to 1000"),
         ({"name": "x" * 201}, "1 to 200 characters"),
     ],

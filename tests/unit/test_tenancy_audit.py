@@ -17,7 +17,7 @@ from appliance.base.tables import audit_log, tiers
 from appliance.tenancy import audit
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit import AuditFilter, AuditLog, record
-from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, Verdict, canonical, hash_of
+from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, Verdict, canonical_json, hash_of
 from tests.support.clock import FakeClock
 from tests.support.tampering import tamper
 
@@ -100,7 +100,7 @@ async def test_text_from_outside_fits_its_column_and_cannot_break_a_line(databas
 
 def test_canonical_json_has_one_form() -> None:
     value = {"b": 1, "a": [True, None, "ü"], "c": FakeClock().now() + timedelta(microseconds=7)}
-    assert canonical(value) == '{"a":[true,null,"ü"],"b":1,"c":"2026-11-21T12:00:00.000007Z"}'
+    assert canonical_json(value) == '{"a":[true,null,"ü"],"b":1,"c":"2026-11-21T12:00:00.000007Z"}'
 
 
 def test_the_hash_is_the_one_that_the_documentation_tells_how_to_compute() -> None:

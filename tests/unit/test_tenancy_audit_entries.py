@@ -87,7 +87,7 @@ async def test_changes_of_members_and_sessions_are_audited(database: Database, c
     with acting(ALICE):
         made = await members.create("dora@example.com", "dora's long password", "viewer")
         token, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")
-        await sessions.note_refusal("dora@example.com", "password")
+        await sessions.record_refusal("dora@example.com", "password")
         await members.reset_password("dora@example.com", "dora's other password")
         token_again, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")
         await sessions.close(token_again)
@@ -101,7 +101,7 @@ async def test_changes_of_members_and_sessions_are_audited(database: Database, c
 
 async def test_a_password_in_the_wrong_field_is_not_written(database: Database, clock: FakeClock) -> None:
     with acting(ALICE):
-        await Sessions(database, clock).note_refusal("dora's long password", "password")
+        await Sessions(database, clock).record_refusal("dora's long password", "password")
     assert [row[0] for row in await told(database)] == ["session.refuse"]
     await nothing_secret_is_in(database, "dora's long password")
 

@@ -13,7 +13,7 @@ from appliance.base.settings import Settings, UnusableData
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
-from appliance.tenancy.first_login import PENDING_FILE, note_shown
+from appliance.tenancy.first_login import PENDING_FILE, mark_shown
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.secrets import read_or_create_pepper
@@ -54,7 +54,7 @@ async def test_the_first_start_returns_secrets_that_work(database: Database, clo
 
 async def test_a_later_start_makes_nothing(database: Database, clock: FakeClock, settings: Settings) -> None:
     await start(database, clock, settings)
-    note_shown(settings.data_dir)
+    mark_shown(settings.data_dir)
     assert await start(database, clock, settings) is None
     assert len((await Tenants(database, clock).list(access=WHOLE_BOX)).data) == 1
 
@@ -110,7 +110,7 @@ async def test_secrets_that_nobody_was_shown_are_replaced_at_the_next_start(
         await tokens.authenticate(unseen.admin_token)
     with pytest.raises(InvalidApiKey):
         await Keys(database, clock, PEPPER).authenticate(unseen.api_key, "127.0.0.1")
-    note_shown(settings.data_dir)
+    mark_shown(settings.data_dir)
     assert await start(database, clock, settings) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.tenancy import key_status
-from appliance.tenancy.key_status import read_principals, why_ended
+from appliance.tenancy.key_status import end_cause, read_principals
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
 
@@ -37,8 +37,8 @@ async def test_a_request_ends_when_its_key_or_tenant_may_not_go_on(cast: Cast, c
         ({"revoked_at": now}, "key_revoked"),
     ]
     for changes, why in key_changes:
-        assert why_ended(dataclasses.replace(person, key=dataclasses.replace(person.key, **changes)), now) == why
+        assert end_cause(dataclasses.replace(person, key=dataclasses.replace(person.key, **changes)), now) == why
     suspended, archived = dataclasses.replace(person.tenant, suspended=True), dataclasses.replace(person.tenant, archived=True)
     for tenant, why in ((suspended, "tenant_suspended"), (archived, "tenant_archived"), (person.tenant, None)):
-        assert why_ended(dataclasses.replace(person, tenant=tenant), now) == why
-    assert why_ended(None, now) == "key_revoked"
+        assert end_cause(dataclasses.replace(person, tenant=tenant), now) == why
+    assert end_cause(None, now) == "key_revoked"

@@ -15,7 +15,7 @@ from appliance.base.errors import Conflict, InvalidCredentials, NotFound, Secret
 from appliance.base.tables import audit_log, members, recovery_codes
 from appliance.tenancy import recovery_codes as codes_of
 from appliance.tenancy.members import Members
-from appliance.tenancy.recovery_codes import CODES
+from appliance.tenancy.recovery_codes import NUM_CODES
 from appliance.tenancy.second_factor import (
     ENROLMENT_LIFE_S,
     STEP_S,
@@ -65,9 +65,9 @@ async def test_nothing_counts_until_a_code_has_confirmed_the_secret(
     with pytest.raises(InvalidCredentials):
         await factors.enable(cast.alice, enrolment, code_at(enrolment, clock, steps=5))
 
-    assert await factors.required(cast.alice.id) is None
+    assert await factors.challenge(cast.alice.id) is None
     await factors.enable(cast.alice, enrolment, code_at(enrolment, clock))
-    assert await factors.required(cast.alice.id) is not None
+    assert await factors.challenge(cast.alice.id) is not None
     assert (await factors.state(cast.alice.id)).enabled_at == clock.now()
 
 
@@ -102,13 +102,13 @@ async def test_what_one_member_does_with_the_second_factor_leaves_the_others_alo
     await factors.enable(dora, doras, code_at(doras, clock))
     assert await factors.enabled_of(whole) == {cast.alice.id, dora.id}
     assert await factors.enabled_of([dora.id, emil.id]) == {dora.id}
-    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [CODES, CODES, 0]
+    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [NUM_CODES, NUM_CODES, 0]
     clock.advance(STEP_S)
     assert await factors.check(dora.id, code_at(doras, clock)) == "totp"
     assert await factors.check(cast.alice.id, code_at(alices, clock)) == "totp"
     await factors.disable(dora.id)
     assert await factors.enabled_of(whole) == {cast.alice.id}
-    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [CODES, 0, 0]
+    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [NUM_CODES, 0, 0]
     assert await doors.resolve(token) is not None
 
 
@@ -116,7 +116,7 @@ async def test_what_was_proven_holds_no_longer_once_the_member_is_disabled(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
     await enrolled(factors, cast, clock)
-    stamp = await factors.required(cast.alice.id)
+    stamp = await factors.challenge(cast.alice.id)
     whose = select(members).where(members.c.id == cast.alice.id)
     held = []
     for disabled_at in (None, clock.now()):
@@ -191,21 +191,21 @@ async def test_the_stamp_of_the_first_factor_ends_with_the_password(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
     enrolment, _ = await enrolled(factors, cast, clock)
-    stamp = await factors.required(cast.alice.id)
+    stamp = await factors.challenge(cast.alice.id)
     async with database.writing() as connection:
         await connection.execute(update(members).values(password_hash="$argon2id$another"))
 
     with pytest.raises(InvalidCredentials):
         await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=stamp)
-    await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=await factors.required(cast.alice.id))
+    await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=await factors.challenge(cast.alice.id))
 
 
 async def test_a_recovery_code_signs_in_once_in_any_spelling(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
     _, recovery = await enrolled(factors, cast, clock)
 
-    assert len(set(recovery)) == codes_of.CODES
+    assert len(set(recovery)) == codes_of.NUM_CODES
     assert await factors.check(cast.alice.id, recovery[3].upper().replace("-", " ")) == "recovery"
-    assert (await factors.state(cast.alice.id)).recovery_codes_left == codes_of.CODES - 1
+    assert (await factors.state(cast.alice.id)).recovery_codes_left == codes_of.NUM_CODES - 1
     with pytest.raises(InvalidCredentials):
         await factors.check(cast.alice.id, recovery[3])
 
@@ -236,7 +236,7 @@ async def test_secret_and_codes_are_not_readable_in_the_database(
         log = str((await connection.execute(select(audit_log))).all())
 
     assert enrolment.secret not in str(member)
-    assert len(digests) == codes_of.CODES
+    assert len(digests) == codes_of.NUM_CODES
     assert not any(code.replace("-", "") in text for code in recovery for text in (*digests, log))
     assert enrolment.secret not in log
 
@@ -247,7 +247,7 @@ async def test_with_another_secret_key_no_code_is_called_wrong_but_the_key(
     enrolment, recovery = await enrolled(factors, cast, clock)
     elsewhere = SecondFactors(database, clock, b"q" * 32)
     for code in (code_at(enrolment, clock), "000000", recovery[0]):
-        with pytest.raises(SecretUnreadable, match=r"secret\.key .* restores it from the backup"):
+        with pytest.raises(SecretUnreadable, match=r"secret\.key .* restore that file from a backup"):
             await elsewhere.check(cast.alice.id, code)
     assert await factors.check(cast.alice.id, recovery[0]) == "recovery", "nothing was used up"
 
@@ -295,13 +295,13 @@ async def test_disabling_and_resetting_leave_nothing_of_it(
         await enrolled(factors, cast, clock)
         await remove(cast.alice.id)
 
-        assert await factors.required(cast.alice.id) is None
+        assert await factors.challenge(cast.alice.id) is None
         async with database.reading() as connection:
             assert (await connection.execute(select(members.c.totp_secret))).scalar_one() is None
             assert (await connection.execute(select(recovery_codes))).first() is None
     await enrolled(factors, cast, clock)
     assert (await reset_by_email(database, clock, " Alice@Example.com ")).id == cast.alice.id
-    assert await factors.required(cast.alice.id) is None
+    assert await factors.challenge(cast.alice.id) is None
     with pytest.raises(NotFound):
         await reset_by_email(database, clock, "nobody@example.com")
 

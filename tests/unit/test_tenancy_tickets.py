@@ -17,10 +17,10 @@ def ours(clock: FakeClock) -> Tickets:
 def test_of_more_used_tickets_than_are_remembered_the_oldest_is_forgotten(
     ours: Tickets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tickets, "SPENT_MAX", 2)
+    monkeypatch.setattr(tickets, "USED_MAX", 2)
     used = [ours.issue({"member_id": name}) for name in ("alice", "bob", "charlie")]
     for ticket in used:
-        ours.spend(ticket)
+        ours.mark_used(ticket)
 
     assert [ours.read(ticket) for ticket in used] == [{"member_id": "alice"}, None, None]
 

@@ -69,7 +69,7 @@ async def test_a_wrong_token_that_comes_many_times_at_one_moment_is_looked_up_no
     tries = (tokens.authenticate("gha_guess", STRANGER) for _ in range(PER_ADDRESS.burst + 50))
     answers = Counter(type(answer) for answer in await asyncio.gather(*tries, return_exceptions=True))
     assert answers == {InvalidApiKey: PER_ADDRESS.burst, RateLimitExceeded: 50}
-    assert not tokens._attempts._under_way
+    assert not tokens._attempts._lookups
 
 
 async def test_a_client_that_leaves_while_its_token_is_looked_up_keeps_nobody_waiting(tokens: AdminTokens) -> None:
@@ -156,9 +156,9 @@ def test_a_forgotten_key_has_no_attempt_to_be_given_back(clock: FakeClock) -> No
     attempts, once = Attempts[str](clock, keys_max=1, refusal="too many"), Allowance(burst=1, refill_s=60.0)
     attempts.take({"a": once})
     attempts.take({"b": once})  # and so a is forgotten
-    attempts.give_back("a", once)
+    attempts.refund("a", once)
     assert len(attempts) == 1
-    attempts.give_back("b", once)
+    attempts.refund("b", once)
     attempts.take({"b": once})
 
 

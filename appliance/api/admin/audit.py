@@ -12,7 +12,7 @@ from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, many, moment, paging
 from appliance.api.shapes import PageShape, Shape, page_shape
 from appliance.tenancy.audit import AuditFilter
-from appliance.tenancy.audit_chain import AuditEntry, facts_from, rfc3339_micros
+from appliance.tenancy.audit_chain import AuditEntry, decode_fields, rfc3339_micros
 from appliance.tenancy.roles import Action
 
 REPEATABLE = ("actor", "action", "target", "tenant_id")
@@ -75,6 +75,6 @@ def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:
         at=rfc3339_micros(entry.at),
         actor=AuditActorShape(kind=entry.actor_kind, id=entry.actor_id, name=entry.actor_name),
         target=AuditTargetShape(kind=entry.target_kind, id=entry.target_id),
-        before=facts_from(entry.before),
-        after=facts_from(entry.after),
+        before=decode_fields(entry.before),
+        after=decode_fields(entry.after),
     )

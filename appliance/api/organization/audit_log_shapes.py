@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from appliance.api.organization.queries import unix
-from appliance.tenancy.audit_chain import AuditEntry, facts_from
+from appliance.tenancy.audit_chain import AuditEntry, decode_fields
 
 ENTRY_PREFIX = "audit_log-"
 TYPE_OF = {
@@ -158,7 +158,7 @@ def _shape_with(kind: str) -> type[AuditLogShape]:
 
 
 def _details(entry: AuditEntry, kind: str) -> AuditLogDetailsShape | AuditLogLoginFailedShape:
-    after = facts_from(entry.after) or {}
+    after = decode_fields(entry.after) or {}
     if kind == LOGIN_FAILED:
         return AuditLogLoginFailedShape(
             error_code=str(after.get("reason")), error_message=f"{entry.target_id} could not sign in"

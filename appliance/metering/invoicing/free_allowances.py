@@ -70,8 +70,8 @@ class FreeAllowances:
                 "tenant",
                 tenant_id,
                 tenant_id=tenant_id,
-                before={} if before is None else audit.facts_of(before, "id", "created_at"),
-                after=audit.facts_of(allowance, "id", "created_at"),
+                before={} if before is None else audit.recorded_fields(before, "id", "created_at"),
+                after=audit.recorded_fields(allowance, "id", "created_at"),
             )
         return allowance
 

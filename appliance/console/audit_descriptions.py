@@ -1,4 +1,4 @@
-"""Entries of the audit log in words: what was done, to what, and which values became which. Knows no page and no database."""
+"""Formats audit log entries for people: the action, its target and the changed values. Knows no page and no database."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from appliance.base.money import format_exactly
 from appliance.console.formatting import units
-from appliance.tenancy.audit_chain import AuditEntry, facts_from
+from appliance.tenancy.audit_chain import AuditEntry, decode_fields
 
 NOTHING = "none"
 VALUE_CHARS_MAX = 200
 CHANGES_EXPANDED_MAX = 6
-# The choices of the filter, by subject. An action that is not listed here is shown by its own name.
+# Labels of actions, in the groups of the filter. An action without a label is shown by its name.
 ACTIONS: dict[str, dict[str, str]] = {
     "Tenants": {
         "tenant.create": "Tenant created",
@@ -77,19 +77,19 @@ ACTIONS: dict[str, dict[str, str]] = {
         "webhook.retry": "Alert sent again",
     },
 }
-_WORDS = {action: words for group in ACTIONS.values() for action, words in group.items()}
-_BAD_NEWS = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "second_factor.reset", "ledger.recover")
+_LABELS = {action: words for group in ACTIONS.values() for action, words in group.items()}
+_HIGHLIGHTED = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "second_factor.reset", "ledger.recover")
 _PAGES = {"tenant": "/tenants/", "key": "/keys/", "request": "/requests/", "invoice": "/invoices/"}
-_OMITTED_FIELDS = ("id", "tenant_id")
-_MICROS = ("monthly_budget", "prompt", "cached_prompt", "completion", "rejected_draft")
-"""Amounts in micro-units of money, shown in units like on all pages: 5000000 as 5.00."""
+_HIDDEN_FIELDS = ("id", "tenant_id")
+_MICRO_AMOUNTS = ("monthly_budget", "prompt", "cached_prompt", "completion", "rejected_draft")
+"""Fields that are amounts in micro-units, shown in units as on all pages: 5000000 as 5.00."""
 _AMOUNT = re.compile(r"_(micros|picos)$")
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)\.\d{6}Z$")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One value before and after; None where there was or is none."""
+    """One changed value; None if it is not recorded before or after."""
 
     field: str
     before: str | None
@@ -98,17 +98,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditLine:
-    """An entry as the page shows it. `address` is the page of its target, if it has one."""
+    """An entry as shown on the page. `target_url` is the page of its target, if there is one."""
 
     id: int
     at: datetime
     actor: str
     actor_kind: str
-    words: str
+    label: str
     tone: str
     target: str
     target_id: str
-    address: str | None
+    target_url: str | None
     tenant_id: str | None
     changes: tuple[Change, ...]
     is_change: bool
@@ -118,19 +118,19 @@ class AuditLine:
 
 
 def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
-    """Return `entry` in words. `names` are those of tenants and keys, by id."""
-    before, after = facts_from(entry.before) or {}, facts_from(entry.after) or {}
+    """Format `entry`. `names` are names of tenants and keys by id."""
+    before, after = decode_fields(entry.before) or {}, decode_fields(entry.after) or {}
     page = _PAGES.get(entry.target_kind)
     return AuditLine(
         id=entry.id,
         at=entry.at,
         actor=entry.actor_name,
         actor_kind=entry.actor_kind,
-        words=_WORDS.get(entry.action, entry.action),
-        tone="bad" if entry.action in _BAD_NEWS else "",
-        target=_name_of(entry, before, after, names),
+        label=_LABELS.get(entry.action, entry.action),
+        tone="bad" if entry.action in _HIGHLIGHTED else "",
+        target=_target_name(entry, before, after, names),
         target_id=entry.target_id,
-        address=None if page is None else f"{page}{entry.target_id}",
+        target_url=None if page is None else f"{page}{entry.target_id}",
         tenant_id=entry.tenant_id,
         changes=tuple(_changes(before, after)),
         is_change=entry.before is not None and entry.after is not None,
@@ -140,8 +140,8 @@ def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
     )
 
 
-def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], names: Mapping[str, str]) -> str:
-    """Return the name of the target: as recorded in the entry, else its present name, else its id."""
+def _target_name(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], names: Mapping[str, str]) -> str:
+    """Return the name of the target: as recorded in the entry, else its current name, else its id."""
     for facts in (after, before):
         for field in ("name", "email", "model", "number", "target", "month"):
             if isinstance(name := facts.get(field), str):
@@ -150,24 +150,24 @@ def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], n
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[Change]:
-    """Yield every value that differs, in the order of the fields; nested values by their whole path."""
+    """Yield every value that differs, in the order of the fields; nested values with their full path."""
     for name in dict.fromkeys((*before, *after)):
         was, now = before.get(name), after.get(name)
         if isinstance(was, Mapping) or isinstance(now, Mapping):
             yield from _changes(was or {}, now or {}, f"{prefix}{name} › ")
-        elif was != now and not (name in _OMITTED_FIELDS and not prefix):
-            shown = [_shown(name, value, name in facts) for value, facts in ((was, before), (now, after))]
-            yield Change(prefix.replace("_", " ") + _label(name), *shown)
+        elif was != now and not (name in _HIDDEN_FIELDS and not prefix):
+            old, new = (_format_value(name, value, name in fields) for value, fields in ((was, before), (now, after)))
+            yield Change(prefix.replace("_", " ") + _label(name), old, new)
 
 
 def _label(name: str) -> str:
     return _AMOUNT.sub("", name).replace("_", " ")
 
 
-def _shown(name: str, value: Any, is_recorded: bool) -> str | None:
+def _format_value(name: str, value: Any, is_recorded: bool) -> str | None:
     if not is_recorded:
         return None
-    if isinstance(value, int) and (name in _MICROS or name.endswith("_micros")):
+    if isinstance(value, int) and (name in _MICRO_AMOUNTS or name.endswith("_micros")):
         return units(value)
     if isinstance(value, int) and name.endswith("_picos"):
         return format_exactly(value, "").strip()
@@ -175,15 +175,17 @@ def _shown(name: str, value: Any, is_recorded: bool) -> str | None:
         return NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
-    text = ", ".join(map(_element, value)) if isinstance(value, list) else _TIME.sub(r"\1 \2 UTC", str(value))
+    text = ", ".join(map(_format_element, value)) if isinstance(value, list) else _TIME.sub(r"\1 \2 UTC", str(value))
     return text if len(text) <= VALUE_CHARS_MAX else text[: VALUE_CHARS_MAX - 1] + "…"
 
 
-def _element(value: Any) -> str:
-    """Return one value of a list: of an object its name, then in brackets whatever else it has."""
+def _format_element(value: Any) -> str:
+    """Format one element of a list; an object as its name with its other fields in brackets."""
     if not isinstance(value, Mapping):
         return str(value)
-    facts = [
-        f"{_label(name)} {_shown(name, fact, True)}" for name, fact in value.items() if name != "name" and fact is not None
+    details = [
+        f"{_label(name)} {_format_value(name, field, True)}"
+        for name, field in value.items()
+        if name != "name" and field is not None
     ]
-    return f"{value.get('name', '')} ({', '.join(facts)})".lstrip()
+    return f"{value.get('name', '')} ({', '.join(details)})".lstrip()

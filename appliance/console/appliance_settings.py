@@ -1,16 +1,16 @@
-"""Settings of the whole box: how long tiers wait, and limits of models for everybody. The page also shows seller and costs."""
+"""The settings page: admission wait per tier, model limits across all tenants, invoice issuer, server costs."""
 
 from __future__ import annotations
 
 from litestar import get, post
 
 from appliance.base.errors import BadRequest
-from appliance.console.box_costs import costs_of
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
+from appliance.console.server_costs import cost_section
 from appliance.console.tenant_terms import model_lines
 from appliance.metering.invoicing.seller import read_seller
 from appliance.tenancy.fields import LIMIT_MODES, TIERS
@@ -23,32 +23,32 @@ TIER_FIELDS = {tier: f"wait_{tier}" for tier in TIERS}
 
 @get("/settings", guards=[needs(Action.READ_BOX)])
 async def show_settings(context: ContextDependency) -> Html:
-    """Everything that is set for the whole box while it runs."""
+    """The settings of the appliance that can change while it runs."""
     return await _page(context)
 
 
 @post("/settings/tiers", guards=[needs(Action.WRITE)], status_code=200)
 async def save_tiers(context: ContextDependency) -> Html:
-    """Save how long requests of each tier may wait for room, or show the page again with what is wrong."""
+    """Save how long requests of each tier may wait for admission, or show the page again with the errors."""
     form = await context.form()
     waits = {tier: form.whole_number(field, most=ADMISSION_WAIT_MS_MAX, required=True) for tier, field in TIER_FIELDS.items()}
     if form.errors:
         return await _page(context, form)
     for tier, wait_ms in waits.items():
-        assert wait_ms is not None, "an empty field has its error"
+        assert wait_ms is not None, "an empty field is a form error"
         await context.services.tiers.update(tier, admission_wait_ms=wait_ms)
     return context.redirect("/settings", done="settings-saved")
 
 
 @get("/settings/models", guards=[needs(Action.WRITE)])
 async def show_model_limits(context: ContextDependency) -> Html:
-    """The form with the limits of a model for everybody; the model in the address fills it."""
+    """The form with the limits of a model across all tenants, filled in for the model in the query string."""
     return await _model_form(context, context.query.get("model", ""), None)
 
 
 @post("/settings/models", guards=[needs(Action.WRITE)], status_code=200)
 async def save_model_limits(context: ContextDependency) -> Html:
-    """Set what all tenants together may use of a model; if every field is empty, its limits are removed."""
+    """Set the limits of a model across all tenants, or remove them if every field is empty."""
     form, policies = await context.form(), context.services.model_policies
     model, limits, mode = form.text("model"), read_limits(form), form.choice("limit_mode", LIMIT_MODES)
     if not form.errors:
@@ -87,5 +87,5 @@ async def _page(context: Context, form: Form | None = None) -> Html:
         model_lines=model_lines({policy.model: policy.limits for policy in policies}),
         modes_of={policy.model: policy.limit_mode for policy in policies},
         seller=await read_seller(services.box_records),
-        costs=await costs_of(services),
+        costs=await cost_section(services),
     )

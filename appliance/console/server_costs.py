@@ -1,4 +1,4 @@
-"""What the box costs, and at what usage it is cheaper than hosted prices: the form of the inputs, and the figures."""
+"""Server costs: the form for hardware and power, the cost per million tokens, and the break-even with hosted prices."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 FIELDS = ("currency", "cost_micros", "months", "kwh_price_micros", "power_w", "other_power_w", "other_monthly_micros", "hosted")
 _AMOUNTS = ("cost_micros", "kwh_price_micros", "other_monthly_micros")
-_HOSTED_LINE = "Line {}: a name and two or three prices, like Hosted large; 0.50; 1.50; 0.10."
+_HOSTED_LINE = "Line {}: enter a name and two or three prices, like: Hosted large; 0.50; 1.50; 0.10"
 
 
 @get("/settings/economics", guards=[needs(Action.BILLING)])
 async def show_costs(context: ContextDependency) -> Html:
-    """The form with what the box costs."""
+    """The form with the server costs."""
     return await _form(context, None)
 
 
 @post("/settings/economics", guards=[needs(Action.BILLING)], status_code=200)
 async def save_costs(context: ContextDependency) -> Html:
-    """Save what the box costs, or show the form again with what is wrong."""
+    """Save the server costs, or show the form again with the errors."""
     form = await context.form()
     values = _read(form, context.services.settings.currency)
     if not form.errors:
@@ -44,8 +44,8 @@ async def save_costs(context: ContextDependency) -> Html:
     return await _form(context, form)
 
 
-async def costs_of(services: Services) -> dict[str, Any] | None:
-    """Return the figures as the page shows them, None before the hardware was entered."""
+async def cost_section(services: Services) -> dict[str, Any] | None:
+    """Return the template values of the section, None before the hardware was entered."""
     try:
         _hardware, economics = await services.economics.report(services.sampler.latest.gpu_power_w)
     except NotFound:
@@ -78,28 +78,28 @@ def _read(form: Form, currency: str) -> dict[str, Any]:
 
 
 def _read_hosted(form: Form) -> tuple[HostedPrice, ...]:
-    """Return the prices of a list, one per line: name; prompt; output; cached prompt if it has its own price."""
-    found = []
+    """Parse hosted prices, one per line: name; prompt; output; cached prompt (optional)."""
+    hosted = []
     for number, line in enumerate(form.raw("hosted").splitlines(), 1):
         parts = [part.strip() for part in line.split(";")]
         if not any(parts):
             continue
         prices = Form({str(index): part for index, part in enumerate(parts[1:])})
-        typed = [prices.amount_micros(str(index)) for index in range(len(parts) - 1)]
-        amounts = [amount for amount in typed if amount is not None]
-        if prices.errors or len(amounts) < len(typed) or not 2 <= len(amounts) <= 3:
+        parsed = [prices.amount_micros(str(index)) for index in range(len(parts) - 1)]
+        amounts = [amount for amount in parsed if amount is not None]
+        if prices.errors or len(amounts) < len(parsed) or not 2 <= len(amounts) <= 3:
             form.fail("hosted", _HOSTED_LINE.format(number))
             continue
         named = dict(zip(("prompt", "completion", "cached_prompt"), amounts, strict=False))
         try:
-            found.append(HostedPrice(name=parts[0], **named))
+            hosted.append(HostedPrice(name=parts[0], **named))
         except BadRequest as error:
             form.fail("hosted", f"Line {number}: {re.sub('^hosted[.]', '', error.message)}.")
-    return tuple(found)
+    return tuple(hosted)
 
 
 def _hosted_text(hardware: Hardware | None) -> str:
-    """Return the list in the form in which it is typed."""
+    """Return hosted prices in the syntax of the text field."""
     lines = []
     for price in hardware.hosted if hardware else ():
         amounts = [price.prompt, price.completion, *([] if price.cached_prompt is None else [price.cached_prompt])]
@@ -110,7 +110,7 @@ def _hosted_text(hardware: Hardware | None) -> str:
 async def _form(context: Context, form: Form | None) -> Html:
     hardware = await context.services.economics.hardware()
     return context.sheet(
-        "fragments/box_costs_form.html",
+        "fragments/server_costs_form.html",
         title="Server costs",
         form=form,
         hardware=hardware,
