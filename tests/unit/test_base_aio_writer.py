@@ -16,7 +16,7 @@ import pytest
 
 from appliance.base import aio_writer
 from appliance.base import journal as journal_module
-from appliance.base.aio_writer import BLOCK_BYTES, ROOM_BYTES, SLOW_SUBMITS_MAX, AioWriter
+from appliance.base.aio_writer import BLOCK_BYTES, BUFFER_BYTES, SLOW_SUBMITS_MAX, AioWriter
 from appliance.base.journal import Journal, left_in
 from tests.support.ledgers import DEADLINE_S, poll_until
 
@@ -68,7 +68,7 @@ async def test_what_follows_the_last_byte_in_its_block_is_no_record_of_an_earlie
 
 async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Path]) -> None:
     writer = AioWriter(paths)
-    with pytest.raises(OSError, match="follow one another"):
+    with pytest.raises(OSError, match="sequential"):
         writer.write(0, b"data", 17, print)
     assert not writer.is_busy
     writer.close()
@@ -77,10 +77,10 @@ async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Pat
 async def test_a_write_that_would_let_a_file_grow_is_refused(paths: list[Path]) -> None:
     writer = AioWriter(paths)
     assert await written(writer, 0, b"x" * (8 * BLOCK_BYTES - 3), 0)
-    with pytest.raises(OSError, match="would grow"):
+    with pytest.raises(OSError, match="extend the file"):
         writer.write(0, b"four", 8 * BLOCK_BYTES - 3, print)
     os.truncate(paths[1], BLOCK_BYTES)
-    with pytest.raises(OSError, match="would grow"):
+    with pytest.raises(OSError, match="extend the file"):
         writer.write(1, b"x" * (BLOCK_BYTES + 1), 0, print)
     assert not writer.is_busy
     writer.close()
@@ -90,7 +90,7 @@ async def test_what_the_kernel_still_reads_is_not_overwritten(paths: list[Path])
     writer = AioWriter(paths)
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(0, b"first" * 6000, 0, ended.set_result)
-    with pytest.raises(OSError, match="on its way"):
+    with pytest.raises(OSError, match="in flight"):
         writer.write(1, b"second" * 5000, 0, print)
     assert await ended
     assert paths[0].read_bytes().startswith(b"first" * 6000)
@@ -101,10 +101,10 @@ async def test_memory_that_is_given_back_while_it_is_written_from_is_written_as_
     writer = AioWriter(paths)
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(0, b"x" * 7 * BLOCK_BYTES, 0, ended.set_result)
-    writer._room.close()
-    others = [mmap.mmap(-1, ROOM_BYTES) for _ in range(4)]
+    writer._buffer.close()
+    others = [mmap.mmap(-1, BUFFER_BYTES) for _ in range(4)]
     for other in others:
-        other[:] = b"#" * ROOM_BYTES
+        other[:] = b"#" * BUFFER_BYTES
     assert await ended
     assert paths[0].read_bytes()[: 7 * BLOCK_BYTES] == b"x" * 7 * BLOCK_BYTES
     writer.close()
@@ -242,8 +242,8 @@ async def test_closing_waits_for_a_write_whose_appender_was_cancelled(tmp_path: 
 
 async def test_a_record_larger_than_the_kernels_room_is_written_too(tmp_path: Path) -> None:
     journal, held = await journal_of(tmp_path)
-    await asyncio.gather(journal.append(b"x" * ROOM_BYTES), journal.append(b"behind"))
-    assert left_in(tmp_path / "j") == [*held, b"x" * ROOM_BYTES, b"behind"]
+    await asyncio.gather(journal.append(b"x" * BUFFER_BYTES), journal.append(b"behind"))
+    assert left_in(tmp_path / "j") == [*held, b"x" * BUFFER_BYTES, b"behind"]
 
 
 async def test_a_disk_that_stops_the_event_loop_at_each_write_is_left_to_the_thread(
@@ -266,7 +266,7 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
     journal, held = await journal_of(tmp_path)
     kernel = journal._kernel
     assert kernel is not None
-    monkeypatch.setattr(AioWriter, "_take_completion", lambda _self: None)
+    monkeypatch.setattr(AioWriter, "_on_completion", lambda _self: None)
     asyncio.get_running_loop().remove_reader(kernel._eventfd)
     stuck = asyncio.create_task(journal.append(b"stuck"))
     await poll_until(lambda: "has not returned" in str(journal.last_error))

@@ -132,7 +132,7 @@ def test_a_sqlite_that_is_too_old_is_refused_before_anything_is_written(
 async def test_no_tables_are_made_where_names_could_not_be_stored(postgresql: Cluster, encoding: str) -> None:
     url = postgresql.create(encoding=encoding)
     try:
-        with pytest.raises(UnusableData, match=f"in {encoding}, .*ENCODING 'UTF8'"):
+        with pytest.raises(UnusableData, match=f"encoding {encoding}, .*ENCODING 'UTF8'"):
             migrations.upgrade(url)
         assert migrations.current_revision(url) is None
         database = Database.open(url)

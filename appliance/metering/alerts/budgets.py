@@ -175,7 +175,7 @@ class BudgetAlerts:
         for some in batched(new, NOTICES_PER_TRANSACTION):
             async with self._db.writing() as connection:
                 # Lock as a settlement does: two that write the same messages in another order would deadlock on PostgreSQL.
-                await counters.locked(connection, counters.POSTING)
+                await counters.lock(connection, counters.POSTING)
                 await connection.run_sync(self._enqueue, some)
             self._enqueued |= {(notice.event, notice.subject) for notice in some}
         self._swept_of, self._swept_s = of, now_s

@@ -13,7 +13,7 @@ from sqlalchemy import RowMapping, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.counters import POSTING, locked
+from appliance.base.counters import POSTING, lock
 from appliance.base.db import Database
 from appliance.base.errors import InvoiceClosed
 from appliance.base.ids import new_id
@@ -52,7 +52,7 @@ class FreeAllowances:
         first_day(first_month, "first_month")
         check_whole(monthly_micros, "monthly_micros", 0, LIMIT_MAX)
         async with self._db.writing() as connection:
-            await locked(connection, POSTING)  # no month is closed while this one is checked
+            await lock(connection, POSTING)  # no month is closed while this one is checked
             await _check_open(connection, tenant_id, first_month)
             before = await _exact(connection, tenant_id, first_month)
             allowance = FreeAllowance(
