@@ -21,7 +21,7 @@ from appliance.api.implied_methods import CompleteOptions, HeadLikeGet
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
 from appliance.base.clock import SystemClock
-from appliance.base.data_folder import StartTraces, make_data_folder
+from appliance.base.data_folder import StartupFiles, make_data_folder
 from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database, reason_of
 from appliance.base.errors import GatehouseError
@@ -323,11 +323,11 @@ async def serve(settings: Settings, *, on_listening: Callable[[Started], None] =
     `on_listening` shows the first login: once it has returned, the login counts as seen and is not created again.
     """
     model_folders(settings)
-    traces = StartTraces.begin(settings.data_dir)
-    with data_dir_lock(settings.data_dir), traces.undone_when_refused(), listening_socket(settings) as listener:
+    startup_files = StartupFiles.begin(settings.data_dir)
+    with data_dir_lock(settings.data_dir), startup_files.removed_on_failure(), listening_socket(settings) as listener:
         appliance = Appliance(settings)
         await _start(appliance)
-        traces.keep = True
+        startup_files.keep = True
         try:
             await _serve_on(listener, appliance, on_listening)
         finally:

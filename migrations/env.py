@@ -1,4 +1,4 @@
-"""Runs migrations on the connection that `appliance.base.migrations` hands over, inside its transaction, on both databases."""
+"""Runs migrations on the connection passed by `appliance.base.migrations`, inside its transaction, for both databases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=metadata,
     render_as_batch=True,  # SQLite cannot alter most things in place
-    transactional_ddl=True,  # holds for SQLite too, once the driver's own transaction handling is off
+    transactional_ddl=True,  # true for SQLite too, because the driver's implicit transactions are disabled
     compare_type=True,
 )
 context.run_migrations()

@@ -10,10 +10,10 @@ down_revision = ${repr(down_revision)}
 
 
 def upgrade() -> None:
-    """Bring the schema up."""
+    """Upgrade the schema."""
     ${upgrades if upgrades else "pass"}
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     ${downgrades if downgrades else "pass"}

@@ -10,7 +10,7 @@ import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from appliance.base.allowed_methods import with_whole_allow
+from appliance.base.allowed_methods import with_complete_allow
 from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, InternalError
 
@@ -76,7 +76,7 @@ def _framework_error_response(request: Request[Any, Any, Any], error: HTTPExcept
         413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
     }
     message = messages.get(error.status_code, error.detail)
-    content, headers = _encode(message, kind, None, code), with_whole_allow(error.headers)
+    content, headers = _encode(message, kind, None, code), with_complete_allow(error.headers)
     return Response(content, status_code=error.status_code, media_type=MEDIA_TYPE, headers=headers)
 
 

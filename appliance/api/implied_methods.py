@@ -12,7 +12,7 @@ from litestar.enums import ScopeType
 from litestar.routes import BaseRoute, HTTPRoute
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.base.allowed_methods import allow
+from appliance.base.allowed_methods import allow_header
 
 
 class HeadLikeGet:
@@ -44,7 +44,8 @@ class CompleteOptions:
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
-        self._allow_by_path = {route.path_format: allow(route.methods) for route in routes if isinstance(route, HTTPRoute)}
+        http_routes = [route for route in routes if isinstance(route, HTTPRoute)]
+        self._allow_by_path = {route.path_format: allow_header(route.methods) for route in http_routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection; anything but OPTIONS passes through."""

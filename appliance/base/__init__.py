@@ -1,1 +1,1 @@
-"""What every part of the appliance stands on: settings, database, tables, clock, ids, money, errors, logging."""
+"""Foundations shared by the whole appliance: settings, database, tables, clock, ids, money, errors, logging."""

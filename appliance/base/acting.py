@@ -1,7 +1,7 @@
-"""Who acts: set once where a request, a command or a task of our own begins, read where a change is written to the audit log.
+"""The current actor: set where a request, command or background task begins, read where a change is written to the audit log.
 
-It travels in a context variable, as the request id of the log does: every change must name its author, and an argument through
-every service would be forgotten in one of them. Whoever sets nothing acts as the appliance itself.
+It is a context variable, like the request id in the log: every change must name its author, and an argument passed through
+every service would be forgotten in one of them. The default actor is the appliance itself.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ ActorKind = Literal["member", "token", "cli", "key", "system"]
 
 
 OPERATOR_HEADER = "x-gatehouse-operator"
-"""Whom a command names. Believed only beside the control token, which the owner of its file alone can read."""
+"""Names the user who runs a command. Trusted only with the control token, which only the owner of its file can read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """The author of a change. `name` is an e-mail address or the name of a token; `address` where the request came from."""
+    """The author of a change. `name` is an e-mail address or a token name; `address` is the client address of the request."""
 
     kind: ActorKind
     name: str
@@ -35,18 +35,18 @@ _actor: ContextVar[Actor] = ContextVar("gatehouse_actor", default=SYSTEM)
 
 
 def current_actor() -> Actor:
-    """Return who acts in this task."""
+    """Return the actor of this task."""
     return _actor.get()
 
 
 def act_as(actor: Actor) -> None:
-    """Say who acts from here on in this task, and in the tasks that it starts."""
+    """Set the actor of this task, and of the tasks that it starts from now on."""
     _actor.set(actor)
 
 
 @contextmanager
 def acting(actor: Actor) -> Iterator[None]:
-    """Let `actor` act inside the block."""
+    """Set the actor inside the block; restore the previous one afterwards."""
     token = _actor.set(actor)
     try:
         yield

@@ -1,14 +1,14 @@
-"""Writes that the kernel makes by itself: no thread waits for the disk, and none takes the interpreter's lock afterwards.
+"""Durable writes through Linux's native asynchronous I/O: no thread waits for the disk or competes for the interpreter lock.
 
-    write ─► io_submit(2) ─► the disk ─► eventfd(2) ─► a callback of the event loop
+    write ─► io_submit(2) ─► disk ─► eventfd(2) ─► callback in the event loop
 
-A thread that writes takes the lock twice per write, each time up to a switch interval after it could have gone on, and the
-event loop stands still while it holds it. Here the event loop only submits the write and is called back at its end.
+A writer thread acquires the interpreter lock twice per write, waits up to a switch interval each time, and blocks the event
+loop while it holds the lock. Here the event loop only submits the write and receives a callback when it completes.
 
-Method: Linux's asynchronous I/O, whose writes return at once for files opened with O_DIRECT; with O_DSYNC they complete when
-the bytes are durable. That holds for overwriting, so no file grows here. A write is of whole blocks: what precedes `data` in
-its first block is written again. The memory may be freed meanwhile, as the kernel holds on to it, and a process that dies
-leaves no write behind: the kernel waits for it before the process is gone.
+Submission does not block for files opened with O_DIRECT; with O_DSYNC a write completes once its bytes are durable. Both hold
+only for overwriting, so files never grow here. Writes cover whole blocks: the bytes that precede `data` in its first block are
+written again. The buffer may be freed during a write, because the kernel pins its pages. If the process dies, the kernel
+finishes its writes before the process is gone.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 BLOCK_BYTES = 4096
-ROOM_BYTES = 256 * 1024
+BUFFER_BYTES = 256 * 1024
 SLOW_SUBMIT_S = 0.001
-"""A file system that takes this long to accept a write does not write asynchronously: the event loop would stand still."""
+"""If submitting a write takes this long, the file system is not asynchronous and would block the event loop."""
 SLOW_SUBMITS_MAX = 8
-"""How many in a row: a single one may be due to the machine."""
+"""Consecutive slow submissions before the writer gives up: a single one may have other causes."""
 
 _SETUP, _DESTROY, _GETEVENTS, _SUBMIT = range(4)
-_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # of asm/unistd.h: libc has no names for them
-_PWRITE, _TELL_EVENTFD = 1, 1  # IOCB_CMD_PWRITE, IOCB_FLAG_RESFD
+_SYSCALL_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # from asm/unistd.h: libc has no wrappers
+_PWRITE, _SIGNAL_EVENTFD = 1, 1  # IOCB_CMD_PWRITE, IOCB_FLAG_RESFD
 
 
 class _Request(ctypes.Structure):
-    """struct iocb of linux/aio_abi.h, as little-endian machines have it."""
+    """struct iocb of linux/aio_abi.h, in its little-endian layout."""
 
     _fields_ = (
         ("data", ctypes.c_uint64),
@@ -57,7 +57,7 @@ class _Request(ctypes.Structure):
 
 
 class _Event(ctypes.Structure):
-    """struct io_event: how a request ended."""
+    """struct io_event: the result of a request."""
 
     _fields_ = (
         ("data", ctypes.c_uint64),
@@ -68,36 +68,36 @@ class _Event(ctypes.Structure):
 
 
 class AioWriter:
-    """One write at a time, to one of several files, each from its beginning on. Belongs to the running event loop.
+    """Writes to several files, one write at a time, each file sequentially from its start. Bound to the running event loop.
 
-    Raises OSError where the system, the sandbox or the file system does not offer it.
+    Raises OSError where the system, the sandbox or the file system does not support asynchronous writes.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        if sys.platform != "linux" or platform.machine() not in _CALLS or sys.maxsize < 2**32:
-            raise OSError(errno.ENOSYS, "asynchronous writes are known for 64-bit Linux on x86-64 and ARM alone")
-        self._calls = _CALLS[platform.machine()]
-        self._syscall = ctypes.PyDLL(None, use_errno=True).syscall  # which keeps the interpreter's lock: all calls are short
+        if sys.platform != "linux" or platform.machine() not in _SYSCALL_NUMBERS or sys.maxsize < 2**32:
+            raise OSError(errno.ENOSYS, "asynchronous writes are supported only on 64-bit Linux on x86-64 and ARM")
+        self._syscall_numbers = _SYSCALL_NUMBERS[platform.machine()]
+        self._syscall = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter lock: all calls are short
         self._syscall.restype = ctypes.c_long
         self._loop = asyncio.get_running_loop()
-        self._room = mmap.mmap(-1, ROOM_BYTES)  # pages of its own: a write must begin at a block of memory, too
-        with ExitStack() as made:
+        self._buffer = mmap.mmap(-1, BUFFER_BYTES)  # page-aligned, as O_DIRECT requires
+        with ExitStack() as resources:
             flags = os.O_RDWR | os.O_DIRECT | os.O_DSYNC
-            self._files = [_opened(made, os.open(path, flags)) for path in paths]
-            self._tails = [b""] * len(paths)  # what stands in the block that each file ends in
+            self._files = [_register_file(resources, os.open(path, flags)) for path in paths]
+            self._tails = [b""] * len(paths)  # the bytes in the last, partial block of each file
             self._ends = [0] * len(paths)
-            self._eventfd = _opened(made, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+            self._eventfd = _register_file(resources, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
             self._context = ctypes.c_ulong(0)
             self._call(_SETUP, 1, ctypes.byref(self._context))
-            made.callback(self._call, _DESTROY, self._context)
-            self._loop.add_reader(self._eventfd, self._take_completion)
-            made.callback(self._loop.remove_reader, self._eventfd)
-            self._made = made.pop_all()
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
-        self._request = _Request(opcode=_PWRITE, flags=_TELL_EVENTFD, eventfd=self._eventfd, buffer=self._address)
+            resources.callback(self._call, _DESTROY, self._context)
+            self._loop.add_reader(self._eventfd, self._on_completion)
+            resources.callback(self._loop.remove_reader, self._eventfd)
+            self._resources = resources.pop_all()
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        self._request = _Request(opcode=_PWRITE, flags=_SIGNAL_EVENTFD, eventfd=self._eventfd, buffer=self._address)
         self._requests = (ctypes.POINTER(_Request) * 1)(ctypes.pointer(self._request))
         self._on_end: Callable[[bool], None] | None = None
-        self._num_slow = 0
+        self._num_slow_submits = 0
 
     @property
     def is_busy(self) -> bool:
@@ -106,59 +106,60 @@ class AioWriter:
 
     @property
     def is_slow(self) -> bool:
-        """Return whether writes are not asynchronous here after all."""
-        return self._num_slow >= SLOW_SUBMITS_MAX
+        """Return whether submissions block, so that writes are not asynchronous after all."""
+        return self._num_slow_submits >= SLOW_SUBMITS_MAX
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether one write may have so many bytes."""
-        return num_bytes <= ROOM_BYTES - BLOCK_BYTES
+        """Return whether `num_bytes` fit in one write."""
+        return num_bytes <= BUFFER_BYTES - BLOCK_BYTES
 
     def write(self, index: int, data: bytes, offset: int, on_end: Callable[[bool], None]) -> None:
-        """Begin to write `data` to a file, after what was written there before or at its beginning.
+        """Start writing `data` to file `index`, at its start (offset 0) or directly after the previous write.
 
-        The event loop calls `on_end` with whether all of it is durable. Raises OSError; then `on_end` is not called.
+        The event loop calls `on_end(True)` once all bytes are durable, `on_end(False)` if the write failed. If this raises
+        OSError, `on_end` is not called.
         """
         if offset not in (0, self._ends[index]):
-            raise OSError(errno.ESPIPE, "writes follow one another")
+            raise OSError(errno.ESPIPE, "writes must be sequential")
         if self.is_busy:
-            raise OSError(errno.EBUSY, "a write is on its way")
-        before = self._tails[index] if offset else b""
-        whole = before + data
+            raise OSError(errno.EBUSY, "a write is already in flight")
+        prefix = self._tails[index] if offset else b""
+        whole = prefix + data
         num_bytes = -(-len(whole) // BLOCK_BYTES) * BLOCK_BYTES
-        if offset - len(before) + num_bytes > os.fstat(self._files[index]).st_size:
-            raise OSError(errno.EFBIG, "the file would grow, for which the event loop would wait")
-        self._room[:num_bytes] = whole.ljust(num_bytes, b"\0")
-        self._request.file, self._request.num_bytes, self._request.offset = self._files[index], num_bytes, offset - len(before)
-        began_s = time.monotonic()
+        if offset - len(prefix) + num_bytes > os.fstat(self._files[index]).st_size:
+            raise OSError(errno.EFBIG, "the write would extend the file and block the event loop")
+        self._buffer[:num_bytes] = whole.ljust(num_bytes, b"\0")
+        self._request.file, self._request.num_bytes, self._request.offset = self._files[index], num_bytes, offset - len(prefix)
+        started_s = time.monotonic()
         self._call(_SUBMIT, self._context, 1, self._requests)
-        self._num_slow = self._num_slow + 1 if time.monotonic() - began_s > SLOW_SUBMIT_S else 0
+        self._num_slow_submits = self._num_slow_submits + 1 if time.monotonic() - started_s > SLOW_SUBMIT_S else 0
         self._on_end = on_end
         self._ends[index] = offset + len(data)
         self._tails[index] = whole[len(whole) // BLOCK_BYTES * BLOCK_BYTES :]
 
     def close(self) -> None:
-        """Close the files. Not while a write is in flight: the kernel would make the event loop wait for its end."""
-        with suppress(OSError, RuntimeError):  # a loop that is closed has no readers any more
-            self._made.close()
+        """Close the files. Do not call while a write is in flight: the kernel would block the event loop until it completes."""
+        with suppress(OSError, RuntimeError):  # a closed loop has no readers
+            self._resources.close()
 
-    def _take_completion(self) -> None:
-        """Report the end of the write, if it has ended."""
+    def _on_completion(self) -> None:
+        """Report the completion of the write, if it has completed."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._eventfd)
-        ended = _Event()
-        if self._call(_GETEVENTS, self._context, 0, 1, ctypes.byref(ended), 0) and self._on_end is not None:
+        completion = _Event()
+        if self._call(_GETEVENTS, self._context, 0, 1, ctypes.byref(completion), 0) and self._on_end is not None:
             on_end, self._on_end = self._on_end, None
-            on_end(ended.result == self._request.num_bytes)
+            on_end(completion.result == self._request.num_bytes)
 
-    def _call(self, which: int, *arguments: object) -> int:
-        words = [ctypes.c_long(given) if isinstance(given, int) else given for given in (self._calls[which], *arguments)]
-        result = int(self._syscall(*words))
+    def _call(self, call: int, *arguments: object) -> int:
+        values = (self._syscall_numbers[call], *arguments)
+        result = int(self._syscall(*(ctypes.c_long(value) if isinstance(value, int) else value for value in values)))
         if result < 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         return result
 
 
-def _opened(made: ExitStack, file: int) -> int:
-    made.callback(os.close, file)
+def _register_file(resources: ExitStack, file: int) -> int:
+    resources.callback(os.close, file)
     return file

@@ -1,4 +1,4 @@
-"""A task that an object owns: started, stopped, and logged if it fails in between; and work that is repeated in such a task."""
+"""Background tasks owned by an object (started, stopped, failures logged), and a loop that repeats work in such a task."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ log = structlog.get_logger()
 class Background:
     """Runs `run()` in a task called `name` between `start` and `stop`.
 
-    An error that `run` lets through is logged when it happens: nobody awaits the task, and `stop` raises nothing, so that
-    what is stopped after it is stopped too.
+    An exception from `run` is logged when it is raised, because nobody awaits the task. `stop` raises nothing, so that a
+    shutdown sequence continues with the objects after this one.
     """
 
     def __init__(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -25,26 +25,26 @@ class Background:
 
     @property
     def started(self) -> bool:
-        """Return whether it was started and not stopped since, even if its task has failed."""
+        """Return whether it has been started and not stopped since, even if its task has failed."""
         return self._task is not None
 
     def start(self) -> None:
-        """Start the task in the running event loop. It is started once before each `stop`."""
-        assert self._task is None, f"{self._name} is started once"
+        """Start the task in the running event loop. Call once before each `stop`."""
+        assert self._task is None, f"{self._name} is already started"
         self._task = asyncio.create_task(self._run(), name=self._name)
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_done)
 
     async def stop(self) -> None:
-        """Cancel the task and return when it has ended; at once when there is none."""
+        """Cancel the task and wait until it has ended. Does nothing if it was not started."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("a background task ended by an error", task=self._name, exc_info=error)
+            log.error("background task failed", task=self._name, exc_info=error)
 
 
 async def repeat(
@@ -55,15 +55,15 @@ async def repeat(
     immediately: bool = False,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> NoReturn:
-    """Do `work` for ever, `every_s` seconds after its last end; the first time after as long, or `immediately`.
+    """Run `work` for ever with `every_s` seconds between runs, the first one after `every_s` or `immediately`.
 
-    An error of `work` is logged as `failure`, and it is done again in time.
+    An exception from `work` is logged under the event name `failure`, and the loop continues.
     """
     if not immediately:
         await sleep(every_s)
     while True:
         try:
             await work()
-        except Exception:  # owned task: a database that is away for a moment must not end it
+        except Exception:  # owned task: a short outage of the database must not end it
             log.exception(failure)
         await sleep(every_s)

@@ -1,4 +1,4 @@
-"""Cuts a sequence into pieces: a statement takes so many values, and a transaction so much work."""
+"""Split a sequence into batches, for limits on the values in a statement and the work in a transaction."""
 
 from __future__ import annotations
 

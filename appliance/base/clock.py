@@ -1,4 +1,4 @@
-"""Time as an argument: everything that needs a time is given a `Clock`, so that tests can hold it still."""
+"""Injectable clock: code that needs the time receives a `Clock`, so that tests can control it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Clock(Protocol):
     """Two readings of time: `now` for records (UTC), `monotonic_s` for durations and buckets."""
 
     def now(self) -> datetime:
-        """Return the current time, aware, in UTC."""
+        """Return the current time as an aware UTC datetime."""
         ...
 
     def monotonic_s(self) -> float:
-        """Return seconds that never run backwards; comparable between processes of one machine."""
+        """Return monotonic seconds, comparable between processes on one machine."""
         ...
 
 
@@ -24,7 +24,7 @@ class SystemClock:
     """The machine's own clocks."""
 
     def now(self) -> datetime:
-        """Return the current time, aware, in UTC."""
+        """Return the current time as an aware UTC datetime."""
         return datetime.now(UTC)
 
     def monotonic_s(self) -> float:
@@ -33,14 +33,14 @@ class SystemClock:
 
 
 def rfc3339(moment: datetime) -> str:
-    """Return `moment` as RFC 3339 in UTC with milliseconds and a `Z`. Naive values are refused with ValueError."""
+    """Return `moment` as RFC 3339 in UTC with milliseconds and a `Z`. Raises ValueError for a naive datetime."""
     if moment.tzinfo is None:
-        raise ValueError("a time without a zone cannot be shown")
+        raise ValueError("a time without a time zone cannot be formatted")
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def format_wait(wait_s: float) -> str:
-    """Return how long to wait, as people say it, and never too short: 20 ms, 13 s, 4 min 5 s, 3 h 12 min, 2 d 7 h."""
+    """Return a duration in readable units, rounded up: 20 ms, 13 s, 4 min 5 s, 3 h 12 min, 2 d 7 h."""
     milliseconds = max(1, math.ceil(wait_s * 1000))
     if milliseconds < 1000:
         return f"{milliseconds} ms"

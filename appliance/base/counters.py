@@ -1,6 +1,6 @@
-"""Counters without gaps: numbers taken inside the transaction that uses them. Knows nothing of what they number.
+"""Gapless counters, advanced inside the transaction that uses the numbers. Independent of what is numbered.
 
-The row stays locked until that transaction ends, so whoever takes the next number waits, and a rollback gives it back.
+The counter's row stays locked until that transaction ends, so the next taker waits, and a rollback returns the numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from appliance.base.prepared import Prepared
 from appliance.base.tables import counters
 
 POSTING = "posting"
-"""Counts the usage events that reached their final state, in that order."""
+"""Numbers usage events in the order in which they reached their final state."""
 
 _ADVANCE = Prepared(
     update(counters)
@@ -24,31 +24,31 @@ _ADVANCE = Prepared(
 
 
 async def take(connection: AsyncConnection, name: str, count: int = 1) -> int:
-    """Return the first of `count` consecutive numbers; the first number of a new counter is 1.
+    """Take `count` consecutive numbers and return the first. A new counter starts at 1.
 
-    Raises ValueError for less than one number.
+    Raises ValueError if `count` is below 1.
     """
     return await connection.run_sync(take_sync, name, count)
 
 
 def take_sync(connection: Connection, name: str, count: int = 1) -> int:
-    """Like `take`, on a synchronous connection."""
+    """Synchronous version of `take`."""
     if count < 1:
-        raise ValueError(f"at least one number is taken, not {count}")
-    return _advanced(connection, name, count) - count + 1
+        raise ValueError(f"count must be at least 1, not {count}")
+    return _advance(connection, name, count) - count + 1
 
 
-async def locked(connection: AsyncConnection, name: str) -> int:
-    """Return the number taken last (0: none yet) and hold the counter: nobody takes another until the transaction ends."""
-    return await connection.run_sync(_advanced, name, 0)
+async def lock(connection: AsyncConnection, name: str) -> int:
+    """Lock the counter until the transaction ends, and return the last number taken (0: none yet)."""
+    return await connection.run_sync(_advance, name, 0)
 
 
-def _advanced(connection: Connection, name: str, count: int) -> int:
-    """Return the last number after `count` more; a counter that is not there begins at 0."""
+def _advance(connection: Connection, name: str, count: int) -> int:
+    """Advance the counter by `count` and return its value. Creates a missing counter at 0."""
     parameters = {"of_name": name, "count": count}
     value = _ADVANCE.scalar(connection, parameters)
     if value is None:
-        # Unless another transaction did so in between.
+        # Another transaction may have created the counter in between.
         first = insert_for(connection.dialect.name, counters).values(name=name, value=0)
         connection.execute(first.on_conflict_do_nothing())
         value = _ADVANCE.scalar(connection, parameters)
@@ -56,6 +56,6 @@ def _advanced(connection: Connection, name: str, count: int) -> int:
 
 
 async def last_taken(connection: AsyncConnection, name: str) -> int:
-    """Return the number taken last (0: none yet) as this connection sees it. Holds nothing."""
+    """Return the last number taken (0: none yet) as visible to this connection, without locking the counter."""
     value = (await connection.execute(select(counters.c.value).where(counters.c.name == name))).scalar_one_or_none()
     return 0 if value is None else int(value)

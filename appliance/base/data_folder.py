@@ -1,4 +1,4 @@
-"""The data folder at a start: made private, and left as it was found when the start is refused. Knows what files are called."""
+"""The data folder at startup: created private, and restored if the startup fails. Defines the names of its files."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from appliance.base.settings import UnusableData
 LOCK_FILE = "gatehouse.lock"
 PEPPER_FILE = "secret.key"
 CONTROL_FILE = "control.json"
-# What a start makes before anything that somebody could miss: database with its companions, lock, pepper, control file.
-TRACES = ("gatehouse.db", LOCK_FILE, PEPPER_FILE, CONTROL_FILE)
-_ANOTHER = "choose a folder of your own with --data-dir"
+# Name prefixes of the files that a startup creates before anything worth keeping: the database with its companion
+# files, the lock, the pepper and the control file.
+REMOVABLE_PREFIXES = ("gatehouse.db", LOCK_FILE, PEPPER_FILE, CONTROL_FILE)
+_ADVICE = "choose another folder with --data-dir"
 
 
 def make_data_folder(path: Path) -> bool:
-    """Make the folder, for its owner alone; return whether it was not there. Raises UnusableData, which says what to do."""
+    """Create the folder if missing, accessible only to its owner, and return whether it was missing. Raises UnusableData."""
     is_new = not os.path.lexists(path)
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise UnusableData(f"the data folder {path} cannot be made ({error.strerror}): {_ANOTHER}") from error
+        raise UnusableData(f"cannot create the data folder {path} ({error.strerror}): {_ADVICE}") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UnusableData(f"the data folder {path} cannot be written by this user: {_ANOTHER}")
+        raise UnusableData(f"the data folder {path} is not writable by this user: {_ADVICE}")
     return is_new
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names of new files in a folder durable. Raises OSError."""
+    """Make new directory entries of a folder durable (fsync). Raises OSError."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -40,8 +41,8 @@ def sync_folder(path: Path) -> None:
 
 
 @dataclass(slots=True)
-class StartTraces:
-    """What a start has made in the data folder so far. `keep` once it has succeeded."""
+class StartupFiles:
+    """The files that a startup has created in the data folder so far. Set `keep` once the startup has succeeded."""
 
     folder: Path
     folder_is_new: bool
@@ -49,27 +50,27 @@ class StartTraces:
     keep: bool = False
 
     @classmethod
-    def begin(cls, folder: Path) -> StartTraces:
-        """Make the folder if it is missing, and remember what lies in it. Raises UnusableData."""
+    def begin(cls, folder: Path) -> StartupFiles:
+        """Create the folder if it is missing, and record its current content. Raises UnusableData."""
         is_new = make_data_folder(folder)
         return cls(folder, is_new, frozenset(os.listdir(folder)))
 
     @contextlib.contextmanager
-    def undone_when_refused(self) -> Iterator[None]:
-        """Remove what the block has made when it raises. Enter it with the lock held: the files are then this start's own."""
+    def removed_on_failure(self) -> Iterator[None]:
+        """Remove the new files if the block raises. Enter it with the lock held, so that no other process created them."""
         try:
             yield
         except BaseException:
             if not self.keep:
-                self._undo()
+                self._remove_new_files()
             raise
 
-    def _undo(self) -> None:
+    def _remove_new_files(self) -> None:
         new = set(os.listdir(self.folder)) - self.before
-        if not all(name.startswith(TRACES) for name in new):
-            return  # a login that waits to be shown, or something of somebody else's: all that belongs to it stays
+        if not all(name.startswith(REMOVABLE_PREFIXES) for name in new):
+            return  # there are other files, such as a login that has not been shown yet: keep everything
         for name in new:
             (self.folder / name).unlink(missing_ok=True)
         if self.folder_is_new:
-            with contextlib.suppress(OSError):  # something has come into it at this moment
+            with contextlib.suppress(OSError):  # another process has just created a file in it
                 self.folder.rmdir()

@@ -1,16 +1,16 @@
-"""One gateway per database: a claim that ends with the process that holds it, however that ends.
+"""One gateway per database: a lock on the database, called a claim, that is released when its process ends for any reason.
 
-Two gateways on one database would take each other's open records for those of a dead process and settle them.
+Two gateways on one database would each take the other's pending records for those of a dead process and settle them.
 
-    alone   a gateway, a migration: nobody else
-    shared  commands that change something: each other, but no gateway, whose caches they cannot empty
+    exclusive  a gateway or a migration: excludes everyone else
+    shared     commands that change data: exclude gateways, whose caches they cannot invalidate, but not each other
 
-On PostgreSQL the claim is an advisory lock of a connection of its own. It ends with that connection, so its holder watches it:
+On PostgreSQL the claim is an advisory lock on a dedicated connection. It ends with that connection, so its holder watches it:
 
-    held ─► connection gone ─► taken again, and `go_on` says yes ─► held
-             ▲    │     │                   └── says no ─────────► lost: serve no longer
-             └────┘     └────► somebody else holds it alone ─────► lost
-       server not reached
+    held ─► connection lost ─► acquired again, `may_resume` is true ─► held
+             ▲    │     │                      └─ is false ──────────► lost: stop serving
+             └────┘     └────► another process holds it exclusively ─► lost
+     server unreachable
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from appliance.base.db import parse_url, reason_of
 from appliance.base.settings import UnusableData
 
-LOCK_KEY = 0x6761746568757365  # "gatehuse" in ASCII: advisory locks are named by 64-bit integers, per database
-WAIT_S = 10.0  # a server notices the end of a killed process on the same machine at once, across a network within this time
+LOCK_KEY = 0x6761746568757365  # "gatehuse" in ASCII: an advisory lock is identified by a 64-bit integer within a database
+WAIT_S = 10.0  # a server notices a killed client at once on the same machine, and within this time across a network
 POLL_S = 0.25
 WATCH_INTERVAL_S = 2.0
 CONNECT_TIMEOUT_S = 5
@@ -40,11 +40,11 @@ _KEEPALIVE = {
     "keepalives_idle": "5",
     "keepalives_interval": "2",
     "keepalives_count": "2",
-    "tcp_user_timeout": "9000",  # milliseconds: keepalives are not sent while something sent is not acknowledged
+    "tcp_user_timeout": "9000",  # ms: no keepalives are sent while data is unacknowledged
 }
 _OWN_SESSION = "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
 _END_SESSION = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %s"
-_HELD_ALONE = """
+_HELD_EXCLUSIVELY = """
     SELECT EXISTS (
         SELECT FROM pg_locks
         WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -53,53 +53,54 @@ _HELD_ALONE = """
     )
 """
 
-Pause = Callable[[float], Awaitable[None]]
-GoOn = Callable[[], Awaitable[bool]]
+Sleep = Callable[[float], Awaitable[None]]
+MayResume = Callable[[], Awaitable[bool]]
 _Connection = psycopg.AsyncConnection[tuple[object, ...]]
 
 log = structlog.get_logger()
 
 
-class DatabaseTaken(UnusableData):
-    """Somebody else holds the database."""
+class DatabaseInUse(UnusableData):
+    """Another process holds a conflicting claim on the database."""
 
 
 class DatabaseClaim(Protocol):
-    """A claim that is held. It is dropped without `release` only at the end of the process."""
+    """A claim that is held, until `release` or the end of the process."""
 
-    async def lost(self, go_on: GoOn) -> str:
-        """Watch the claim, and return why it is lost when it is. One caller at a time.
+    async def lost(self, may_resume: MayResume) -> str:
+        """Wait until the claim is lost and return the reason. One caller at a time.
 
-        `go_on` decides whenever it had ended and was taken again: others may have changed the database in between.
+        `may_resume` is called whenever the claim had ended and was acquired again, and decides whether it still counts as
+        held: other processes may have changed the database in between.
         """
         ...
 
     async def release(self) -> None:
-        """Give the claim up, so that the next one gets it."""
+        """Release the claim."""
         ...
 
 
 async def claim_database(
-    url: str, *, shared: bool = False, wait_s: float = WAIT_S, pause: Pause = asyncio.sleep
+    url: str, *, shared: bool = False, wait_s: float = WAIT_S, sleep: Sleep = asyncio.sleep
 ) -> DatabaseClaim:
-    """Return the claim on the database at `url`, alone or shared. The folder of a SQLite file is made, as its opening does.
+    """Acquire the claim on the database at `url`, exclusive or `shared`. Creates the folder of a SQLite file.
 
-    Raises DatabaseTaken when others still hold the database after `wait_s`, or at once when one holds a SQLite file alone, and
-    UnusableData when the server does not answer or the folder cannot be made.
+    Raises DatabaseInUse if a conflicting claim is still held after `wait_s`, or at once if a SQLite file is claimed
+    exclusively; UnusableData if the server is unreachable or the folder cannot be created.
     """
     kind, target = parse_url(url)
-    give_up_s = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + wait_s
     if kind == "sqlite":
-        return await _claim_file(str(target.database), shared, give_up_s, pause)
+        return await _claim_file(str(target.database), shared, deadline_s, sleep)
     server = target.set(drivername="postgresql").update_query_dict(_KEEPALIVE, append=False)
     if "connect_timeout" not in server.query:
         server = server.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
-    claim = _PostgresqlClaim(server.render_as_string(hide_password=False), shared, pause)
+    claim = _PostgresqlClaim(server.render_as_string(hide_password=False), shared, sleep)
     try:
         while not await claim.take():
-            if time.monotonic() >= give_up_s:
-                raise _taken("this PostgreSQL database")
-            await pause(POLL_S)
+            if time.monotonic() >= deadline_s:
+                raise _in_use("this PostgreSQL database")
+            await sleep(POLL_S)
     except psycopg.Error as error:
         await claim.release()
         raise UnusableData(
@@ -112,36 +113,37 @@ async def claim_database(
 
 
 class _FileClaim:
-    """A lock of the machine on a file beside the database: it lasts as long as the process."""
+    """A lock (flock) on a file next to the SQLite database; the operating system drops it when the process ends."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    async def lost(self, go_on: GoOn) -> str:  # noqa: ARG002 - of the protocol
-        """Wait for ever."""
+    async def lost(self, may_resume: MayResume) -> str:  # noqa: ARG002 - the protocol's signature
+        """Wait for ever: a file lock is not lost while the process lives."""
         await asyncio.get_running_loop().create_future()
-        raise AssertionError("nobody ends this wait")
+        raise AssertionError("unreachable")
 
     async def release(self) -> None:
-        """Give the claim up, so that the next one gets it."""
+        """Release the claim."""
         os.close(self._descriptor)
 
 
 class _PostgresqlClaim:
-    """A session's advisory lock: the server drops it with the connection.
+    """A session-level advisory lock, which the server drops with the connection.
 
-    `_sessions` are our own that may hold it, the latest last: a server can keep one whose connection broke on the way.
+    `_sessions` are our own sessions that may hold the lock, newest last: after a network failure the server may keep an old
+    session for a while.
     """
 
-    def __init__(self, server: str, shared: bool, pause: Pause) -> None:
+    def __init__(self, server: str, shared: bool, sleep: Sleep) -> None:
         self._server = server
-        self._try = f"SELECT pg_try_advisory_lock{'_shared' if shared else ''}(%s)"
-        self._pause = pause
+        self._try_lock_query = f"SELECT pg_try_advisory_lock{'_shared' if shared else ''}(%s)"
+        self._sleep = sleep
         self._connection: _Connection | None = None
         self._sessions: list[tuple[object, ...]] = []
 
     async def take(self) -> bool:
-        """Connect if there is no connection, and return whether the lock is ours now. Raises psycopg.Error."""
+        """Connect if not connected, try to acquire the lock, and return whether it is held. Raises psycopg.Error."""
         connection = self._connection
         if connection is None or connection.closed:
             connection = self._connection = await psycopg.AsyncConnection.connect(self._server, autocommit=True)
@@ -149,67 +151,67 @@ class _PostgresqlClaim:
             for earlier in self._sessions:
                 await connection.execute(_END_SESSION, earlier)
             self._sessions.append(session)
-        is_ours = bool((await _row(connection, self._try, LOCK_KEY))[0])
+        is_ours = bool((await _row(connection, self._try_lock_query, LOCK_KEY))[0])
         if is_ours:
             del self._sessions[:-1]
         return is_ours
 
-    async def lost(self, go_on: GoOn) -> str:
-        """Look at once, and then every WATCH_INTERVAL_S."""
-        while (reason := await self._look(go_on)) is None:
-            await self._pause(WATCH_INTERVAL_S)
+    async def lost(self, may_resume: MayResume) -> str:
+        """Check at once, then every WATCH_INTERVAL_S."""
+        while (reason := await self._check(may_resume)) is None:
+            await self._sleep(WATCH_INTERVAL_S)
         return reason
 
     async def release(self) -> None:
-        """Give the claim up, so that the next one gets it."""
+        """Release the claim."""
         if self._connection is not None:
             await self._connection.close()
 
-    async def _look(self, go_on: GoOn) -> str | None:
-        """Return why the claim is lost; None while it is held, or while the server is not reached."""
+    async def _check(self, may_resume: MayResume) -> str | None:
+        """Return why the claim is lost; None while it is held, or while the server is unreachable."""
         try:
             if self._connection is not None and not self._connection.closed:
                 await self._connection.execute("SELECT 1")
                 return None
         except psycopg.Error as error:
-            log.warning("the claim on the database ended with its connection", reason=reason_of(error))
+            log.warning("database claim ended: its connection was lost", reason=reason_of(error))
         try:
-            return await self._take_again(go_on)
+            return await self._take_again(may_resume)
         except (psycopg.Error, SQLAlchemyError, OSError) as error:
-            log.warning("the database cannot be claimed again yet", reason=reason_of(error))
-            await self.release()  # what was taken and not checked is not held
+            log.warning("database cannot be claimed again yet", reason=reason_of(error))
+            await self.release()  # a lock taken before `may_resume` was asked must not be kept
             return None
 
-    async def _take_again(self, go_on: GoOn) -> str | None:
+    async def _take_again(self, may_resume: MayResume) -> str | None:
         while not await self.take():
-            if self._connection is not None and await self._is_held_alone(self._connection):
-                return "another Gatehouse took the database while the connection that claims it was gone"
-            await self._pause(POLL_S)  # commands share it, or a session of our own has not ended yet
-        if not await go_on():
-            return "another Gatehouse has used the database while the connection that claims it was gone"
-        log.warning("the database is claimed again")
+            if self._connection is not None and await self._is_held_exclusively(self._connection):
+                return "another Gatehouse claimed the database while the connection that held the claim was lost"
+            await self._sleep(POLL_S)  # commands hold it shared, or an old session of our own has not ended yet
+        if not await may_resume():
+            return "another Gatehouse used the database while the connection that held the claim was lost"
+        log.warning("database claimed again")
         return None
 
-    async def _is_held_alone(self, connection: _Connection) -> bool:
-        """Return whether somebody else holds the lock and shares it with nobody."""
-        return bool((await _row(connection, _HELD_ALONE, LOCK_KEY, [session[0] for session in self._sessions]))[0])
+    async def _is_held_exclusively(self, connection: _Connection) -> bool:
+        """Return whether another process holds the lock exclusively."""
+        return bool((await _row(connection, _HELD_EXCLUSIVELY, LOCK_KEY, [session[0] for session in self._sessions]))[0])
 
 
-async def _row(connection: _Connection, question: str, *parameters: object) -> tuple[object, ...]:
-    row = await (await connection.execute(question.encode(), parameters)).fetchone()
-    assert row is not None, question
+async def _row(connection: _Connection, query: str, *parameters: object) -> tuple[object, ...]:
+    row = await (await connection.execute(query.encode(), parameters)).fetchone()
+    assert row is not None, query
     return row
 
 
-async def _claim_file(database: str, shared: bool, give_up_s: float, pause: Pause) -> _FileClaim:
+async def _claim_file(database: str, shared: bool, deadline_s: float, sleep: Sleep) -> _FileClaim:
     path, descriptor = _open_file(database)
     try:
-        while not _try_file(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
-            is_shared = not shared and _try_file(descriptor, fcntl.LOCK_SH)
+        while not _try_flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            is_shared = not shared and _try_flock(descriptor, fcntl.LOCK_SH)
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-            if not is_shared or time.monotonic() >= give_up_s:
-                raise _taken(path.removesuffix(".claim"))
-            await pause(POLL_S)
+            if not is_shared or time.monotonic() >= deadline_s:
+                raise _in_use(path.removesuffix(".claim"))
+            await sleep(POLL_S)
     except BaseException:
         os.close(descriptor)
         raise
@@ -217,21 +219,21 @@ async def _claim_file(database: str, shared: bool, give_up_s: float, pause: Paus
 
 
 def _open_file(database: str) -> tuple[str, int]:
-    path = f"{os.path.realpath(database)}.claim"  # of the file itself, whatever links lead there
+    path = f"{os.path.realpath(database)}.claim"  # of the real path, so that all links to the file share one claim
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return path, os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise UnusableData(f"the file {path} cannot be used ({error.strerror}): correct --database") from error
+        raise UnusableData(f"cannot open {path} ({error.strerror}): correct --database") from error
 
 
-def _try_file(descriptor: int, how: int) -> bool:
+def _try_flock(descriptor: int, operation: int) -> bool:
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _taken(what: str) -> DatabaseTaken:
-    return DatabaseTaken(f"another Gatehouse uses {what}: stop it, or give this one a database of its own")
+def _in_use(what: str) -> DatabaseInUse:
+    return DatabaseInUse(f"another Gatehouse is using {what}: stop it, or use a different database")

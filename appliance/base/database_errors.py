@@ -1,4 +1,4 @@
-"""Which errors say that the database cannot be used at the moment, and not that a statement is wrong. Knows no table."""
+"""Tells temporary outages of the database (unreachable, locked, full, read-only) from errors in statements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.base.errors import Overloaded
 
 RETRY_AFTER_S = 2.0
 _READ_METHODS = ("GET", "HEAD")
-# Of SQLite's errors the driver names one kind for all of these and for a table that does not exist.
+# SQLite's primary result codes for outages. The driver raises the same exception class for these as for a missing table.
 _TRANSIENT_CODES = frozenset(
     (
         sqlite3.SQLITE_BUSY,
@@ -22,29 +22,29 @@ _TRANSIENT_CODES = frozenset(
         sqlite3.SQLITE_CANTOPEN,
     )
 )
-_PRIMARY_CODE = 0xFF  # the rest of a code says more of the same
-# Of PostgreSQL's errors, by their class (https://www.postgresql.org/docs/current/errcodes-appendix.html): no connection, none
-# with this password, a transaction that others undid, no memory or disk or connection left, ended by the operator or by a time
-# limit, a file system that fails. The driver's kinds hold more: a statement too complex, a savepoint that nobody set.
+_PRIMARY_CODE = 0xFF  # the higher bits of an extended code only refine the primary one
+# SQLSTATE classes (https://www.postgresql.org/docs/current/errcodes-appendix.html): connection failure, failed authentication,
+# transaction rolled back by conflicts, resources exhausted, stopped by the operator or a time limit, I/O errors. The driver's
+# exception classes are broader: they include statements that are too complex and unknown savepoints.
 _TRANSIENT_CLASSES = frozenset(("08", "28", "40", "53", "57", "58"))
-# A standby that is not in charge (any more), a transaction that was open for too long, a lock that was not free in time.
+# Read-only standby, transaction or idle timeout, lock not available in time.
 _TRANSIENT_STATES = frozenset(("25006", "25P03", "25P04", "55P03"))
-_PROTOCOL_VIOLATION = "08P01"  # of class 08, but where the connection stays, what we sent was wrong
+_PROTOCOL_VIOLATION = "08P01"  # class 08, but if the connection survives, our message was wrong
 
 
 def as_outage(error: Exception, method: str) -> Overloaded | None:
-    """Return what a client whose `method` failed is told if the database is away, locked, full or read-only, else None.
+    """Return the error for the client if `error` is an outage of the database, else None. `method` is the HTTP method.
 
-    In our own words: the driver's name hosts and paths.
+    The driver's message is not used, because it names hosts and paths.
     """
     if not is_outage(error):
         return None
-    then = "try again in a moment" if method in _READ_METHODS else "see whether a change was made before you send it again"
-    return Overloaded(f"the database cannot be used now; {then}", retry_after_s=RETRY_AFTER_S)
+    advice = "try again in a moment" if method in _READ_METHODS else "check whether the change was made before you retry"
+    return Overloaded(f"the database is temporarily unavailable; {advice}", retry_after_s=RETRY_AFTER_S)
 
 
 def is_outage(error: Exception) -> bool:
-    """Return whether the database is away, locked, full or read-only."""
+    """Return whether `error` means that the database is unreachable, locked, full or read-only."""
     if isinstance(error, PoolTimeout):
         return True
     if not isinstance(error, OperationalError | InterfaceError | InternalError):
@@ -56,5 +56,5 @@ def is_outage(error: Exception) -> bool:
         return code is not None and code & _PRIMARY_CODE in _TRANSIENT_CODES
     state = getattr(error.orig, "sqlstate", None)
     if state is None:
-        return isinstance(error, OperationalError)  # the driver's own: no server has answered
+        return isinstance(error, OperationalError)  # raised by the driver itself: no server answered
     return state in _TRANSIENT_STATES or (state[:2] in _TRANSIENT_CLASSES and state != _PROTOCOL_VIOLATION)

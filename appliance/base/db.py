@@ -1,7 +1,7 @@
-"""One database for the appliance, SQLite or PostgreSQL: read-only connections, one-transaction writers.
+"""The appliance's database, SQLite or PostgreSQL: read-only connections, and writers of one transaction each.
 
-Nobody else opens connections. SQLAlchemy's own transaction handling for SQLite is switched off, so that a writer begins with
-BEGIN IMMEDIATE: a deferred transaction that reads first and writes later is refused at once when another one wrote between.
+All connections are opened here. The SQLite driver's implicit transactions are disabled, so that a writer begins with BEGIN
+IMMEDIATE: a deferred transaction that reads before it writes fails at once if another one wrote in between.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Kind = Literal["sqlite", "postgresql"]
 
-SQLITE_SYNCHRONOUS = "FULL"  # a COMMIT has reached the disk when it returns
+SQLITE_SYNCHRONOUS = "FULL"  # COMMIT returns once the data is on disk
 BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
 WRITERS_MAX = 6  # on PostgreSQL; SQLite has one
-BATCH_WRITERS_MAX = 2  # apart from the others, so that long reads and changes hold up no request
-BATCH_STATEMENTS = 512  # kept compiled: those of `prepared` come in as many forms as they may have rows
+BATCH_WRITERS_MAX = 2  # a pool of their own, so that long reads and changes block no request
+BATCH_STATEMENTS = 512  # statement cache size: `prepared` uses one statement per number of rows
 CHECKOUT_TIMEOUT_S = 10.0
 _AFTER_COMMIT = "after_commit"
 
 
 class Database:
-    """Connections to one database. `reading` sees one snapshot; `writing` is one transaction, and on SQLite the only one."""
+    """Connections to one database. `reading` sees one snapshot; `writing` is one transaction, serialised on SQLite."""
 
     def __init__(
         self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine, batch_writer: SqliteThread | AsyncEngine
@@ -45,7 +45,7 @@ class Database:
         self.webhooks = ChangeCount()
         self.outbox_written = asyncio.Event()
         self.catch_up: Callable[[], Awaitable[None]] | None = None
-        """Waits until what is durable elsewhere (the ledger's journal) is in the tables. `reading` and `writing` call it."""
+        """Waits until everything durable in the ledger's journal is in the tables too. Called by `reading` and `writing`."""
         self._writers = writers
         self._readers = readers
         self._batch_writer = batch_writer
@@ -53,9 +53,9 @@ class Database:
 
     @classmethod
     def open(cls, url: str) -> Database:
-        """Return the database at `url` without connecting yet, which `async with` closes.
+        """Return the database at `url` without connecting. Close it with `async with` or `close`.
 
-        Raises ValueError when it is not a URL that we serve.
+        Raises ValueError for an unsupported URL.
         """
         kind, target = parse_url(url)
         if kind == "sqlite":
@@ -72,7 +72,7 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Yield a connection that sees one snapshot and cannot write."""
+        """Yield a read-only connection that sees one snapshot."""
         if self.catch_up is not None:
             await self.catch_up()
         async with self._readers.connect() as connection:
@@ -84,12 +84,12 @@ class Database:
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """Yield a connection inside one transaction: committed when the block ends, rolled back when it raises.
 
-        An error of COMMIT is raised to the caller: leaving the block without one means that the rows are durable.
+        An error of COMMIT propagates to the caller: if the block is left without one, the rows are durable.
         """
         if self.catch_up is not None:
             await self.catch_up()
         async with self._transaction() as connection:
-            connection.info.pop(_AFTER_COMMIT, None)  # of a transaction before this one that was rolled back
+            connection.info.pop(_AFTER_COMMIT, None)  # left by an earlier transaction that was rolled back
             yield connection
             calls: list[_Call] = connection.info.pop(_AFTER_COMMIT, [])
         for call in calls:
@@ -97,9 +97,9 @@ class Database:
 
     @asynccontextmanager
     async def changing_principals(self) -> AsyncIterator[AsyncConnection]:
-        """Open the transaction of `writing` for a change of who may do what, and count it in `principals`.
+        """Like `writing`, for changes to principals (tenants, keys, permissions): increments `principals` afterwards.
 
-        It counts however the block is left: a COMMIT that was cancelled, or whose answer was lost, may have happened.
+        The counter is incremented even on failure: a COMMIT that was cancelled or lost its answer may have succeeded.
         """
         try:
             async with self.writing() as connection:
@@ -108,10 +108,10 @@ class Database:
             self.principals.bump()
 
     async def batch_write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
-        """Return what `fn(connection, …)` returns, which makes a whole transaction.
+        """Run `fn(connection, …)` in one transaction and return its result.
 
-        For many statements at once, many times a second: on SQLite it costs one turn of the event loop, however many they are,
-        and `fn` runs in a thread, where cancelling the caller does not stop it.
+        For many statements many times a second: on SQLite a call costs one event-loop iteration, whatever the number of
+        statements, and `fn` runs in a thread, where cancelling the caller does not stop it.
         """
         if isinstance(self._batch_writer, AsyncEngine):
             async with self._batch_writer.begin() as connection:
@@ -133,7 +133,7 @@ class Database:
             yield connection
 
     async def ping(self) -> None:
-        """Raise the driver's error when the database cannot be written."""
+        """Raise the driver's error if the database is not writable."""
         await self.batch_write(_write_nothing)
 
     async def close(self) -> None:
@@ -143,8 +143,9 @@ class Database:
         await self._writers.dispose()
 
     def checked_out(self) -> int:
-        """Return how many connections are in use now."""
-        engines = [each for each in (self._readers, self._writers, self._batch_writer) if isinstance(each, AsyncEngine)]
+        """Return the number of connections in use."""
+        all_engines = (self._readers, self._writers, self._batch_writer)
+        engines = [engine for engine in all_engines if isinstance(engine, AsyncEngine)]
         pools: list[Any] = [engine.pool for engine in engines]
         return sum(pool.checkedout() for pool in pools)
 
@@ -152,20 +153,20 @@ class Database:
 def _with_calls(
     connection: Connection, fn: Callable[Concatenate[Connection, P], T], /, *args: P.args, **options: P.kwargs
 ) -> tuple[T, list[_Call]]:
-    """Return what `fn(connection, …)` returns, and the calls to make after the commit."""
+    """Return the result of `fn(connection, …)` and the callbacks to run after the commit."""
     connection.info.pop(_AFTER_COMMIT, None)
     result = fn(connection, *args, **options)
     return result, connection.info.pop(_AFTER_COMMIT, [])
 
 
 def after_commit(connection: AsyncConnection | Connection, call: _Call) -> None:
-    """Call `call` once the transaction of `connection` is durable, and never when it was rolled back. It must not raise."""
+    """Run `call` once the transaction of `connection` is durable, and never if it is rolled back. `call` must not raise."""
     connection.info.setdefault(_AFTER_COMMIT, []).append(call)
 
 
 def _write_nothing(connection: Connection) -> None:
     if connection.dialect.name == "sqlite":
-        # Writes the header page with the value it has: a full disk or a read-only file shows at COMMIT.
+        # Rewrites the header page with its present value: a full disk or a read-only file fails at COMMIT.
         version = connection.execute(text("PRAGMA user_version")).scalar_one()
         connection.execute(text(f"PRAGMA user_version = {int(version)}"))
     elif connection.execute(text("SHOW transaction_read_only")).scalar_one() != "off":
@@ -176,36 +177,35 @@ _Call = Callable[[Database], object]
 
 
 class ChangeCount:
-    """Counts changes of rows that this process caches, and attempts that may have been one; a cache whose count is older reads
-    again."""
+    """Counts (possible) changes to rows that this process caches; a cache filled at a lower count must be reloaded."""
 
     def __init__(self) -> None:
         self.value = 0
         self.listeners: list[Callable[[], None]] = []
 
     def bump(self) -> None:
-        """Count a possible change of rows. Called after COMMIT and before the caller learns of it."""
+        """Count a possible change. Called after COMMIT and before the caller learns its result."""
         self.value += 1
         for listener in self.listeners:
             listener()
 
 
 def insert_for(kind: str, table: Table) -> Any:
-    """Return the INSERT of one kind of database, which has ON CONFLICT; its methods are the same for both."""
+    """Return the dialect's INSERT, which supports ON CONFLICT with the same methods in both dialects."""
     return (sqlite if kind == "sqlite" else postgresql).insert(table)
 
 
 def upsert_for(kind: str, table: Table, keys: Sequence[str], columns: Sequence[str]) -> Insert:
-    """Return the INSERT that changes `columns` of a row that has the same `keys`, where there is one already."""
+    """Return an INSERT that updates `columns` if a row with the same `keys` exists."""
     statement = insert_for(kind, table)
-    made: Insert = statement.on_conflict_do_update(
+    upsert: Insert = statement.on_conflict_do_update(
         index_elements=keys, set_={name: statement.excluded[name] for name in columns}
     )
-    return made
+    return upsert
 
 
 def parse_url(url: str) -> tuple[Kind, URL]:
-    """Return which kind of database `url` names, and its parts. Raises ValueError when it is not one that we serve."""
+    """Return the kind of database that `url` names, and the parsed URL. Raises ValueError for an unsupported URL."""
     target = make_url("postgresql://" + url.removeprefix("postgres://") if url.startswith("postgres://") else url)
     if target.drivername == "sqlite":
         if not target.database or target.database == ":memory:":
@@ -222,7 +222,7 @@ def _engine(target: URL, connections_max: int, **options: bool) -> AsyncEngine:
         pool_size=connections_max,
         max_overflow=0,
         pool_timeout=CHECKOUT_TIMEOUT_S,
-        hide_parameters=True,  # an error goes to the log, and among them are hashes of passwords
+        hide_parameters=True,  # errors are logged, and parameters include password hashes
         **options,
     )
 
@@ -247,13 +247,13 @@ def _sqlite_readers(target: URL) -> AsyncEngine:
 
 
 def prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, foreign_keys: bool = True) -> None:
-    """Make every connection of `engine` durable and strict, and begin its transactions with the statement `begin`."""
+    """Set durable, strict pragmas on every connection of `engine`, and begin its transactions with the statement `begin`."""
     pragmas = [f"busy_timeout={BUSY_TIMEOUT_MS}", f"foreign_keys={'ON' if foreign_keys else 'OFF'}"]
     pragmas += [f"synchronous={SQLITE_SYNCHRONOUS}"]
     pragmas += ["query_only=ON"] if query_only else ["journal_mode=WAL"]
 
     def on_connect(connection: Any, _record: object) -> None:
-        connection.isolation_level = None  # no BEGIN from the driver: `send_begin` sends ours
+        connection.isolation_level = None  # no implicit BEGIN by the driver: `send_begin` sends ours
         cursor = connection.cursor()
         for pragma in pragmas:
             cursor.execute(f"PRAGMA {pragma}")
@@ -265,12 +265,13 @@ def prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, fore
         cursor.close()
 
     event.listen(engine, "connect", on_connect)
-    # Not a listener of "begin": when one raises, its connection takes itself to be beginning ever after, and sends no BEGIN.
+    # Not a "begin" event listener: if one raises, SQLAlchemy considers the connection in a transaction from then on and sends
+    # no BEGIN again.
     engine.dialect.do_begin = send_begin  # type: ignore[method-assign, assignment]
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why the database, or the way to it, refused: the first line of what its driver says, or else the error's name."""
+    """Return a one-line reason for a database or connection error: the driver's first line, else the exception's name."""
     cause = getattr(error, "orig", None) or error
-    said = str(cause).strip().splitlines()
-    return said[0] if said else type(cause).__name__
+    lines = str(cause).strip().splitlines()
+    return lines[0] if lines else type(cause).__name__

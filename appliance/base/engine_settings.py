@@ -1,5 +1,4 @@
-"""The settings that are options of an engine process, for all models or for one, with their defaults and limits for operators.
-Knows no engine."""
+"""Settings of engine processes, for all models or for one, with operators' defaults and limits. Imports no engine."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from typing import Annotated, Any, get_type_hints
 from appliance.base import setting_values as values_of
 
 _OPTION_NAMES = {"engine_threads": "threads", "swap_space_gib": "swap_space", "speculative": "speculative_config"}
-"""What `engine.options.EngineOptions` calls them, where it is not the same."""
+"""Names in `engine.options.EngineOptions` that differ from the setting's name."""
 
-_OF_ALL_MODELS = ("gpu_memory_utilization",)
-"""All models divide this share of a card."""
+_NOT_PER_MODEL = ("gpu_memory_utilization",)
+"""All models on a GPU share this fraction of its memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """None means that the engine chooses. `speculative` is a JSON object with vLLM's keys, as text; None is off.
-    `shared_prefixes` are files."""
+    """None lets the engine choose. `speculative` is the text of a JSON object with vLLM's keys; None disables it.
+    `shared_prefixes` are paths of files."""
 
     device: Annotated[str, values_of.choice("auto", "cuda", "cpu")] = "auto"
     dtype: Annotated[str, values_of.choice("auto", "float32", "bfloat16", "float16")] = "auto"
@@ -47,7 +46,7 @@ class EngineSettings:
     shared_prefixes: Annotated[tuple[str, ...], values_of.files] = ()
 
     def engine_options(self) -> dict[str, Any]:
-        """Return what an engine is told: values of JSON by the names of its options, those that are None left out."""
+        """Return the engine's options by name, as JSON values; settings that are None are omitted."""
         values = {field.name: getattr(self, field.name) for field in fields(EngineSettings)}
         if self.speculative is not None:
             values["speculative"] = json.loads(self.speculative)
@@ -56,20 +55,19 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """A model to serve: its folder, or the name of an added one, and the settings of its engine that differ from those of the
-    others."""
+    """A model to serve: its folder or the name of an added model, and the engine settings that it overrides in `own`."""
 
     model: str
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
-        """Its folder, absolute."""
+        """The absolute path of its folder."""
         return Path(self.model).expanduser().absolute()
 
     @classmethod
-    def parse(cls, value: object, of_appliance: Container[str]) -> ModelSettings:
-        """Return an entry of the setting `models`: a path or name, or a table of `model` and its own settings. Raises
+    def parse(cls, value: object, appliance_keys: Container[str]) -> ModelSettings:
+        """Parse an entry of the setting `models`: a path or name, or a table with `model` and its own engine settings. Raises
         ValueError with the rest of the sentence "models …"."""
         if isinstance(value, str):
             value = {"model": value}
@@ -77,41 +75,41 @@ class ModelSettings:
         if not isinstance(value, Mapping) or not isinstance(model, str) or not model.strip():
             raise ValueError(_MODELS_MESSAGE)
         model = model.strip()
-        own = {key: _parse_own(model, str(key), given, of_appliance) for key, given in value.items() if key != "model"}
+        own = {key: _parse_own(model, str(key), setting, appliance_keys) for key, setting in value.items() if key != "model"}
         return cls(model, own)
 
 
-_MODELS_MESSAGE = "must be a list of paths or names, or of tables with model and settings of its engine"
+_MODELS_MESSAGE = "must be a list of paths or names, or of tables with the key model and engine settings"
 
 
-def parse_models(value: object, of_appliance: Container[str] = ()) -> tuple[ModelSettings, ...]:
-    """Return the models of a list; text is a list in JSON, or paths and names with commas. Raises ValueError, with another
-    message for keys `of_appliance`."""
+def parse_models(value: object, appliance_keys: Container[str] = ()) -> tuple[ModelSettings, ...]:
+    """Parse a list of models; text is a JSON list, or paths and names separated by commas. Raises ValueError; a model that
+    sets one of `appliance_keys` gets a message of its own."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.lstrip().startswith(("[", "{")) else value.split(",")
         except (ValueError, RecursionError):
             raise ValueError(_MODELS_MESSAGE) from None
     if not isinstance(value, list | tuple):
-        raise ValueError(_MODELS_MESSAGE)  # noqa: TRY004 - text can be as wrong
-    return tuple(ModelSettings.parse(entry, of_appliance) for entry in value)
+        raise ValueError(_MODELS_MESSAGE)  # noqa: TRY004 - the same error as for invalid text
+    return tuple(ModelSettings.parse(entry, appliance_keys) for entry in value)
 
 
-def _parse_own(model: str, key: str, value: object, of_appliance: Container[str]) -> Any:
-    if key in _OF_ALL_MODELS:
-        raise ValueError(f"names {model} with {key}, which is set for all models of a GPU together")
-    if key not in PARSERS and key in of_appliance:
-        below = "it belongs above the first [[models]], since TOML counts lines below that to the model"
-        raise ValueError(f"names {model} with {key}, a setting of the appliance and not of one model: {below}")
+def _parse_own(model: str, key: str, value: object, appliance_keys: Container[str]) -> Any:
+    if key in _NOT_PER_MODEL:
+        raise ValueError(f"has an invalid setting for {model}: {key} is shared by all models on a GPU")
+    if key not in PARSERS and key in appliance_keys:
+        advice = "put it above the first [[models]], because TOML assigns the lines below that to the model"
+        raise ValueError(f"has an invalid setting for {model}: {key} is a setting of the whole appliance; {advice}")
     if key not in PARSERS:
-        raise ValueError(f"names {model} with an unknown setting of engines: {key}")
+        raise ValueError(f"has an unknown engine setting for {model}: {key}")
     try:
         return PARSERS[key](value)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"names {model} with {key}, which {error}") from None
+        raise ValueError(f"has an invalid setting for {model}: {key} {error}") from None
 
 
 PARSERS: dict[str, Callable[[object], Any]] = {
     key: hint.__metadata__[0] for key, hint in get_type_hints(EngineSettings, include_extras=True).items()
 }
-"""The function that parses each setting of an engine."""
+"""The parser of each engine setting."""

@@ -1,4 +1,4 @@
-"""Every error that a caller of the HTTP interface can get.
+"""All errors that a client of the HTTP interface can receive.
 
 GatehouseError
 ├── BadRequest 400 ─── InvalidValue, UnknownParameter, UnsupportedParameter, ContextLengthExceeded
@@ -20,7 +20,7 @@ from typing import ClassVar
 
 
 class GatehouseError(Exception):
-    """Base of all errors that reach a caller; `{"error": {"message", "type", "param", "code"}}` is made from its fields."""
+    """Base class of errors sent to clients as `{"error": {"message", "type", "param", "code"}}`."""
 
     status: ClassVar[int] = 500
     type: str = "server_error"
@@ -42,7 +42,7 @@ class GatehouseError(Exception):
 
 
 class BadRequest(GatehouseError):
-    """The request cannot be served as it stands; sending it again will not help."""
+    """The request is invalid; retrying it unchanged cannot succeed."""
 
     status = 400
     type = "invalid_request_error"
@@ -50,29 +50,29 @@ class BadRequest(GatehouseError):
 
 
 class InvalidValue(BadRequest):
-    """A field has a value outside its limits, or the body is not what the path takes."""
+    """A field has an invalid value, or the body does not match the endpoint."""
 
 
 class UnknownParameter(BadRequest):
-    """A field that this path does not know."""
+    """The request has a field that the endpoint does not define."""
 
     code = "unknown_parameter"
 
 
 class UnsupportedParameter(BadRequest):
-    """A field of OpenAI's interface that this version cannot honour."""
+    """The request uses a field of OpenAI's API that this version does not support."""
 
     code = "unsupported_parameter"
 
 
 class ContextLengthExceeded(BadRequest):
-    """Prompt and requested output do not fit the model's context."""
+    """The prompt and the requested output exceed the model's context length."""
 
     code = "context_length_exceeded"
 
 
 class Unauthenticated(GatehouseError):
-    """The caller did not say who it is."""
+    """The request carries no valid credentials."""
 
     status = 401
     type = "authentication_error"
@@ -84,19 +84,19 @@ class InvalidApiKey(Unauthenticated):
 
 
 class ExpiredApiKey(Unauthenticated):
-    """The key was valid until its expiry."""
+    """The key has expired."""
 
     code = "expired_api_key"
 
 
 class InvalidCredentials(Unauthenticated):
-    """E-mail address and password do not belong together, or the member may no longer sign in."""
+    """The e-mail address or password is wrong, or the member is disabled."""
 
     code = "invalid_credentials"
 
 
 class Forbidden(GatehouseError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but lacks permission."""
 
     status = 403
     type = "permission_error"
@@ -110,7 +110,7 @@ class ModelNotAllowed(Forbidden):
 
 
 class ModelNotPriced(Forbidden):
-    """The model has no price in the tenant's currency, and the box serves nothing without one."""
+    """The model has no price in the tenant's currency, and the appliance is set to refuse unpriced requests."""
 
     code = "model_not_priced"
 
@@ -138,13 +138,13 @@ class RoleNotAllowed(Forbidden):
 
 
 class PasswordChangeNeeded(Forbidden):
-    """Somebody else made the member's password: it must be replaced before anything else."""
+    """The member has a temporary password, set by someone else, and must change it first."""
 
     code = "password_change_needed"
 
 
 class Missing(GatehouseError):
-    """What the path or body names does not exist for this caller."""
+    """The object named in the path or body does not exist or is not visible to the caller."""
 
     status = 404
     type = "invalid_request_error"
@@ -152,17 +152,17 @@ class Missing(GatehouseError):
 
 
 class ModelNotFound(Missing):
-    """No model of that name is served."""
+    """No model with this name is served."""
 
     code = "model_not_found"
 
 
 class NotFound(Missing):
-    """No such path, tenant, key or request."""
+    """The path, tenant, key, request or other object does not exist."""
 
 
 class Conflict(GatehouseError):
-    """The state on the server contradicts the request."""
+    """The request conflicts with the current state on the server."""
 
     status = 409
     type = "conflict"
@@ -173,49 +173,49 @@ class Conflict(GatehouseError):
 
 
 class NameTaken(Conflict):
-    """Another tenant or member has this name or address."""
+    """Another tenant or member already has this name or e-mail address."""
 
     code = "name_taken"
 
 
 class InvoiceClosed(Conflict):
-    """The invoice, or the month, is closed and never changes; what comes later is on the next one."""
+    """The invoice or month is closed and immutable; later corrections appear on the next invoice."""
 
     code = "invoice_closed"
 
 
 class MonthNotOver(Conflict):
-    """The month can be drafted and not yet closed."""
+    """The month has not ended: it can be drafted but not closed."""
 
     code = "month_not_over"
 
 
 class NothingToBill(Conflict):
-    """The month has no line, and an invoice was asked for only if it has one."""
+    """The invoice would have no lines, and the request excluded empty invoices."""
 
     code = "nothing_to_bill"
 
 
 class MonthOutOfOrder(Conflict):
-    """A tenant's months are closed in order: an earlier one with usage is still open, or a later one is closed already."""
+    """Months must be closed in order: an earlier month with usage is open, or a later one is already closed."""
 
     code = "month_out_of_order"
 
 
 class PriceBegun(Conflict):
-    """The price is in force, was, or will be within a minute: requests may have been charged at it."""
+    """The price has taken effect or will within a minute, so requests may have been charged at it."""
 
     code = "price_begun"
 
 
 class CurrenciesMixed(Conflict):
-    """The month has costs in more than one currency, which have no sum."""
+    """The month has costs in more than one currency, so they cannot be added up."""
 
     code = "currencies_mixed"
 
 
 class LastOwner(Conflict):
-    """Nobody would be left who may do everything."""
+    """The change would leave the appliance without an owner."""
 
     code = "last_owner"
 
@@ -229,7 +229,7 @@ class RequestTooLarge(GatehouseError):
 
 
 class Refused(GatehouseError):
-    """A limit stands in the way. Nothing was consumed."""
+    """A limit refused the request; nothing was consumed."""
 
     status = 429
     type = "requests"
@@ -237,7 +237,7 @@ class Refused(GatehouseError):
 
 
 class RateLimitExceeded(Refused):
-    """A limit that frees with time; `retry_after_s` is exact. `limit_type` is `tokens` or `requests`."""
+    """A rate limit is exceeded; `retry_after_s` is exact. `limit_type` is `tokens` or `requests`."""
 
     def __init__(self, message: str, *, limit_type: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
@@ -245,7 +245,7 @@ class RateLimitExceeded(Refused):
 
 
 class RequestExceedsLimit(Refused):
-    """The request alone is larger than the limit: waiting cannot help."""
+    """The request alone exceeds the limit, so waiting cannot help."""
 
     code = "request_exceeds_limit"
 
@@ -255,7 +255,7 @@ class RequestExceedsLimit(Refused):
 
 
 class BudgetExceeded(Refused):
-    """The monthly budget in money is spent."""
+    """The monthly budget is spent."""
 
     type = "insufficient_quota"
     code = "budget_exceeded"
@@ -265,21 +265,21 @@ class BudgetExceeded(Refused):
 
 
 class ServerError(GatehouseError):
-    """The fault is on this side."""
+    """The server failed or is unavailable."""
 
     status = 503
     code = "engine_unavailable"
 
 
 class InternalError(ServerError):
-    """A bug. The request id finds the traceback in the log."""
+    """A bug. The log has the traceback under the request id."""
 
     status = 500
     code = "internal_error"
 
 
 class EngineUnavailable(ServerError):
-    """The engine process is not running or ended in the middle of the request."""
+    """The engine process is not running or exited during the request."""
 
 
 class ModelLoading(ServerError):
@@ -289,19 +289,19 @@ class ModelLoading(ServerError):
 
 
 class Overloaded(ServerError):
-    """The waiting queue is full, or the database cannot be used now."""
+    """The waiting queue is full, or the database is temporarily unavailable."""
 
     code = "overloaded"
 
 
 class Draining(ServerError):
-    """The appliance is shutting down and takes no new requests."""
+    """The appliance is shutting down and accepts no new requests."""
 
     code = "draining"
 
 
 class RequestAborted(ServerError):
-    """An administrator ended the request. Sending it again by itself would undo that."""
+    """An administrator aborted the request, so clients must not retry it automatically."""
 
     code = "request_aborted"
 
@@ -310,7 +310,7 @@ class RequestAborted(ServerError):
 
 
 class SecretUnreadable(ServerError):
-    """A stored secret was sealed with another `secret.key` than the appliance has: only the operator can mend that."""
+    """A stored secret was sealed with a different `secret.key`; only the operator can fix that."""
 
     code = "secret_unreadable"
 
@@ -319,7 +319,7 @@ class SecretUnreadable(ServerError):
 
 
 class DeadlineExceeded(ServerError):
-    """The request ran longer than the appliance allows."""
+    """The request exceeded the maximum duration."""
 
     code = "deadline_exceeded"
 

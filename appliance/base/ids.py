@@ -1,4 +1,4 @@
-"""Identifiers: sortable by time of making, not guessable, with a prefix that says what they name."""
+"""Identifiers: sortable by creation time, unguessable, with a prefix that names the kind of object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _base32(value: int, chars: int) -> str:
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Return whether `text` has the form that `new_id(prefix)` gives."""
+    """Return whether `text` has the form of `new_id(prefix)`."""
     start, _, rest = text.partition("_")
     return start == prefix and len(rest) == _TIME_CHARS + _RANDOM_CHARS and set(rest) <= set(_ALPHABET)
 

@@ -1,16 +1,16 @@
-"""A journal: a record is durable once `append` returns, long before it is written where it belongs.
+"""A write-ahead journal: a record is durable once `append` returns, before it is stored in its final place.
 
-    append ─► one write that waits for the disk, for all records that wait ─► their callers go on
-    release ─► the record is stored elsewhere now; a file whose records were all released is used again
+    append ─► group commit: one durable write for all waiting records ─► their callers continue
+    release ─► the record is stored elsewhere; a file whose records are all released is reused
 
-Two files are used in turn, so that neither grows without end under constant load. Both have their full length from the start:
-overwriting costs the disk one write, growing also costs the file system a transaction of its own.
+Two files alternate, so that neither grows without bound under constant load. Both are preallocated: overwriting costs one disk
+write, while growing a file costs an additional file-system transaction.
 
-A record is a line with a checksum and a number, and numbers only rise: reading ends at the first line that a dying process left
-half written, or that is older than the one before it. Knows no record's meaning.
+A record is a line with a checksum and an increasing number: reading stops at the first line that is torn (half written by a
+dying process) or has a lower number than the line before it. The journal does not interpret records.
 
-The kernel writes by itself where that is requested and possible (`AioWriter`), else a thread does. Failures are left to the
-thread: it takes over for good what the kernel did not write, tries again and reports why.
+Records are written by kernel AIO (`AioWriter`) if that is requested and available, else by a thread. After a failed AIO write
+the thread takes over for good: it retries and reports the reason.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from appliance.base.aio_writer import BLOCK_BYTES, AioWriter
 from appliance.base.data_folder import sync_folder
 
 FILE_BYTES = 1 << 20
-"""The length of a file, in whole blocks; records that no longer fit go to the other one."""
+"""Length of each file, a multiple of the block size; records that do not fit go to the other file."""
 
 RETRY_S = 1.0
-"""How soon after a failure the journal tries to write again by itself, and how often it checks that its files are whole."""
+"""Interval between retries after a failure, and between checks that the files are intact."""
 
 STUCK_S = 5.0
-"""A write that has not returned for this long counts as failed until it does."""
+"""A write that has not returned after this time counts as failed until it does."""
 
 _log = structlog.get_logger()
 
 
 class Journal:
-    """Two files, written by one writer. Call `read_left` and `clear` before the first `append`, and `close` at the end.
+    """Two files with one writer. Call `read_remaining` and `clear` before the first `append`, and `close` at the end.
 
-    With `by_kernel` the kernel writes if it can. Raises OSError when the files cannot be made. The caller ensures that a path
-    has one journal at a time. A file that is deleted or cut short meanwhile is made anew, for later records.
+    `use_aio` writes by kernel AIO where available. Raises OSError if the files cannot be created. The caller ensures that
+    only one journal uses a path at a time. A file that is deleted or truncated meanwhile is recreated for later records.
     """
 
-    def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, by_kernel: bool = False) -> None:
+    def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, use_aio: bool = False) -> None:
         self._last_error: str | None = None
         self._writing_since_s: float | None = None
-        self._look_again_s = 0.0
+        self._next_check_s = 0.0
         self._paths = _paths(path)
         file_bytes = -(-file_bytes // BLOCK_BYTES) * BLOCK_BYTES
         self._files = [_open(file, file_bytes) for file in self._paths]
@@ -60,56 +60,56 @@ class Journal:
         self._file_bytes = file_bytes
         self._current = 0
         self._ends = [0, 0]
-        self._newest = [0, 0]  # number of the last record in each file
-        self._held: dict[int, None] = {}  # numbers that were not released, oldest first
-        self._oldest_held = 1
+        self._newest = [0, 0]  # number of the newest record in each file
+        self._unreleased: dict[int, None] = {}  # numbers not released yet, oldest first
+        self._oldest_unreleased = 1
         self._next_number = 1
         self._waiting: SimpleQueue[_Append | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self._for_kernel: list[_Append] = []  # what waits for the kernel
-        self._is_planned = False
-        self._by_kernel = by_kernel
-        self._kernel: AioWriter | None = None
+        self._aio_queue: list[_Append] = []
+        self._is_submit_scheduled = False
+        self._use_aio = use_aio
+        self._aio: AioWriter | None = None
         self._is_closed = False
 
     @property
     def last_error(self) -> str | None:
-        """Return why the last write failed, or that it does not return; None when all is well."""
+        """Return why the last write failed or that it hangs; None if the last write succeeded."""
         since_s = self._writing_since_s
         if since_s is not None and time.monotonic() - since_s > STUCK_S:
             return f"a write has not returned for {STUCK_S:g} s"
         return self._last_error
 
-    def read_left(self) -> list[bytes]:
-        """Return the records that an earlier process left, oldest first; some may be stored elsewhere already."""
+    def read_remaining(self) -> list[bytes]:
+        """Return the records left by an earlier process, oldest first; some may already be stored elsewhere."""
         return _read(self._paths)
 
     def clear(self) -> None:
-        """Forget what was left."""
+        """Discard the records left by an earlier process."""
         for index, file in enumerate(self._files):
             _write(file, bytes(os.fstat(file).st_size), 0)
             self._ends[index] = 0
 
     async def append(self, record: bytes) -> int:
-        """Return the number of `record`, which has no line break, once it is durable. Raises OSError when it cannot be, also
-        once the journal is being closed.
+        """Write `record`, which must not contain a line break, and return its number once it is durable.
 
-        After a cancellation or an error it need not be released: at worst a later `read_left` finds it.
+        Raises OSError if it cannot be written or the journal is closed. After an error or cancellation the record need not be
+        released; a later `read_remaining` may still return it.
         """
         if not record or b"\n" in record:
-            raise ValueError("a record is one line that is not empty")
+            raise ValueError("a record must be one non-empty line")
         if self._is_closed:
             raise OSError("the journal is closed")
         loop = asyncio.get_running_loop()
-        if self._thread is None and self._kernel is None:
+        if self._thread is None and self._aio is None:
             self._start(loop)
         number, self._next_number = self._next_number, self._next_number + 1
         waiting = _Append(number, _line(number, record), loop.create_future())
-        self._held[number] = None
-        if self._kernel is None:
+        self._unreleased[number] = None
+        if self._aio is None:
             self._waiting.put(waiting)
         else:
-            self._plan(loop, waiting)
+            self._queue_for_aio(loop, waiting)
         try:
             await waiting.done
         except BaseException:
@@ -118,136 +118,136 @@ class Journal:
         return number
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Mark these records as stored elsewhere, durably."""
+        """Mark these records as durably stored elsewhere."""
         for number in numbers:
-            self._held.pop(number, None)
-        self._oldest_held = next(iter(self._held), self._next_number)
+            self._unreleased.pop(number, None)
+        self._oldest_unreleased = next(iter(self._unreleased), self._next_number)
 
     async def close(self) -> None:
-        """End after the last record. The files are cleared when every record was released.
+        """Close after the last record is written. Clears the files if every record was released.
 
-        A write that does not return is not waited for: it ends with the process, and a start finds its records.
+        Does not wait for a write that hangs: it ends with the process, and the next start finds its records.
         """
         if self._is_closed:
-            return  # the numbers of its files may be those of others by now
+            return  # the descriptors may belong to other files by now
         self._is_closed = True
-        if await self._kernel_ends():
-            await asyncio.to_thread(self._end)
+        if await self._close_aio():
+            await asyncio.to_thread(self._close_files)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to write, by the kernel or else in a thread."""
-        if self._by_kernel:
-            self._by_kernel = False  # it is tried once
+        """Start the AIO writer, or else the writer thread."""
+        if self._use_aio:
+            self._use_aio = False  # try only once
             try:
-                self._kernel = AioWriter(self._paths)
+                self._aio = AioWriter(self._paths)
             except OSError as error:
-                _log.info("the journal is written by a thread", reason=str(error))
+                _log.info("journal is written by a thread", reason=str(error))
             else:
                 return
         thread = Thread(target=self._write_forever, args=(loop,), name="journal", daemon=True)
         thread.start()
         self._thread = thread
 
-    def _plan(self, loop: asyncio.AbstractEventLoop, append: _Append) -> None:
-        """Have the kernel write `append` with all that comes in the same turn of the event loop."""
-        self._for_kernel.append(append)
-        if not self._is_planned and self._kernel is not None and not self._kernel.is_busy:
-            self._is_planned = True
-            loop.call_soon(self._hand_to_kernel)
+    def _queue_for_aio(self, loop: asyncio.AbstractEventLoop, append: _Append) -> None:
+        """Queue `append`, to be written together with all others of this event-loop iteration."""
+        self._aio_queue.append(append)
+        if not self._is_submit_scheduled and self._aio is not None and not self._aio.is_busy:
+            self._is_submit_scheduled = True
+            loop.call_soon(self._submit_aio)
 
-    def _hand_to_kernel(self) -> None:
-        """Have the kernel write what waits. What it does not accept goes to the thread, as does all that comes later."""
-        self._is_planned = False
-        kernel, batch = self._kernel, self._for_kernel
-        if kernel is None or kernel.is_busy or not batch:
+    def _submit_aio(self) -> None:
+        """Submit the queue to the kernel. If that fails, the thread writes it and everything after it."""
+        self._is_submit_scheduled = False
+        aio, batch = self._aio, self._aio_queue
+        if aio is None or aio.is_busy or not batch:
             return
-        self._for_kernel = []
+        self._aio_queue = []
         lines = b"".join([append.line for append in batch])
         try:
-            if time.monotonic() >= self._look_again_s:
+            if time.monotonic() >= self._next_check_s:
                 self._check_files()
-            if kernel.is_slow or not kernel.fits(len(lines)):
-                raise OSError(f"{len(batch)} records are too much, or writes are slow")
-            index, end = self._place(len(lines))
-            kernel.write(index, lines, end, lambda is_durable: self._on_written(batch, len(lines), is_durable))
+            if aio.is_slow or not aio.fits(len(lines)):
+                raise OSError(f"{len(batch)} records exceed the write buffer, or submitting writes is slow")
+            index, end = self._choose_target(len(lines))
+            aio.write(index, lines, end, lambda is_durable: self._on_aio_done(batch, len(lines), is_durable))
             self._writing_since_s = time.monotonic()
-        except Exception as error:  # noqa: BLE001 - whoever waits would do so for ever
+        except Exception as error:  # noqa: BLE001 - otherwise the callers would wait for ever
             if not isinstance(error, OSError):
-                _log.exception("the journal could not be written by the kernel")
-            self._leave_to_thread(batch, _reason(error))
+                _log.exception("journal write by kernel AIO failed")
+            self._switch_to_thread(batch, _reason(error))
 
-    def _on_written(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
+    def _on_aio_done(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
         self._writing_since_s = None
         if not is_durable:
-            self._leave_to_thread(batch, "a write of the kernel failed")
+            self._switch_to_thread(batch, "an asynchronous write failed")
             return
-        self._note_written(batch, num_bytes)
+        self._record_written(batch, num_bytes)
         _resolve(batch, None)
-        self._hand_to_kernel()
+        self._submit_aio()
 
-    def _leave_to_thread(self, batch: list[_Append], reason: str) -> None:
-        """Write in a thread from now on, `batch` first."""
-        _log.warning("the journal is written by a thread from now on", reason=reason)
-        self._look_again_s = 0.0  # it may be the files
-        kernel, self._kernel = self._kernel, None
-        waiting, self._for_kernel = [*batch, *self._for_kernel], []
-        if kernel is not None:
-            kernel.close()
+    def _switch_to_thread(self, batch: list[_Append], reason: str) -> None:
+        """Switch to the writer thread for good, `batch` first."""
+        _log.warning("journal is written by a thread from now on", reason=reason)
+        self._next_check_s = 0.0  # check the files: they may be the cause
+        aio, self._aio = self._aio, None
+        waiting, self._aio_queue = [*batch, *self._aio_queue], []
+        if aio is not None:
+            aio.close()
         try:
             self._start(asyncio.get_running_loop())
-        except RuntimeError as error:  # no thread can be started; the next `append` tries again
+        except RuntimeError as error:  # no thread could be started; the next `append` tries again
             _resolve(waiting, OSError(str(error)))
             return
         for append in waiting:
             self._waiting.put(append)
 
-    async def _kernel_ends(self) -> bool:
-        """Wait for the kernel's writes; return whether none is in flight any more, except in the thread."""
-        until_s = time.monotonic() + STUCK_S
-        while self._kernel is not None and (self._kernel.is_busy or self._for_kernel):
-            if time.monotonic() > until_s:
+    async def _close_aio(self) -> bool:
+        """Wait for AIO writes in flight and close the AIO writer. Returns False if a write hangs."""
+        deadline_s = time.monotonic() + STUCK_S
+        while self._aio is not None and (self._aio.is_busy or self._aio_queue):
+            if time.monotonic() > deadline_s:
                 return False
             await asyncio.sleep(0.001)
-        if self._kernel is not None:
-            self._kernel.close()
-            self._kernel = None
+        if self._aio is not None:
+            self._aio.close()
+            self._aio = None
         return True
 
-    def _end(self) -> None:
-        """End the thread, if there is one, and close the files."""
+    def _close_files(self) -> None:
+        """Stop the thread, if there is one, and close the files."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(STUCK_S)
             if self._thread.is_alive():
                 return
-        if self._next_number > 1 and not self._held:
-            with suppress(OSError):  # then a start finds records that are stored elsewhere
+        if self._next_number > 1 and not self._unreleased:
+            with suppress(OSError):  # the next start then finds records that are already stored elsewhere
                 self.clear()
         for file in self._files:
-            with suppress(OSError):  # all was written already
+            with suppress(OSError):  # everything is written already
                 os.close(file)
 
     def _write_forever(self, loop: asyncio.AbstractEventLoop) -> None:
-        closing = False
-        while not closing:
-            batch, closing = self._take()
+        is_last = False
+        while not is_last:
+            batch, is_last = self._take()
             error: OSError | None = None
             self._writing_since_s = time.monotonic()
             try:
                 self._write(batch)
             except OSError as raised:
                 error = raised
-            except Exception as raised:  # noqa: BLE001 - a thread that ended would let everybody wait, and say nothing
+            except Exception as raised:  # noqa: BLE001 - if the thread died, callers would wait for ever without an error
                 error = OSError(_reason(raised))
-                if self._last_error != _reason(error):  # once, and not at each further try
-                    _log.exception("the journal could not be written")
+                if self._last_error != _reason(error):  # log once, not at every retry
+                    _log.exception("journal write failed")
             self._last_error = None if error is None else _reason(error)
             self._writing_since_s = None
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no callers are waiting
                 loop.call_soon_threadsafe(_resolve, batch, error)
 
     def _take(self) -> tuple[list[_Append], bool]:
-        """Return what waits, as soon as something does, and whether it is the last; nothing when it is time to try again."""
+        """Wait for records and return them, with whether they are the last. Returns no records when a retry is due."""
         batch: list[_Append] = []
         with suppress(Empty):
             append = self._waiting.get(timeout=None if self._last_error is None else RETRY_S)
@@ -258,51 +258,51 @@ class Journal:
         return batch, False
 
     def _write(self, batch: list[_Append]) -> None:
-        """Make the lines of `batch` durable. What a failure leaves of them is overwritten by the next."""
-        if time.monotonic() >= self._look_again_s:
-            self._keep_files_whole()
+        """Write `batch` durably. Remains of a failed write are overwritten by the next one."""
+        if time.monotonic() >= self._next_check_s:
+            self._recreate_damaged_files()
         lines = b"".join([append.line for append in batch])
-        index, end = self._place(len(lines))
+        index, end = self._choose_target(len(lines))
         _write(self._files[index], lines or b"\n", end)
         if batch:
-            self._note_written(batch, len(lines))
+            self._record_written(batch, len(lines))
 
-    def _place(self, num_bytes: int) -> tuple[int, int]:
-        """Return which file is written to next, and from where on. A file grows only while the other one is held."""
+    def _choose_target(self, num_bytes: int) -> tuple[int, int]:
+        """Return the file and offset to write to. A file grows only while the other has unreleased records."""
         other = 1 - self._current
-        if self._ends[self._current] + num_bytes > self._file_bytes and self._newest[other] < self._oldest_held:
+        if self._ends[self._current] + num_bytes > self._file_bytes and self._newest[other] < self._oldest_unreleased:
             self._current, self._ends[other] = other, 0
         return self._current, self._ends[self._current]
 
-    def _note_written(self, batch: list[_Append], num_bytes: int) -> None:
+    def _record_written(self, batch: list[_Append], num_bytes: int) -> None:
         self._ends[self._current] += num_bytes
         self._newest[self._current] = batch[-1].number
 
-    def _is_whole(self, index: int) -> bool:
-        """Return whether a file is where it was made and as long as it must be."""
+    def _is_intact(self, index: int) -> bool:
+        """Return whether a file still exists and has its full length."""
         status = os.fstat(self._files[index])
         return status.st_nlink > 0 and status.st_size >= max(self._file_bytes, self._ends[index])
 
     def _check_files(self) -> None:
-        """Raise OSError when one of them was deleted or cut short."""
-        if not all(map(self._is_whole, range(len(self._files)))):
-            raise OSError("a file of the journal was deleted or cut short")
-        self._look_again_s = time.monotonic() + RETRY_S
+        """Raise OSError if a file was deleted or truncated."""
+        if not all(map(self._is_intact, range(len(self._files)))):
+            raise OSError("a journal file was deleted or truncated")
+        self._next_check_s = time.monotonic() + RETRY_S
 
-    def _keep_files_whole(self) -> None:
-        """Make a file anew that was deleted or cut short: nobody would find what is written there."""
+    def _recreate_damaged_files(self) -> None:
+        """Recreate a file that was deleted or truncated: records written to it would not be found."""
         for index, path in enumerate(self._paths):
-            if self._is_whole(index):
+            if self._is_intact(index):
                 continue
             broken, self._files[index] = self._files[index], _open(path, self._file_bytes)
             self._ends[index] = 0
             os.close(broken)
             _sync_names(path)
-        self._look_again_s = time.monotonic() + RETRY_S
+        self._next_check_s = time.monotonic() + RETRY_S
 
 
 class _Append:
-    """A record in flight, and the future that its caller awaits."""
+    """A record being written, and the future that its caller awaits."""
 
     __slots__ = ("done", "line", "number")
 
@@ -310,8 +310,8 @@ class _Append:
         self.number, self.line, self.done = number, line, done
 
 
-def left_in(path: Path) -> list[bytes]:
-    """Return what `read_left` would, and make no file. Raises OSError."""
+def remaining_records(path: Path) -> list[bytes]:
+    """Like `Journal.read_remaining`, without creating files. Raises OSError."""
     return _read([file for file in _paths(path) if file.exists()])
 
 
@@ -345,7 +345,7 @@ def _read(paths: Iterable[Path]) -> list[bytes]:
 
 
 def _write(file: int, data: bytes, offset: int) -> None:
-    """Write all of `data`: one call may write a part."""
+    """Write all of `data`: one pwrite may be partial."""
     left = memoryview(data)
     while left:
         written = os.pwrite(file, left, offset)
@@ -353,7 +353,7 @@ def _write(file: int, data: bytes, offset: int) -> None:
 
 
 def _records(text: bytes) -> Iterable[tuple[int, bytes]]:
-    """Yield the records of a file with their numbers, up to the first line that is none or is older than the one before it."""
+    """Yield the numbered records of a file, up to the first line that is invalid or has a lower number than its predecessor."""
     newest = 0
     for line in text.split(b"\n"):
         checksum, _, rest = line.partition(b" ")
@@ -367,7 +367,7 @@ def _records(text: bytes) -> Iterable[tuple[int, bytes]]:
 
 
 def _open(path: Path, size: int) -> int:
-    """Open a file whose writes wait for the disk, at least `size` long."""
+    """Open a file for durable writes (O_DSYNC), preallocated to at least `size` bytes."""
     with open(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
         length = file.seek(0, os.SEEK_END)
         file.write(bytes(max(0, size - length)))
@@ -377,6 +377,6 @@ def _open(path: Path, size: int) -> int:
 
 
 def _sync_names(path: Path) -> None:
-    """Make the names of new files durable, where the file system can do that and the folder may be read."""
+    """Make the directory entries of new files durable, where the file system and permissions allow it."""
     with suppress(OSError):
         sync_folder(path.parent)

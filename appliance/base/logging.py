@@ -1,4 +1,4 @@
-"""How the appliance logs: structured lines on standard error, JSON for machines, plain text for a terminal."""
+"""Logging of the appliance: structured lines on standard error, as JSON or as text for a terminal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-# Without local variables: keys, tokens and prompts are among them.
+# Without local variables: they include keys, tokens and prompts.
 _PLAIN_TRACEBACKS = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
 
 
 def configure_logging(level: str, *, json: bool) -> None:
     """Send structlog and the standard library's loggers to standard error from `level` (debug, info, warning, error) up.
 
-    Values bound with `structlog.contextvars.bind_contextvars(request_id=…)` stand on every line of that task.
+    Values bound with `structlog.contextvars.bind_contextvars(request_id=…)` are added to every line of that task.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Any] = [
@@ -38,7 +38,7 @@ def configure_logging(level: str, *, json: bool) -> None:
 
 
 class _StandardError:
-    """Standard error as it is when a line is written: while a progress bar is drawn, what is there writes above the bar."""
+    """Looks up `sys.stderr` at every write: while a progress bar is shown, it is replaced by a stream that prints above it."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -48,7 +48,7 @@ class _StandardError:
 
 
 def _route_standard_library(number: int, shared: list[Any], last: list[Any]) -> None:
-    """Give lines of libraries (uvicorn, alembic) the same form. Their access log is ours to write, so it is off."""
+    """Format the log lines of libraries (uvicorn, alembic) in the same way. uvicorn's access log is off: we write our own."""
     handler = logging.StreamHandler(cast(TextIO, _StandardError()))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

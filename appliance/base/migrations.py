@@ -1,6 +1,6 @@
-"""The tables' versions: a database is brought up or down to one, in one transaction.
+"""Schema migrations: upgrade or downgrade a database to a revision, in one transaction.
 
-All of it is synchronous: it runs at a start and from the command line, before anything is served.
+Synchronous, because it runs at startup and from the command line, before anything is served.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from appliance.base.database_encoding import check_encoding, server_url
 from appliance.base.db import parse_url, prepare_sqlite
 from appliance.base.settings import UnusableData
 
-SQLITE_MIN = (3, 35)  # RETURNING; UPDATE … FROM is a little older
+SQLITE_MIN = (3, 35)  # for RETURNING; UPDATE … FROM is slightly older
 _SCRIPTS = Path(__file__).resolve().parents[2] / "migrations"
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Bring the schema to `revision` in one transaction.
+    """Upgrade the schema to `revision` in one transaction.
 
-    Raises UnusableData when a newer version has been at this database, for what its tables mean is not known here, when
-    Python's SQLite is too old, and where tables would be made in a database that is not in UTF-8.
+    Raises UnusableData if a newer version has migrated this database, whose tables this version does not know; if Python's
+    SQLite is too old; and if tables would be created in a database that is not in UTF-8.
     """
     with _connected(url) as connection:
         if _check_known(connection) is None:
@@ -39,7 +39,7 @@ def upgrade(url: str, revision: str = "head") -> None:
 
 
 def downgrade(url: str, revision: str) -> None:
-    """Take the schema back to `revision` (`base` for none) in one transaction. Rows of removed tables are lost.
+    """Downgrade the schema to `revision` (`base` for none) in one transaction. Rows of removed tables are lost.
 
     Raises UnusableData as `upgrade` does.
     """
@@ -49,7 +49,7 @@ def downgrade(url: str, revision: str) -> None:
 
 
 def current_revision(url: str) -> str | None:
-    """Return the revision of the schema, or None when no migration ran. Makes no file and waits for no writer."""
+    """Return the revision of the schema, None if no migration has run. Creates no file and waits for no writer."""
     kind, target = parse_url(url)
     if kind == "sqlite" and not Path(str(target.database)).exists():
         return None
@@ -58,7 +58,7 @@ def current_revision(url: str) -> str | None:
 
 
 def head_revision() -> str:
-    """Return the newest revision that this version brings."""
+    """Return the newest revision of this version."""
     head = ScriptDirectory.from_config(_config()).get_current_head()
     assert head is not None
     return head
@@ -85,7 +85,7 @@ def _config(connection: Connection | None = None) -> Config:
 
 @contextmanager
 def _reading(url: str) -> Iterator[Connection]:
-    """Yield a connection that holds up no writer: commands look at the schema of a database that serves."""
+    """Yield a connection that blocks no writer: commands inspect the schema of a database in use."""
     kind, target = parse_url(url)
     engine = create_engine(target if kind == "sqlite" else server_url(target), poolclass=NullPool)
     if kind == "sqlite":
@@ -102,7 +102,7 @@ def _connected(url: str) -> Iterator[Connection]:
         _check_sqlite()
         _create_private(Path(str(target.database)))
         engine = create_engine(target, poolclass=NullPool)
-        # A table is changed by making it anew, while others refer to it; what came of that is checked at the end.
+        # Tables are altered by rebuilding them while others reference them; foreign keys are checked at the end.
         prepare_sqlite(engine, begin="BEGIN IMMEDIATE", foreign_keys=False)
     else:
         engine = create_engine(server_url(target), poolclass=NullPool)
@@ -117,13 +117,13 @@ def _check_sqlite() -> None:
     if sqlite3.sqlite_version_info < SQLITE_MIN:
         needed = ".".join(map(str, SQLITE_MIN))
         raise UnusableData(
-            f"the SQLite {sqlite3.sqlite_version} of this Python is too old: take a Python with {needed} or newer, "
+            f"this Python has SQLite {sqlite3.sqlite_version}, which is too old: use a Python with SQLite {needed} or newer, "
             "or PostgreSQL with --database"
         )
 
 
 def _create_private(path: Path) -> None:
-    """Create the file readable by its owner alone, if it is not there; the WAL inherits its mode."""
+    """Create the file, readable only by its owner, if it is missing; the WAL inherits its mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 
@@ -131,4 +131,4 @@ def _create_private(path: Path) -> None:
 def _check_references(connection: Connection) -> None:
     dangling = connection.execute(text("PRAGMA foreign_key_check")).all()
     if dangling:
-        raise UnusableData(f"{len(dangling)} references lead nowhere, the first in the table {dangling[0][0]}")
+        raise UnusableData(f"{len(dangling)} foreign keys reference missing rows, the first in the table {dangling[0][0]}")

@@ -1,7 +1,7 @@
-"""Secrets that must be read again (second factors, signing keys of webhooks): sealed with a key that only this machine has.
+"""Encryption of stored secrets that must be readable again (second factors, webhook signing keys).
 
-AES-256-GCM; the key is derived from the pepper by HKDF-SHA256 (RFC 5869) with a purpose of its own, so that a sealed text of
-one purpose is worthless for another.
+AES-256-GCM; the key is derived from the pepper by HKDF-SHA256 (RFC 5869) with a separate purpose string, so that a text sealed
+for one purpose cannot be opened for another.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ _NONCE_BYTES = 12
 
 
 class Unsealable(Exception):
-    """The sealed text was made with another key, or was changed: `secret.key` is not the one of this database."""
+    """The text was sealed with another key, or was modified: `secret.key` does not belong to this database."""
 
 
 class Sealer:
-    """Seals texts of one `purpose` with the 32 bytes of `pepper`."""
+    """Seals texts for one `purpose` with a key derived from the 32-byte `pepper`."""
 
     def __init__(self, pepper: bytes, purpose: str) -> None:
         key = HKDF(algorithm=SHA256(), length=32, salt=None, info=f"gatehouse {purpose}".encode()).derive(pepper)
         self._cipher = AESGCM(key)
 
     def seal(self, text: str) -> str:
-        """Return `text` sealed, in URL-safe base 64."""
+        """Return `text` encrypted, in URL-safe base64."""
         nonce = os.urandom(_NONCE_BYTES)
         return base64.urlsafe_b64encode(nonce + self._cipher.encrypt(nonce, text.encode(), None)).decode()
 
     def open(self, sealed: str) -> str:
-        """Return the text that was sealed. Raises Unsealable, also where it is spelt in another way than `seal` did: base 64 is
-        read with signs that say nothing, and what serves once would be found new."""
+        """Return the decrypted text. Raises Unsealable, also for non-canonical base64: decoders ignore some characters, so a
+        one-time token could be respelt and used again."""
         try:
             raw = base64.urlsafe_b64decode(sealed)
             if base64.urlsafe_b64encode(raw).decode() != sealed:
-                raise ValueError("not as it was spelt")
+                raise ValueError("not canonical base64")
             return self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], None).decode()
         except (InvalidTag, ValueError) as error:
-            raise Unsealable("a stored secret cannot be read: secret.key is not the one that it was sealed with") from error
+            raise Unsealable("a stored secret cannot be decrypted: secret.key is not the key that sealed it") from error

@@ -1,5 +1,5 @@
-"""What a setting's value may be: each function here returns the value or raises ValueError (TypeError) with the rest of the
-sentence "KEY …"; those with arguments return such a function."""
+"""Parsers of setting values: each returns the value, or raises ValueError or TypeError with the rest of the sentence "KEY …".
+Functions with limits or choices as arguments return such a parser."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _SPECULATIVE_METHODS = ("ngram", "draft_model")
 _SPECULATIVE_NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size")
 _SHARED_PREFIXES_MAX = 256
 _SHARED_PREFIXES_CHARS_MAX = 65536
-"""Of their paths together: an engine is told its options in one argument, and Linux allows 128 KiB for that."""
+"""Total length of their paths: an engine gets its options in one argument, which Linux limits to 128 KiB."""
 _NETWORKS_MAX = 100
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError("must be a string that is not empty")
+        raise ValueError("must be a non-empty string")
     return value.strip()
 
 
 def bounded(
     kind: Callable[[Any], Number], accepted: tuple[type, ...], low: Number, high: Number, name: str
 ) -> Callable[[object], Number]:
-    """Return a parser for numbers of one kind, given as such or as text."""
+    """Return a parser for numbers from `low` to `high`, given as one of the `accepted` types or as text."""
     message = f"must be {name} from {low} to {high}"
 
     def parse(value: object) -> Number:
@@ -43,7 +43,7 @@ def bounded(
             raise TypeError(message)
         try:
             number = kind(value)
-        except (ValueError, OverflowError):  # the latter of a whole number that no float holds
+        except (ValueError, OverflowError):  # OverflowError: an integer too large for a float
             raise ValueError(message) from None
         if not low <= number <= high:
             raise ValueError(message)
@@ -72,16 +72,16 @@ def power_of_two(high: int) -> Callable[[object], int]:
 
 
 def context_len(value: object) -> int:
-    """Return a length in tokens, of at least what an engine needs (`engine.memory.kv_plan`), in its words."""
+    """Parse a length in tokens; the minimum and its message are those of the engine (`engine.memory.kv_plan`)."""
     if str(value).strip() == "1":
         raise ValueError("(1) is too short: a request needs at least one prompt token and one answer token")
     return whole(2, 10_000_000)(value)
 
 
 def size(low: int, high: int) -> Callable[[object], int]:
-    """Return a parser for bytes: a whole number, or one with the unit KiB, MiB or GiB."""
+    """Return a parser for sizes in bytes: a whole number, optionally with the unit KiB, MiB or GiB."""
     parse_number = whole(0, high)
-    message = f"must be from {low} to {high} bytes, or a number and KiB, MiB or GiB"
+    message = f"must be from {low} to {high} bytes, or a whole number with the unit KiB, MiB or GiB"
 
     def parse(value: object) -> int:
         unit = 1
@@ -127,7 +127,7 @@ def choice(*choices: str) -> Callable[[object], str]:
 
 def secret(value: object) -> str:
     if not isinstance(value, str) or len(value) < SECRET_CHARS_MIN or value != value.strip():
-        raise ValueError(f"must have at least {SECRET_CHARS_MIN} characters and no space at either end")
+        raise ValueError(f"must have at least {SECRET_CHARS_MIN} characters, without leading or trailing spaces")
     return value
 
 
@@ -141,12 +141,12 @@ def email(value: object) -> str:
 
 def currency(value: object) -> str:
     if not isinstance(value, str) or len(value) != 3 or not value.isascii() or not value.isalpha():
-        raise ValueError("must be a currency code of three letters")
+        raise ValueError("must be a three-letter currency code")
     return value.upper()
 
 
-def _texts(value: object, message: str) -> tuple[str, ...]:
-    """Return the texts of a list, or of one text with commas, none of them empty. Raises ValueError with `message`."""
+def _strings(value: object, message: str) -> tuple[str, ...]:
+    """Return the non-empty strings of a list or of a comma-separated string. Raises ValueError with `message`."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item.strip() for item in items):
         raise ValueError(message)
@@ -154,22 +154,22 @@ def _texts(value: object, message: str) -> tuple[str, ...]:
 
 
 def files(value: object) -> tuple[str, ...]:
-    """Return paths, absolute, of files that are there; text is a list with commas."""
-    names = _texts(value, "must be a list of files")
+    """Parse a list, or a comma-separated string, of existing files. Returns absolute paths."""
+    names = _strings(value, "must be a list of files")
     if len(names) > _SHARED_PREFIXES_MAX:
-        raise ValueError(f"must name at most {_SHARED_PREFIXES_MAX} files")
+        raise ValueError(f"must list at most {_SHARED_PREFIXES_MAX} files")
     paths = [Path(name).expanduser().absolute() for name in names]
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"must name files; {path} is not a file")
+            raise ValueError(f"must list existing files; {path} is not a file")
     found = tuple(str(path) for path in paths)
     if len(json.dumps(found)) > _SHARED_PREFIXES_CHARS_MAX:
-        raise ValueError(f"must name files whose paths have at most {_SHARED_PREFIXES_CHARS_MAX} characters together")
+        raise ValueError(f"must list files whose paths have at most {_SHARED_PREFIXES_CHARS_MAX} characters in total")
     return found
 
 
 def speculative(value: object) -> str | None:
-    """Return the JSON text of an object or a TOML table; `off` is None."""
+    """Parse a JSON object or a TOML table into JSON text; `off` is None."""
     if isinstance(value, str):
         if value.strip().lower() == "off":
             return None
@@ -182,7 +182,7 @@ def speculative(value: object) -> str | None:
     _check_speculative(value)
     folder = Path(value.get("model", ".")).expanduser().absolute()
     if not folder.is_dir():
-        raise ValueError(f"must name a folder as model; {folder} is not a folder")
+        raise ValueError(f"must have an existing folder as model; {folder} is not a folder")
     return json.dumps({**value, "model": str(folder)} if "model" in value else value)
 
 
@@ -192,13 +192,13 @@ def _check_speculative(config: Mapping[str, object]) -> None:
         raise ValueError(f"has an unknown key: {unknown[0]}")
     method, model = config.get("method"), config.get("model")
     if method not in _SPECULATIVE_METHODS:
-        raise ValueError(f"needs a method, one of {', '.join(_SPECULATIVE_METHODS)}")
+        raise ValueError(f"requires method to be one of {', '.join(_SPECULATIVE_METHODS)}")
     if (method == "draft_model") != isinstance(model, str):
-        raise ValueError("needs a model, the folder of a draft model, with method draft_model and with no other")
+        raise ValueError("requires model (the folder of a draft model) with method draft_model, and only with it")
     for key in _SPECULATIVE_NUMBERS:
         number = config.get(key, 1)
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"must have a whole number from 1 as {key}")
+            raise ValueError(f"requires {key} to be a whole number from 1")
 
 
 def folder(value: object) -> Path:
@@ -222,14 +222,16 @@ def database_url(value: object) -> str:
 
 
 def _check_server_url(url: str) -> None:
-    """Take `url` apart as the driver will. What is wrong in it may be part of a password, so it is not shown."""
-    from sqlalchemy import make_url  # its import takes longer than all of this module, which every command has
+    """Parse `url` like the driver. Messages show no part of it, because any part may belong to a password."""
+    from sqlalchemy import (
+        make_url,
+    )  # imported here, because it takes longer than this whole module, which every command imports
     from sqlalchemy.exc import ArgumentError
 
     message = f"must have the form postgresql://USER:PASSWORD@HOST:PORT/NAME, with a port from 1 to {PORT_MAX}"
     place, _, query = url.partition("@")[2].partition("?")
     if "@" in place or any("@" in option.partition("=")[0] for option in query.split("&")):
-        # The driver would end the password at the first @, and name the rest of it as a host that it cannot find.
+        # The driver would end the password at the first @ and show the rest of it as an unknown host.
         raise ValueError(f"{message}; write @ in the password as %40")
     try:
         port = make_url(url).port
@@ -240,28 +242,28 @@ def _check_server_url(url: str) -> None:
 
 
 def time_zone(value: object) -> str:
-    """Return the name of a time zone of the IANA database."""
+    """Parse the name of a time zone in the IANA database."""
     name = text(value)
     try:
         zoneinfo.ZoneInfo(name)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
-        raise ValueError("must be a time zone like Europe/Berlin or UTC") from None
+        raise ValueError("must be a time zone such as Europe/Berlin or UTC") from None
     return name
 
 
 def web_address(value: object) -> str:
-    """Return an address of a site, without a slash at its end."""
+    """Parse the URL of a site. Returned without a trailing slash."""
     address = text(value)
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError("must be an address like https://llm.example.com")
+        raise ValueError("must be a URL such as https://llm.example.com")
     return address.rstrip("/")
 
 
 def mail_server(value: object) -> str:
-    """Return the address of a mail server: smtp://, smtp+starttls:// or smtps://, with USER:PASSWORD@ if it asks for them."""
+    """Parse the URL of a mail server: smtp://, smtp+starttls:// or smtps://, with USER:PASSWORD@ if it requires them."""
     address = text(value)
-    message = "must be like smtps://USER:PASSWORD@HOST:465, smtp+starttls://HOST:587 or smtp://HOST:25"
+    message = "must be a URL such as smtps://USER:PASSWORD@HOST:465, smtp+starttls://HOST:587 or smtp://HOST:25"
     try:
         parts = urlsplit(address)
         port = parts.port
@@ -273,9 +275,9 @@ def mail_server(value: object) -> str:
 
 
 def networks(value: object) -> tuple[Network, ...]:
-    """Return networks in CIDR notation; text is a list with commas."""
+    """Parse a list, or a comma-separated string, of networks in CIDR notation."""
     items = value.split(",") if isinstance(value, str) else value
-    message = "must be a list of networks like 10.0.0.0/8"
+    message = "must be a list of networks such as 10.0.0.0/8"
     if not isinstance(items, list | tuple) or len(items) > _NETWORKS_MAX or not all(isinstance(item, str) for item in items):
         raise ValueError(f"{message}, {_NETWORKS_MAX} at most")
     try:
@@ -285,9 +287,9 @@ def networks(value: object) -> tuple[Network, ...]:
 
 
 def proxies(value: object) -> tuple[Network, ...]:
-    """Return addresses and networks of proxies; a network that is everybody is refused."""
+    """Parse addresses and networks of proxies. A network that covers every address is refused."""
     found = networks(value)
     for network in found:
         if network.prefixlen == 0:
-            raise ValueError(f"must name proxies; {network} covers every address")
+            raise ValueError(f"must list only proxies; {network} covers every address")
     return found

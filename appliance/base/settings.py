@@ -1,4 +1,4 @@
-"""The settings of one appliance: every key, its default and its limits. Read once at start, never at import."""
+"""The settings of the appliance: keys, defaults and limits. Loaded once at startup, never at import."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from appliance.base.engine_settings import EngineSettings, ModelSettings, parse_
 
 ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
-_TESTS_ONLY = {"REQUIRE"}  # GATEHOUSE_REQUIRE speaks to the test suite
-_NOT_IN_FILE = {"data_dir"}  # the file lies in it
+_TESTS_ONLY = {"REQUIRE"}  # GATEHOUSE_REQUIRE is read by the test suite only
+_NOT_IN_FILE = {"data_dir"}  # the file is inside it
 ENGINE_SWITCHES = ("graphs", "early_launch", "overlapped_prefill", "busy_wait")
-"""Parts of the engine that can be turned off to tell whether a fault is in them; it reads variables of these names."""
+"""Engine features that can be switched off to locate a fault; the engine reads environment variables of these names."""
 _NEEDED_TOGETHER = (
     ("oidc_issuer", "oidc_client_id"),
     ("oidc_client_id", "oidc_issuer"),
-    ("oidc_issuer", "external_url"),  # the provider sends people back to it
+    ("oidc_issuer", "external_url"),  # the provider redirects back to it
     ("oidc_client_secret", "oidc_issuer"),
     ("oidc_name", "oidc_issuer"),
     ("smtp_url", "smtp_from"),
@@ -30,21 +30,21 @@ _NEEDED_TOGETHER = (
 
 
 class SettingsError(Exception):
-    """A setting is unknown or cannot be used. The message names key and source, and never a secret's value."""
+    """A setting is unknown or invalid. The message names its key and source, and never the value of a secret."""
 
 
 class UnusableData(Exception):
-    """What lies in the data directory or database cannot be used by this version. The message says what to do."""
+    """The data directory or database cannot be used by this version. The message says what to do."""
 
 
 def _models(value: object) -> tuple[ModelSettings, ...]:
-    return parse_models(value, of_appliance=_PARSERS)
+    return parse_models(value, appliance_keys=_PARSERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings(EngineSettings):
-    """What one appliance runs with, each with the function of `setting_values` that says what it may be. `models` empty means
-    the bundled demo model."""
+    """The settings of an appliance, each annotated with its parser from `setting_values`. Empty `models` means the bundled
+    demo model."""
 
     data_dir: Annotated[Path, values_of.folder]
     database_url: Annotated[str, values_of.database_url] = field(repr=False)
@@ -84,18 +84,18 @@ class Settings(EngineSettings):
     webhook_networks: Annotated[tuple[values_of.Network, ...], values_of.networks] = ()
     trusted_proxies: Annotated[tuple[values_of.Network, ...], values_of.proxies] = ()
 
-    def of_model(self, model: ModelSettings) -> Settings:
-        """Return the settings with those of one model's engine."""
+    def for_model(self, model: ModelSettings) -> Settings:
+        """Return these settings with the overrides of one model applied."""
         return replace(self, **model.own)
 
     @property
     def switched_off(self) -> tuple[str, ...]:
-        """The keys of ENGINE_SWITCHES that are off."""
+        """The names in ENGINE_SWITCHES that are switched off."""
         return tuple(name for name in ENGINE_SWITCHES if not getattr(self, name))
 
 
 def default_data_dir() -> Path:
-    """Return the platform's folder for a program's own data: XDG on Linux, Application Support on macOS, LOCALAPPDATA."""
+    """Return the default data folder: XDG_DATA_HOME on Linux, Application Support on macOS, LOCALAPPDATA on Windows."""
     home = Path.home()
     system = platform.system()
     if system == "Darwin":
@@ -106,16 +106,16 @@ def default_data_dir() -> Path:
 
 
 def local_url(host: str, port: int) -> str:
-    """Return the address that is asked on this machine for a service that listens on `host`."""
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - read here, not bound
-    address = everywhere.get(host, host)
+    """Return the URL at which this machine reaches a service that listens on `host`."""
+    loopbacks = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - looked up here, not bound
+    address = loopbacks.get(host, host)
     return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 def load_settings(*, options: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
     """Return the settings from `options`, then `GATEHOUSE_*`, then `gatehouse.toml` in the data directory, then defaults.
 
-    An option that is None was not given. Raises SettingsError naming the key and where it stood.
+    Options that are None count as not given. Raises SettingsError, which names the key and its source.
     """
     given = {key: value for key, value in options.items() if value is not None}
     from_options = _parse_source(given, lambda key: f"option {key}")
@@ -141,15 +141,15 @@ def _read_file(path: Path) -> dict[str, object]:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        return {}  # a data folder that cannot be is told of by whoever makes it
+        return {}  # an impossible data folder is reported when it is created
     except OSError as error:
-        raise SettingsError(f"{path} cannot be read by this user: {error.strerror}") from error
+        raise SettingsError(f"this user cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"{path} is not text in UTF-8: {error}") from error
+        raise SettingsError(f"{path} is not UTF-8 text: {error}") from error
     try:
         values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # besides its own: numbers of over 4300 digits, lists too deep
-        raise SettingsError(f"{path} is not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # besides TOMLDecodeError: integers over 4300 digits, lists nested too deeply
+        raise SettingsError(f"{path} is not valid TOML: {error}") from error
     misplaced = _NOT_IN_FILE & values.keys()
     if misplaced:
         raise SettingsError(f"{misplaced.pop()} cannot be set in {path}, because that file is inside it")
@@ -175,7 +175,7 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(f"session_idle_s ({idle_s}) is longer than session_absolute_s ({absolute_s})")
     for first, needed in _NEEDED_TOGETHER:
         if getattr(settings, first) and not getattr(settings, needed):
-            raise SettingsError(f"{first} needs {needed} as well")
+            raise SettingsError(f"{first} requires {needed} to be set too")
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {

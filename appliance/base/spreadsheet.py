@@ -1,14 +1,15 @@
-"""Text in a CSV file that no spreadsheet takes for a formula, in whichever language it reads the file."""
+"""Protection of CSV cells against formula injection, for every separator that spreadsheets use."""
 
 from __future__ import annotations
 
 import re
 
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")  # OWASP, CSV injection; full width for East Asia
-# Many countries divide cells at semicolons, and what is quoted there is a cell without its quotes.
-_BEGINS = re.compile(f'(^|[;\t\r\n])(?="*[{re.escape("".join(FORMULA_STARTS))}])')
+# OWASP, CSV injection; with the full-width forms of East Asia.
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")
+# In many locales cells are separated by semicolons, and a quoted cell loses its quotes.
+_FORMULA_CELL = re.compile(f'(^|[;\t\r\n])(?="*[{re.escape("".join(FORMULA_STARTS))}])')
 
 
-def plain_text(text: str) -> str:
-    """Return `text`, with an apostrophe wherever a cell would begin that a spreadsheet takes for a formula."""
-    return _BEGINS.sub(r"\1'", text)
+def escape_formulas(text: str) -> str:
+    """Return `text` with an apostrophe before everything that a spreadsheet could read as a cell with a formula."""
+    return _FORMULA_CELL.sub(r"\1'", text)

@@ -1,7 +1,7 @@
-"""A SQLite connection in a thread of its own: a transaction of any number of statements is one turn of the event loop.
+"""A SQLite connection in a dedicated thread: a transaction of any number of statements costs one event-loop iteration.
 
-The driver for asyncio crosses to its thread and back several times per statement: too slow for many transactions a second of
-many statements each. Knows no tables and no locks.
+The asyncio driver switches to its thread and back several times per statement, which is too slow for many transactions a second
+of many statements each. Independent of tables and locks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Caller:
-    """A thread that makes one call after the other. A result costs one turn of the event loop; with an executor, two."""
+class CallThread:
+    """A thread that runs calls one after the other. A result costs one event-loop iteration; with an executor, two."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
@@ -30,13 +30,13 @@ class Caller:
         self._thread.start()
 
     async def call(self, fn: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Return what `fn` returns. Cancelling the caller does not stop it."""
+        """Run `fn` in the thread and return its result. Cancelling the caller does not stop it."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.put((partial(fn, *args, **options), done))
         return await done
 
     def end(self) -> None:
-        """End the thread after the calls that wait."""
+        """Stop the thread after the waiting calls."""
         self._calls.put(None)
         self._thread.join()
 
@@ -46,9 +46,9 @@ class Caller:
             result, error = None, None
             try:
                 result = call()
-            except BaseException as raised:  # noqa: BLE001 - it is the caller's, and raised there
+            except BaseException as raised:  # noqa: BLE001 - raised in the caller
                 error = raised
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no callers are waiting
                 done.get_loop().call_soon_threadsafe(_resolve, done, result, error)
             del waiting, call, done, result, error
 
@@ -58,31 +58,31 @@ def _resolve(done: asyncio.Future[Any], result: Any, error: BaseException | None
         return
     if error is None:
         done.set_result(result)
-    elif isinstance(error, StopIteration):  # which no future takes: who waits would wait for ever
+    elif isinstance(error, StopIteration):  # futures reject it, and the caller would wait for ever
         done.set_exception(RuntimeError(f"the call raised {error!r}"))
     else:
         done.set_exception(error)
 
 
 class SqliteThread:
-    """The thread and its connection. The caller ensures that there is one write at a time."""
+    """The thread and its connection. The caller must serialise writes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._thread: Caller | None = None
+        self._thread: CallThread | None = None
         self._connection: Connection | None = None
 
     async def write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
-        """Return what `fn(connection, …)` returns: committed when it returns, rolled back when it raises."""
+        """Run `fn(connection, …)` in a transaction and return its result. Rolls back if it raises."""
         if self._thread is None:
-            self._thread = Caller("sqlite writer")
+            self._thread = CallThread("sqlite writer")
         if self._connection is None:
             self._connection = await self._thread.call(self._engine.connect)
         connection = self._connection
         return await self._thread.call(lambda: _committed(connection, fn, *args, **options))
 
     async def close(self) -> None:
-        """End the thread and close the connection."""
+        """Close the connection and stop the thread."""
         if self._thread is not None:
             if self._connection is not None:
                 await self._thread.call(self._connection.close)
@@ -104,7 +104,6 @@ def _committed(connection: Connection, fn: Callable[Concatenate[Connection, P], 
 
 def _roll_back(connection: Connection) -> None:
     connection.rollback()
-    # A COMMIT that was refused ends the transaction for SQLAlchemy and not for SQLite: it would stay open, and the next one's
-    # rows be committed by nobody.
-    with suppress(sqlite3.Error):  # the next BEGIN says so too
+    # A failed COMMIT ends the transaction for SQLAlchemy but not for SQLite, where it would stay open and never be committed.
+    with suppress(sqlite3.Error):  # the next BEGIN reports it
         connection.connection.rollback()

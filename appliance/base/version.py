@@ -1,4 +1,4 @@
-"""The version of this installation: from the project file of the clone that runs, else from the installed package."""
+"""The version of this installation, from pyproject.toml of a clone, else from the installed package."""
 
 from __future__ import annotations
 

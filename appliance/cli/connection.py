@@ -165,11 +165,11 @@ async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
 
     Raises UnusableData, and CommandFailed while an appliance serves from it, which would go on with values it has cached.
     """
-    from appliance.base.database_claim import DatabaseTaken, claim_database
+    from appliance.base.database_claim import DatabaseInUse, claim_database
 
     try:
         claim = await claim_database(settings.database_url, shared=shared, wait_s=CLAIM_WAIT_S)
-    except DatabaseTaken as error:
+    except DatabaseInUse as error:
         raise CommandFailed(
             "this database is used by an appliance running elsewhere, which would not see the change; nothing was changed: "
             "run the command where the appliance runs, with its --data-dir",

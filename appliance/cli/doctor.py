@@ -249,7 +249,7 @@ def _models(settings: Settings) -> list[Check]:
             checks.append(Check(f"model {path.name}", "wrong", failure.message, "give --model the folder of a model"))
             continue
         choices = facts.get("quantization_options", "")
-        if choices and settings.of_model(model).quantization not in choices.split(", "):
+        if choices and settings.for_model(model).quantization not in choices.split(", "):
             problem = f"is {facts['quantization']}, and quantization does not say what its weights become"
             checks.append(Check(f"model {path.name}", "wrong", problem, f"set quantization to one of {choices}"))
         else:
@@ -285,7 +285,7 @@ def _gpu(settings: Settings) -> list[Check]:
     readings = probe.read()
     error = probe.error
     probe.close()
-    devices = {settings.of_model(model).device for model in settings.models} or {settings.device}
+    devices = {settings.for_model(model).device for model in settings.models} or {settings.device}
     if readings:
         named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
         return [Check("gpu", "ok", named), *([] if devices == {"cpu"} else _toolchain())]

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import typer
 
 from appliance.base.errors import InvalidValue
-from appliance.base.spreadsheet import plain_text
+from appliance.base.spreadsheet import escape_formulas
 from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
 from appliance.cli.connection import AdminClient, run
@@ -283,7 +283,7 @@ def _cell(value: object) -> object:
     """Return the value of a cell: yes and no as in the invoice's own file."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return plain_text(value) if isinstance(value, str) else value
+    return escape_formulas(value) if isinstance(value, str) else value
 
 
 def _save(path: Path, content: bytes) -> str:

@@ -113,7 +113,7 @@ def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
     models = settings.models or [ModelSettings(str(DEMO_MODEL))]
     planned = plan_together(
         [
-            {"model": model_store.locate(each.model, settings.data_dir), **settings.of_model(each).engine_options()}
+            {"model": model_store.locate(each.model, settings.data_dir), **settings.for_model(each).engine_options()}
             for each in models
         ],
         gpu,
@@ -122,7 +122,7 @@ def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
         if model.problem is not None:
             raise CommandFailed(model.problem, code="does_not_fit")
     for each in models:
-        if settings.of_model(each).device == "cpu":
+        if settings.for_model(each).device == "cpu":
             sys.stderr.write(f"{_name(each.model, settings.data_dir)} is not planned: its device is cpu\n")
     return planned
 

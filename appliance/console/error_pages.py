@@ -9,7 +9,7 @@ import structlog
 from litestar import Response
 from litestar.exceptions import HTTPException
 
-from appliance.base.allowed_methods import with_whole_allow
+from appliance.base.allowed_methods import with_complete_allow
 from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, PasswordChangeNeeded, Unauthenticated
 from appliance.base.ids import new_id
@@ -50,7 +50,7 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
         reference = _log_error(request, error) if status >= 500 else None
         response = _render(pages, request, status, message, reference)
         if isinstance(shown, HTTPException):
-            response.headers.update(with_whole_allow(shown.headers))
+            response.headers.update(with_complete_allow(shown.headers))
         if isinstance(shown, GatehouseError) and shown.retry_after_s is not None:
             response.headers["retry-after"] = str(math.ceil(shown.retry_after_s))
         return response

@@ -16,7 +16,7 @@ from litestar import Response, get
 
 from appliance.base.clock import rfc3339
 from appliance.base.errors import InvalidValue
-from appliance.base.spreadsheet import plain_text
+from appliance.base.spreadsheet import escape_formulas
 from appliance.console.charts import Column, columns
 from appliance.console.context import ContextDependency
 from appliance.console.rendering import Html
@@ -171,7 +171,7 @@ async def export_usage(context: ContextDependency) -> Response[str]:
         owner = owner_of(row, view.group)
         counts = [getattr(row, name) for name in COUNTS]
         cells = [rfc3339(row.start), rfc3339(row.end), owner, names.get(owner, (owner, ""))[0]]
-        table.writerow([*map(plain_text, cells), *counts, row.cost_picos, row.currency])
+        table.writerow([*map(escape_formulas, cells), *counts, row.cost_picos, row.currency])
     disposition = f'attachment; filename="usage-{view.period}-by-{view.group}.csv"'
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers={"content-disposition": disposition})
 

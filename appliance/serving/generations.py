@@ -153,7 +153,7 @@ class Generations:
 
     def _note_overlooked(self, reservation: Reservation) -> None:
         for decision in reservation.shadow_refusals:
-            self._metrics.overlooked(decision.scope, decision.kind)
+            self._metrics.shadow_refused(decision.scope, decision.kind)
 
     def abort(self, request_id: str, *, access: Access) -> LiveRequest:
         """End a live request and return it.

@@ -41,7 +41,7 @@ def build_models(
 def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
     """Return the command line of an engine process that uses the inherited socket `fd`. All engines share the GPU, if there is
     one: each is told of the others, so that it leaves them memory."""
-    engines = {model.path: settings.of_model(model).engine_options() for model in settings.models}
+    engines = {model.path: settings.for_model(model).engine_options() for model in settings.models}
     own = engines.pop(folder.path, None) or settings.engine_options()
     others = [{"model": str(path), **_without_prefixes(options)} for path, options in engines.items()]
     options = {"model": str(folder.path), "name": folder.name, **own, "colocated_models": others}

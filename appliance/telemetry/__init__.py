@@ -1,1 +1,1 @@
-"""What the machine and the engines are doing: readings, one sampler, Prometheus metrics. Knows no tenant's data."""
+"""Readings of the machine and the engines, the sampler, and Prometheus metrics."""

@@ -1,4 +1,4 @@
-"""GPU readings through NVML. Knows no torch; on a machine without a driver it says so in one sentence and costs nothing."""
+"""GPU readings through NVML, without torch. Without a driver it reports so in one sentence and does nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MILLIWATTS_PER_WATT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """One GPU at one moment. `utilization` is percent of time busy; figures a card does not report are None."""
+    """One GPU at one moment. `utilization` is the percentage of time busy; values that a GPU does not report are None."""
 
     index: int
     name: str
@@ -25,30 +25,30 @@ class GpuReading:
 
 
 class GpuProbe:
-    """Reads every GPU of the machine. `error` is None, or why there is nothing to read."""
+    """Reads all GPUs of the machine. `error` is the reason why there are no readings, else None."""
 
     def __init__(self) -> None:
         self.error: str | None = NO_GPU
         self._open = False
 
     def open(self) -> None:
-        """Start NVML. A missing library or driver is not a failure: it is a machine without a GPU."""
+        """Initialise NVML. A missing library or driver is no failure: it means a machine without a GPU."""
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            self.error = _sentence(error)
+            self.error = _error_text(error)
             return
         self._open = True
         self.error = None
 
     def close(self) -> None:
-        """Stop NVML."""
+        """Shut NVML down."""
         if self._open:
             pynvml.nvmlShutdown()
             self._open = False
 
     def read(self) -> list[GpuReading]:
-        """Return one reading per GPU. A card that fails leaves an empty list and the reason in `error`."""
+        """Return one reading per GPU. If one GPU fails, return an empty list and set `error`."""
         if not self._open:
             return []
         try:
@@ -60,7 +60,7 @@ class GpuProbe:
         return readings
 
 
-def _sentence(error: Any) -> str:
+def _error_text(error: Any) -> str:
     absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_GPU_NOT_FOUND)
     return NO_GPU if error.value in absent else f"GPU cannot be read: {error}"
 
@@ -82,7 +82,7 @@ def _read(index: int) -> GpuReading:
 
 
 def _optional(query: Any, *arguments: Any) -> Any:
-    """Return the answer of an NVML query, or None where the card does not know the quantity."""
+    """Return the result of an NVML query, or None if the GPU does not support it."""
     try:
         return query(*arguments)
     except pynvml.NVMLError_NotSupported:

@@ -1,4 +1,4 @@
-"""Host readings through psutil: processor, memory, disk of the data folder. Knows nothing of engines."""
+"""Host readings through psutil: CPU, memory, and disk of the data folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReading:
-    """The machine at one moment. `cpu_percent` is over all cores (0 to 100) since the reading before."""
+    """The machine at one moment. `cpu_percent` is the load of all cores (0 to 100) since the previous reading."""
 
     cpu_percent: float
     cpu_count: int
@@ -21,14 +21,14 @@ class HostReading:
 
 
 class HostProbe:
-    """Reads the host. The first reading's processor figure covers the time since the probe was made."""
+    """Reads the host. The CPU load of the first reading covers the time since the probe was created."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = str(data_dir)
         psutil.cpu_percent(interval=None)
 
     def read(self) -> HostReading:
-        """Return the current reading; takes well under a millisecond and does not block."""
+        """Return the current reading. Takes well under a millisecond and does not block."""
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage(self._data_dir)
         return HostReading(

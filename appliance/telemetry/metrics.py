@@ -23,35 +23,35 @@ TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2
 
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
     "gatehouse_requests_running": ("Requests in the running batch", lambda e: e.figures.num_running),
-    "gatehouse_requests_waiting": ("Requests waiting for a seat", lambda e: e.figures.num_waiting),
+    "gatehouse_requests_waiting": ("Requests waiting for a seat in the batch", lambda e: e.figures.num_waiting),
     "gatehouse_kv_cache_usage_ratio": (
         "Used share of the KV blocks, 0 to 1",
         lambda e: e.figures.kv_blocks_used / max(e.figures.kv_blocks_total, 1),
     ),
-    "gatehouse_engine_up": ("1 when the engine takes requests", lambda e: float(e.state == "ready")),
+    "gatehouse_engine_up": ("1 if the engine accepts requests", lambda e: float(e.state == "ready")),
     "gatehouse_host_kv_blocks": ("KV blocks that fit in main memory", lambda e: e.figures.host_blocks_total),
     "gatehouse_host_kv_blocks_used": ("KV blocks kept in main memory", lambda e: e.figures.host_blocks_used),
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStatus], int]]] = {
-    "gatehouse_engine_steps": ("Steps of the running engine process", lambda s: s.steps_total),
+    "gatehouse_engine_steps": ("Steps of the current engine process", lambda s: s.steps_total),
     "gatehouse_engine_fallback_steps": (
         "Steps computed on the slow path because the fast one failed",
         lambda s: s.fallback_steps_total,
     ),
     "gatehouse_swapped_in_kv_blocks": ("KV blocks copied back from main memory", lambda s: s.swapped_in_blocks_total),
     "gatehouse_swapped_out_kv_blocks": ("KV blocks copied to main memory", lambda s: s.swapped_out_blocks_total),
-    "gatehouse_draft_tokens": ("Tokens that speculation proposed", lambda s: s.draft_tokens_total),
-    "gatehouse_accepted_draft_tokens": ("Proposed tokens that became output", lambda s: s.accepted_draft_tokens_total),
+    "gatehouse_draft_tokens": ("Tokens proposed by speculative decoding", lambda s: s.draft_tokens_total),
+    "gatehouse_accepted_draft_tokens": ("Proposed tokens that were accepted", lambda s: s.accepted_draft_tokens_total),
 }
 TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantReading], int]]] = {
-    "gatehouse_tenant_requests_running": ("Seats in the running batch", lambda t: t.requests_running),
+    "gatehouse_tenant_requests_running": ("Seats held in the running batch", lambda t: t.requests_running),
     "gatehouse_tenant_requests_waiting": ("Requests waiting for a seat", lambda t: t.requests_waiting),
-    "gatehouse_tenant_kv_blocks": ("KV blocks that are held", lambda t: t.kv_blocks),
+    "gatehouse_tenant_kv_blocks": ("KV blocks held", lambda t: t.kv_blocks),
 }
 
 
 class Metrics:
-    """Counters and histograms that the serving layer feeds; `attach` adds the gauges read from the sampler."""
+    """Counters and histograms updated by the serving layer; `attach` adds gauges read from the sampler."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -59,14 +59,14 @@ class Metrics:
         self._children: dict[tuple[Counter | Histogram, tuple[str, ...]], Any] = {}
         by_tenant = ["model", "tenant"]
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of settled requests", by_tenant)
-        self._cached_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens that were found in the cache", by_tenant)
+        self._cached_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache", by_tenant)
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens of settled requests", by_tenant)
         self._discarded = self._counter("discarded_tokens", "Tokens generated after a stop string, never billed", ["model"])
         self._unpriced = self._counter("unpriced_requests", "Requests served without a price, at no cost", ["model"])
         self._requests = self._counter("requests", "Settled requests", ["model", "reason"])
         self._rejected = self._counter("requests_rejected", "Requests refused before any work", ["reason"])
-        self._overlooked = self._counter(
-            "shadow_refusals", "Requests that were served and a limit in shadow mode would have refused", ["reason"]
+        self._shadow_refusals = self._counter(
+            "shadow_refusals", "Served requests that a limit in shadow mode would have refused", ["reason"]
         )
         self._waits = self._counter("admission_waits", "Requests that waited for room in their limits", ["model", "reason"])
         self._waiting = Gauge(
@@ -74,14 +74,14 @@ class Metrics:
         )
         self._admission_wait_s = self._histogram("admission_wait_seconds", "Wait for room in the limits", LATENCY_BUCKETS_S)
         self._preemptions = self._counter("preemptions", "Preemptions of settled requests", ["model"])
-        self._restarts = self._counter("engine_restarts", "Engine processes started again", ["model"])
+        self._restarts = self._counter("engine_restarts", "Restarts of engine processes", ["model"])
         self._unrecorded_tokens = 0
         self._unexplained: Callable[[], int] = lambda: 0
         self.registry.register(_UnrecordedCollector(lambda: self._unrecorded_tokens + self._unexplained()))
         self._alerts_pending = Gauge("gatehouse_alerts_pending", "Alerts waiting for delivery", registry=self.registry)
         self._alerts_delivered = Counter("gatehouse_alerts_delivered", "Alerts delivered", registry=self.registry)
-        self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts given up", registry=self.registry)
-        self._alerts_failed = self._counter("alert_attempts_failed", "Attempts to deliver that failed", ["reason"])
+        self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts no longer retried", registry=self.registry)
+        self._alerts_failed = self._counter("alert_attempts_failed", "Failed attempts to deliver an alert", ["reason"])
         self._ttft_s = self._histogram("time_to_first_token_seconds", "Admission to first token", LATENCY_BUCKETS_S)
         self._inter_token_s = self._histogram("inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S)
         for reason in sorted(_codes(GatehouseError)):
@@ -91,22 +91,22 @@ class Metrics:
         self._step_s = self._histogram("engine_step_seconds", "One engine step", TOKEN_BUCKETS_S)
 
     def add_model(self, model: str) -> None:
-        """Begin the counters of `model` at zero, so that their first event is seen as a rise."""
+        """Create the counters of `model` at zero, so that their first event appears as an increase."""
         for counter in (self._preemptions, self._discarded, self._restarts, self._unpriced):
             counter.labels(model)
 
     def attach(self, snapshot: Callable[[], SystemSnapshot]) -> None:
-        """Export the gauges of the newest snapshot with every scrape."""
+        """Export gauges from the latest snapshot at every scrape."""
         self.registry.register(_SnapshotCollector(snapshot, self._tenant_label))
 
     def render(self) -> bytes:
-        """Return the exposition in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def settled(
         self, *, model: str, tenant: str, reason: str, prompt_tokens: int, cached_tokens: int, completion_tokens: int
     ) -> None:
-        """Count one settled request and what it is billed for."""
+        """Count one settled request and its billed tokens."""
         labels = (model, self._tenant_label(tenant))
         self._child(self._requests, model, reason).inc()
         self._child(self._prompt_tokens, *labels).inc(prompt_tokens)
@@ -114,7 +114,7 @@ class Metrics:
         self._child(self._generation_tokens, *labels).inc(completion_tokens)
 
     def timings(self, *, model: str, request_s: float, queue_s: float | None, ttft_s: float | None, preemptions: int) -> None:
-        """Count the durations of one settled request; a stage that was not reached is None."""
+        """Observe the durations of one settled request; a stage not reached is None."""
         self._child(self._request_s, model).observe(request_s)
         if queue_s is not None:
             self._child(self._queue_s, model).observe(queue_s)
@@ -124,43 +124,43 @@ class Metrics:
             self._preemptions.labels(model).inc(preemptions)
 
     def inter_token(self, model: str, intervals_s: list[float]) -> None:
-        """Count times between tokens of one stream."""
+        """Observe the intervals between tokens of one stream."""
         histogram = self._child(self._inter_token_s, model)
         for interval_s in intervals_s:
             histogram.observe(interval_s)
 
     def engine_step(self, model: str, step_s: float) -> None:
-        """Count one engine step."""
+        """Observe the duration of one engine step."""
         self._child(self._step_s, model).observe(step_s)
 
     def engine_restarted(self, model: str) -> None:
-        """Count an engine process that was started again."""
+        """Count a restart of an engine process."""
         self._restarts.labels(model).inc()
 
     def rejected(self, reason: str) -> None:
-        """Count a request that was refused before any work; `reason` is the error code."""
+        """Count a request refused before any work; `reason` is the error code."""
         self._rejected.labels(reason).inc()
 
     def unpriced(self, model: str) -> None:
-        """Count a request that costs nothing because nobody has set a price."""
+        """Count a request that costs nothing because its model has no price."""
         self._unpriced.labels(model).inc()
 
-    def overlooked(self, scope: str, kind: str) -> None:
-        """Count a request that a limit in shadow mode would have refused."""
-        self._overlooked.labels(f"{scope}_{kind}").inc()
+    def shadow_refused(self, scope: str, kind: str) -> None:
+        """Count a served request that a limit in shadow mode would have refused."""
+        self._shadow_refusals.labels(f"{scope}_{kind}").inc()
 
     def wait_began(self, model: str) -> None:
-        """Count a request that begins to wait for room in its limits."""
+        """Count a request that starts waiting for room in its limits."""
         self._waiting.labels(model).inc()
 
-    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
-        """Count its end: admitted, refused, abandoned or failed."""
+    def wait_ended(self, model: str, outcome: str, waited_s: float) -> None:
+        """Count the end of a wait; `outcome` is admitted, refused, abandoned or failed."""
         self._waiting.labels(model).dec()
-        self._waits.labels(model, how).inc()
+        self._waits.labels(model, outcome).inc()
         self._admission_wait_s.labels(model).observe(waited_s)
 
     def discarded(self, model: str, tokens: int) -> None:
-        """Count tokens that the engine generated before it heard that a stop string had ended the answer."""
+        """Count tokens that the engine generated after a stop string, before it was told to stop."""
         self._discarded.labels(model).inc(tokens)
 
     def unrecorded(self, tokens: int) -> None:
@@ -168,23 +168,23 @@ class Metrics:
         self._unrecorded_tokens += tokens
 
     def compare_usage(self, unexplained: Callable[[], int]) -> None:
-        """Ask with every scrape how many tokens engines counted that no event holds."""
+        """Call `unexplained` at every scrape: the tokens counted by engines that are in no usage event."""
         self._unexplained = unexplained
 
     def alerts_pending(self, count: int) -> None:
-        """Note how many alerts wait for delivery."""
+        """Set the number of alerts waiting for delivery."""
         self._alerts_pending.set(count)
 
     def alert_delivered(self) -> None:
-        """Count an alert that its receiver has taken."""
+        """Count a delivered alert."""
         self._alerts_delivered.inc()
 
     def alert_failed(self, reason: str) -> None:
-        """Count an attempt to deliver that failed; `reason` is one of a few."""
+        """Count a failed delivery attempt; `reason` is one of a small, fixed set."""
         self._alerts_failed.labels(reason).inc()
 
     def alert_given_up(self) -> None:
-        """Count an alert that is not tried any more."""
+        """Count an alert that will not be retried."""
         self._alerts_given_up.inc()
 
     def _tenant_label(self, tenant: str) -> str:
@@ -194,7 +194,7 @@ class Metrics:
         return OTHER_TENANTS
 
     def _child(self, metric: M, *labels: str) -> M:
-        """Return what counts under these labels. The library's own way to it takes a lock and a check for each request."""
+        """Return the cached child metric for these labels: `labels()` locks and validates its arguments at every call."""
         child: M | None = self._children.get((metric, labels))
         if child is None:
             child = self._children[metric, labels] = metric.labels(*labels)
@@ -208,35 +208,35 @@ class Metrics:
 
 
 def _codes(kind: type[GatehouseError]) -> set[str]:
-    """Return the codes of every error that a caller can get."""
+    """Return the codes of an error class and all its subclasses."""
     return {kind.code}.union(*(_codes(child) for child in kind.__subclasses__()))
 
 
 class _UnrecordedCollector(Collector):
-    """What engines counted and the ledger does not hold: zero when all is well."""
+    """Tokens counted by engines but missing in the ledger: zero in normal operation."""
 
     def __init__(self, tokens: Callable[[], int]) -> None:
         self._tokens = tokens
 
     def collect(self) -> Iterator[Metric]:
-        """Return the one gauge: it falls when an event is found. Its name has been promised as it is."""
-        text = "Tokens that engines counted and no usage event holds, when nothing runs"
+        """Yield one gauge: it decreases when an event is found. Its name ends in `_total` because the name is published."""
+        text = "Tokens counted by engines but missing in usage events, when nothing runs"
         yield GaugeMetricFamily("gatehouse_unrecorded_usage_tokens_total", text, value=self._tokens())
 
 
 class _SnapshotCollector(Collector):
-    """Turns the sampler's newest snapshot into gauges at scrape time."""
+    """Converts the sampler's latest snapshot into metrics at scrape time."""
 
     def __init__(self, snapshot: Callable[[], SystemSnapshot], tenant_label: Callable[[str], str]) -> None:
         self._snapshot = snapshot
         self._tenant_label = tenant_label
 
     def describe(self) -> list[Metric]:
-        """Return nothing: the names are fixed above, and registering must not read a snapshot."""
+        """Return nothing, so that registration does not read a snapshot."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family per gauge."""
+        """Yield one metric family per gauge or counter."""
         snapshot = self._snapshot()
         for name, (text, value) in ENGINE_GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=["model"])
@@ -259,8 +259,8 @@ def _engine_counters(snapshot: SystemSnapshot) -> Iterator[Metric]:
 
 
 def _plain_steps(snapshot: SystemSnapshot) -> Iterator[Metric]:
-    """Every reason from the start, so that its first step is seen as a rise."""
-    text = "Steps computed on the slow path because of what a request in them asks for"
+    """Yield every reason from the start, so that its first step appears as an increase."""
+    text = "Steps computed on the slow path because a request requires it"
     family = CounterMetricFamily("gatehouse_engine_plain_steps", text, labels=["model", "reason"])
     for engine in snapshot.engines:
         for reason in PlainReason:
@@ -295,4 +295,4 @@ def _host_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "gatehouse_host_disk_free_bytes", "Free disk of the data folder", value=snapshot.host.disk_free_bytes
     )
-    yield GaugeMetricFamily("gatehouse_database_up", "1 when the database takes writes", value=float(snapshot.database.ok))
+    yield GaugeMetricFamily("gatehouse_database_up", "1 if the database accepts writes", value=float(snapshot.database.ok))

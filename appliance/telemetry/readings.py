@@ -1,4 +1,4 @@
-"""What was read at one moment: engines, processes, database, and all of it together as the live pages show it. Values only."""
+"""Readings at one moment: engines, processes, database, and the snapshot of everything for the live pages. Plain values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NO_STATUS = EngineStatus(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantReading:
-    """What one tenant holds of an engine and waits for. Each of several answers to one request counts. `service_s` is the
-    device time spent for it, as predicted, since it last had no request."""
+    """A tenant's share of an engine and its waiting requests. A request with several answers counts once per answer.
+    `service_s` is the predicted device time spent on the tenant since it last had no request."""
 
     tenant_id: str
     name: str
@@ -42,9 +42,9 @@ class TenantReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """One served model at one moment. `tokens_per_second` counts generated tokens over the last second, those of probes left
-    out; `probe_prompt_tokens` are what probes sent so far. `tenants` are those with live requests, the largest holders of KV
-    blocks first."""
+    """One served model at one moment. `tokens_per_second` is the generation rate over the last second, excluding probes;
+    `probe_prompt_tokens` is the total sent by probes. `tenants` are those with live requests, by KV blocks held, largest
+    first."""
 
     model: str
     state: str
@@ -63,13 +63,13 @@ class EngineReading:
 
     @property
     def figures(self) -> EngineStatus:
-        """Return the engine's status; zeros while it has sent none."""
+        """Return the engine's status, all zeros before it has sent one."""
         return NO_STATUS if self.status is None else self.status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseReading:
-    """Which database, and whether it took a write lately."""
+    """The kind of database, and whether its last test write succeeded."""
 
     kind: str
     ok: bool
@@ -77,7 +77,7 @@ class DatabaseReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReading:
-    """One process of the appliance: role is `gateway` or `engine`; only an engine has a model."""
+    """One process of the appliance. `role` is `gateway` or `engine`; only an engine has a model."""
 
     role: str
     pid: int | None
@@ -88,7 +88,7 @@ class ProcessReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemSnapshot:
-    """Everything the live pages show, at one moment."""
+    """Everything that the live pages show, read at one moment."""
 
     at: datetime
     engines: list[EngineReading]
@@ -103,5 +103,5 @@ class SystemSnapshot:
 
     @property
     def gpu_power_w(self) -> list[int]:
-        """Return what each GPU that tells it draws now, rounded up."""
+        """Return the power draw in watts, rounded up, of each GPU that reports it."""
         return [math.ceil(gpu.power_w) for gpu in self.gpus if gpu.power_w is not None]

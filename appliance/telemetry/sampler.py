@@ -1,6 +1,6 @@
-"""One sampler for the whole appliance and its fan-out. A subscriber that is slow misses samples; it never holds anybody up.
+"""Samples the state of the appliance and distributes snapshots to subscribers. A slow subscriber misses samples, never blocks.
 
-It is given functions to read from, so that it knows neither the serving layer nor the database.
+It receives reader functions, so that it depends on neither the serving layer nor the database.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HISTORY_SAMPLES = 120
 
 
 class TooManySubscribers(Exception):
-    """As many follow the sampler as whoever asks allows."""
+    """The sampler already has the maximum number of subscribers."""
 
 
 class _Slot:
-    """A box for one snapshot; a newer one replaces it."""
+    """A mailbox for the latest snapshot: a newer one replaces it."""
 
     def __init__(self) -> None:
         self._snapshot: SystemSnapshot | None = None
@@ -44,9 +44,9 @@ class _Slot:
 
 
 class SystemSampler:
-    """Samples once a second in one task; `latest` and `history` are for reading, `subscribe` for following.
+    """Samples once a second in one task; read `latest` and `history`, or `subscribe`.
 
-    It runs in the gateway, which began at `started_at`.
+    `started_at` is the start of the gateway, in which it runs.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class SystemSampler:
 
     @property
     def latest(self) -> SystemSnapshot:
-        """Return the newest snapshot; there is one from the moment that `start` has returned."""
+        """Return the latest snapshot. Raises RuntimeError before `start` has returned."""
         if self._latest is None:
             raise RuntimeError("the sampler has not been started")
         return self._latest
 
     async def start(self) -> None:
-        """Take the first sample and go on in the background."""
+        """Take the first sample, then continue in the background."""
         await self.sample()
         self._sampling.start()
 
     async def stop(self) -> None:
-        """End the task; open subscriptions end when their readers are cancelled."""
+        """Stop the task. Open subscriptions end when their readers are cancelled."""
         await self._sampling.stop()
 
     async def sample(self) -> SystemSnapshot:
-        """Read everything now, keep it, and hand it to every subscriber."""
+        """Take a snapshot now, store it and pass it to every subscriber."""
         snapshot = await self._read()
         self._latest = snapshot
         self.history.append(snapshot)
@@ -99,9 +99,9 @@ class SystemSampler:
         return snapshot
 
     async def subscribe(self, *, at_most: int | None = None) -> AsyncGenerator[SystemSnapshot, None]:
-        """Yield the newest snapshot at once and each newer one as it comes.
+        """Yield the latest snapshot at once, then each newer one.
 
-        Raises TooManySubscribers if `at_most` subscribers are there already; None is for those who are counted elsewhere.
+        Raises TooManySubscribers if there are `at_most` subscribers already; None disables the check.
         """
         if at_most is not None and len(self._subscribers) >= at_most:
             raise TooManySubscribers(f"at most {at_most} live streams can be open")

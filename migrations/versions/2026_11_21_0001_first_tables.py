@@ -12,7 +12,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Bring the schema up."""
+    """Upgrade the schema."""
     _create_tenants_and_keys()
     _create_people()
     _create_prices_and_epochs()
@@ -21,7 +21,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     for table in ("requests", "usage_events", "epochs", "prices", "admin_tokens", "sessions", "members", "api_keys", "tenants"):
         op.drop_table(table)
 

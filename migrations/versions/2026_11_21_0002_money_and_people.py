@@ -18,7 +18,7 @@ _NEW_TABLES = (
 
 
 def upgrade() -> None:
-    """Bring the schema up."""
+    """Upgrade the schema."""
     _extend_tenants_and_keys()
     _extend_people()
     _extend_prices()
@@ -31,7 +31,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     for table in reversed(_NEW_TABLES):
         op.drop_table(table)
     op.execute("DELETE FROM usage_events WHERE kind = 'adjustment'")
@@ -70,15 +70,15 @@ def _drop_columns(name: str, columns: Sequence[str], *, constraints: Sequence[st
 
 
 def _shares_unless_needed() -> tuple[str, ...]:
-    """Return the column to drop; none if some event did not pay the full price: then it stays, unread, for the next upgrade."""
+    """Return the column to drop, or none if an event was charged below the full price: it is then kept for the next upgrade."""
     discounted = sa.text("SELECT 1 FROM usage_events WHERE price_basis_points <> 10000 LIMIT 1")
     return () if op.get_bind().execute(discounted).first() else ("price_basis_points",)
 
 
 def _keep_one_currency() -> None:
-    """Give prices in further currencies a model name of their own: the older schema has one price per model and moment.
+    """Rename the models of prices in additional currencies: the older schema has one price per model and time.
 
-    Usage billed with them keeps its price; no new usage is billed with them.
+    Usage charged at them keeps its price; no new usage is charged at them.
     """
     connection = op.get_bind()
     rows = connection.execute(

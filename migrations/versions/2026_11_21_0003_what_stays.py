@@ -1,6 +1,6 @@
-"""Rows that were written for good: the database itself refuses to change or remove them, whichever program tries.
+"""Immutable rows: triggers refuse to change or remove them, whichever program tries.
 
-SQLite drops the triggers of a table that a later migration rebuilds (batch mode): such a migration must create them again.
+SQLite drops the triggers of a table that a later migration rebuilds (batch mode): such a migration must recreate them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from alembic import op
 revision = "0003"
 down_revision = "0002"
 
-# By table, the condition on the row `OLD` under which it must not change, in SQL that both databases understand.
+# By table: the condition under which the row `OLD` is immutable, in SQL for both databases.
 _IN_CLOSED_INVOICE = "EXISTS (SELECT 1 FROM invoices WHERE id = OLD.invoice_id AND state = 'closed')"
 _MONTH_CLOSED = (
     "EXISTS (SELECT 1 FROM invoices WHERE tenant_id = OLD.tenant_id AND month >= OLD.first_month AND state = 'closed')"
@@ -23,11 +23,11 @@ _STAYS_UNCHANGED = {
     "prices": "1 = 1",
     "free_allowances": _MONTH_CLOSED,
 }
-_BEGUN = "OLD.effective_from <= {now}"  # a price that has not begun, so that nothing was charged at it, may be withdrawn
+_BEGUN = "OLD.effective_from <= {now}"  # a future price may be withdrawn, since nothing was charged at it
 
 
 def upgrade() -> None:
-    """Bring the schema up."""
+    """Upgrade the schema."""
     for event, conditions in (("UPDATE", _STAYS_UNCHANGED), ("DELETE", _stays_there())):
         for table, condition in conditions.items():
             _refuse(event, table, condition)
@@ -41,7 +41,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     for event in ("UPDATE", "DELETE"):
         for table in _STAYS_UNCHANGED:
             name = f"{table}_no_{event.lower()}"
@@ -64,13 +64,13 @@ def _refuse(event: str, table: str, condition: str) -> None:
         )
         return
     op.execute(f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS {_body(condition)}")
-    # A condition on the row alone goes into WHEN, so that pending events settle without a call of the function.
+    # A condition without a subquery goes into WHEN, so that settling pending events does not call the function.
     when = "" if "SELECT" in condition else f"WHEN ({condition}) "
     op.execute(f"CREATE TRIGGER {name} BEFORE {event} ON {table} FOR EACH ROW {when}EXECUTE FUNCTION {name}()")
 
 
 def _body(condition: str) -> str:
-    """Return the body of a trigger function that refuses the change if `condition` holds."""
+    """Return the body of a trigger function that refuses the change if `condition` is true."""
     return (
         f"$$ BEGIN IF {condition} THEN RAISE EXCEPTION 'a row of % that was written for good stays as it is', TG_TABLE_NAME "
         "USING ERRCODE = 'integrity_constraint_violation'; END IF; "

@@ -1,7 +1,7 @@
-"""Batch work: which requests asked for the service tier flex, and which lines of closed invoices are theirs.
+"""Batch work: marks requests with service tier flex, and the lines of closed invoices that bill them.
 
-The previous version does not know batch work. If there was none, a downgrade removes the columns. Otherwise they stay, unread
-and filled with "no" by that version: billed usage must keep its share of the price.
+The previous version does not support batch work. A downgrade removes the columns if there was none. Otherwise they are kept,
+ignored and filled with false by that version, because billed usage must keep its price.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _TABLES = ("usage_events", "requests", "invoice_lines")
 
 
 def upgrade() -> None:
-    """Bring the schema up. In place on both databases: no table is rebuilt, so the triggers of revision 0003 stay."""
+    """Upgrade the schema. In place on both databases: no table is rebuilt, so the triggers of revision 0003 are kept."""
     for table in _TABLES:
         if not _has_batch(table):
             op.add_column(table, sa.Column("batch", sa.Boolean(), nullable=False, server_default=sa.false()))
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     events = sa.table("usage_events", sa.column("batch", sa.Boolean()))
     first = sa.select(sa.literal(1)).select_from(events).where(events.c.batch.is_(sa.true())).limit(1)
     if op.get_bind().execute(first).first() is None:

@@ -1,4 +1,4 @@
-"""Sums of the whole box by model, added up from those by owner; also indexes for reports on one tenant, request or model."""
+"""Usage sums of the whole appliance by model, filled from usage_rollups; indexes for reports on a tenant, request or model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ADJUSTMENTS = "kind = 'adjustment'"
 
 
 def upgrade() -> None:
-    """Bring the schema up."""
+    """Upgrade the schema."""
     op.create_table(
         "usage_box_rollups",
         sa.Column("bucket", sa.String(10), nullable=False),
@@ -43,12 +43,12 @@ def upgrade() -> None:
     )
 
     if op.get_bind().dialect.name == "postgresql":
-        # Otherwise the planner expects a hundredth of the rows "of this key and its tenant", and reads all of them for a page.
+        # Otherwise the planner takes tenant and key for independent, expects a hundredth of the rows and reads all for a page.
         op.execute("CREATE STATISTICS usage_rollups_key_of_tenant (dependencies) ON tenant_id, key_id FROM usage_rollups")
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP STATISTICS usage_rollups_key_of_tenant")
     op.drop_index("ix_usage_events_adjustments", "usage_events")

@@ -1,4 +1,4 @@
-"""On SQLite no row may replace one that was written for good: OR REPLACE removes that row without calling a DELETE trigger.
+"""Protects immutable rows on SQLite from OR REPLACE, which removes rows without calling DELETE triggers.
 
 PostgreSQL has no OR REPLACE, so there is nothing to do.
 """
@@ -10,7 +10,8 @@ from alembic import op
 revision = "0006"
 down_revision = "0005"
 
-# By table: when a row `kept` is there for good, and its unique keys, which a new row must not share (nor its row number).
+# By table: the condition under which the row `kept` is immutable, and its unique keys; a new row must not reuse
+# these nor its rowid.
 _IN_CLOSED_INVOICE = "EXISTS (SELECT 1 FROM invoices WHERE id = kept.invoice_id AND state = 'closed')"
 _MONTH_CLOSED = (
     "EXISTS (SELECT 1 FROM invoices WHERE tenant_id = kept.tenant_id AND month >= kept.first_month AND state = 'closed')"
@@ -45,7 +46,7 @@ _KEPT = {
 
 
 def upgrade() -> None:
-    """Bring the schema up."""
+    """Upgrade the schema."""
     if not _is_sqlite():
         return
     for table, (condition, keys) in _KEPT.items():
@@ -61,7 +62,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     if not _is_sqlite():
         return
     for table in _KEPT:

@@ -1,6 +1,6 @@
-"""An index for the events on a tenant's invoice from earlier months: those posted since the previous month was closed.
+"""Index for the events of earlier months on a tenant's invoice: those posted since the previous month was closed.
 
-Without it a draft reads every event that the tenant ever had.
+Without it a draft reads all events of the tenant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _POSTED = "posting IS NOT NULL"
 
 
 def upgrade() -> None:
-    """Bring the schema up."""
+    """Upgrade the schema."""
     op.create_index(
         "ix_usage_events_tenant_id_posting",
         "usage_events",
@@ -26,5 +26,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     op.drop_index("ix_usage_events_tenant_id_posting", "usage_events")

@@ -1,6 +1,6 @@
-"""How many requests of its own tenant were open when a request came, for the explanation of past requests as of live ones.
+"""Number of the tenant's open requests when a request arrived, to explain past requests like live ones.
 
-NULL for requests that the previous version settled, and if it is unknown.
+NULL if unknown, and for requests settled by the previous version.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ down_revision = "0007"
 
 
 def upgrade() -> None:
-    """Bring the schema up. In place on both databases."""
+    """Upgrade the schema. In place on both databases."""
     op.add_column("requests", sa.Column("tenant_open", sa.Integer(), nullable=True))
 
 
 def downgrade() -> None:
-    """Take the schema back."""
+    """Downgrade the schema."""
     op.drop_column("requests", "tenant_open")

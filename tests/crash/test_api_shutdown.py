@@ -177,7 +177,7 @@ def test_an_appliance_whose_database_another_one_has_taken_ends_its_requests_and
         assert server.ended() == 1
         log = server.log()
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
-    assert "another Gatehouse took the database" in log
+    assert "another Gatehouse claimed the database" in log
     postgresql.drop(url)
 
 
@@ -187,7 +187,7 @@ def test_an_appliance_goes_on_when_it_has_claimed_its_database_again(tmp_path: P
     with running_server(model, tmp_path / "data", fake_engine_step_s=0.0, database_url=url) as server:
         with psycopg.connect(url) as other:
             other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
-        poll_until(lambda: "the database is claimed again" in server.log(), 60, server.log)
+        poll_until(lambda: "database claimed again" in server.log(), 60, server.log)
         server.wait_until_ready()
         headers = {"authorization": f"Bearer {server.api_key}"}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body(5), "stream": False}, headers=headers, timeout=30)

@@ -68,14 +68,14 @@ async def test_a_page_that_meets_a_locked_database_says_so(box: Box, tmp_path: P
     answer = await alice.get("/tenants")
 
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
-    assert "The database cannot be used now; try again in a moment" in answer.text
+    assert "The database is temporarily unavailable; try again in a moment" in answer.text
 
 
 @pytest.mark.parametrize(("method", "told"), [("GET", False), ("HEAD", False), ("POST", True), ("DELETE", True)])
 def test_only_who_may_have_changed_something_is_told_to_look(method: str, told: bool) -> None:
     outage = as_outage(PoolTimeout("QueuePool limit reached"), method)
     assert outage is not None
-    assert ("see whether a change was made" in outage.message) == told
+    assert ("check whether the change was made" in outage.message) == told
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import pytest
 
 from appliance.base import aio_writer
 from appliance.base import journal as journal_module
-from appliance.base.aio_writer import BLOCK_BYTES, ROOM_BYTES, SLOW_SUBMITS_MAX, AioWriter
-from appliance.base.journal import Journal, left_in
+from appliance.base.aio_writer import BLOCK_BYTES, BUFFER_BYTES, SLOW_SUBMITS_MAX, AioWriter
+from appliance.base.journal import Journal, remaining_records
 from tests.support.ledgers import DEADLINE_S, poll_until
 
 
@@ -68,7 +68,7 @@ async def test_what_follows_the_last_byte_in_its_block_is_no_record_of_an_earlie
 
 async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Path]) -> None:
     writer = AioWriter(paths)
-    with pytest.raises(OSError, match="follow one another"):
+    with pytest.raises(OSError, match="sequential"):
         writer.write(0, b"data", 17, print)
     assert not writer.is_busy
     writer.close()
@@ -77,10 +77,10 @@ async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Pat
 async def test_a_write_that_would_let_a_file_grow_is_refused(paths: list[Path]) -> None:
     writer = AioWriter(paths)
     assert await written(writer, 0, b"x" * (8 * BLOCK_BYTES - 3), 0)
-    with pytest.raises(OSError, match="would grow"):
+    with pytest.raises(OSError, match="extend the file"):
         writer.write(0, b"four", 8 * BLOCK_BYTES - 3, print)
     os.truncate(paths[1], BLOCK_BYTES)
-    with pytest.raises(OSError, match="would grow"):
+    with pytest.raises(OSError, match="extend the file"):
         writer.write(1, b"x" * (BLOCK_BYTES + 1), 0, print)
     assert not writer.is_busy
     writer.close()
@@ -90,7 +90,7 @@ async def test_what_the_kernel_still_reads_is_not_overwritten(paths: list[Path])
     writer = AioWriter(paths)
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(0, b"first" * 6000, 0, ended.set_result)
-    with pytest.raises(OSError, match="on its way"):
+    with pytest.raises(OSError, match="in flight"):
         writer.write(1, b"second" * 5000, 0, print)
     assert await ended
     assert paths[0].read_bytes().startswith(b"first" * 6000)
@@ -101,10 +101,10 @@ async def test_memory_that_is_given_back_while_it_is_written_from_is_written_as_
     writer = AioWriter(paths)
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(0, b"x" * 7 * BLOCK_BYTES, 0, ended.set_result)
-    writer._room.close()
-    others = [mmap.mmap(-1, ROOM_BYTES) for _ in range(4)]
+    writer._buffer.close()
+    others = [mmap.mmap(-1, BUFFER_BYTES) for _ in range(4)]
     for other in others:
-        other[:] = b"#" * ROOM_BYTES
+        other[:] = b"#" * BUFFER_BYTES
     assert await ended
     assert paths[0].read_bytes()[: 7 * BLOCK_BYTES] == b"x" * 7 * BLOCK_BYTES
     writer.close()
@@ -138,26 +138,26 @@ def thread_writes(journal: Journal) -> bool:
 
 async def journal_of(tmp_path: Path, records: int = 3) -> tuple[Journal, list[bytes]]:
     """Return a journal that the kernel writes, and what it holds."""
-    journal = Journal(tmp_path / "j", by_kernel=True)
+    journal = Journal(tmp_path / "j", use_aio=True)
     held = [b"held %d" % number for number in range(records)]
     for record in held:
         await journal.append(record)
-    assert journal._kernel is not None
+    assert journal._aio is not None
     assert not thread_writes(journal)
     return journal, held
 
 
 async def test_a_machine_whose_calls_are_not_known_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "pdp11")
-    journal = Journal(tmp_path / "j", by_kernel=True)
+    journal = Journal(tmp_path / "j", use_aio=True)
     await journal.append(b"record")
     assert thread_writes(journal)
-    assert left_in(tmp_path / "j") == [b"record"]
+    assert remaining_records(tmp_path / "j") == [b"record"]
 
 
 async def test_a_machine_whose_words_are_shorter_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "maxsize", 2**31 - 1)
-    journal = Journal(tmp_path / "j", by_kernel=True)
+    journal = Journal(tmp_path / "j", use_aio=True)
     await journal.append(b"record")
     assert thread_writes(journal)
 
@@ -168,10 +168,10 @@ async def test_a_sandbox_that_forbids_the_calls_has_a_thread(tmp_path: Path, mon
 
     before = set(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(AioWriter, "_call", forbidden)
-    journal = Journal(tmp_path / "j", by_kernel=True)
+    journal = Journal(tmp_path / "j", use_aio=True)
     await journal.append(b"record")
     await journal.close()
-    assert left_in(tmp_path / "j") == [b"record"]
+    assert remaining_records(tmp_path / "j") == [b"record"]
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
@@ -183,7 +183,7 @@ async def test_what_the_kernel_fails_to_write_the_thread_writes(tmp_path: Path, 
     assert thread_writes(journal)
     assert journal.last_error is None
     await journal.append(b"last")
-    assert left_in(tmp_path / "j") == [*held, *(b"%d" % number for number in range(5)), b"last"]
+    assert remaining_records(tmp_path / "j") == [*held, *(b"%d" % number for number in range(5)), b"last"]
     await journal.close()
 
 
@@ -194,7 +194,7 @@ async def test_what_the_kernel_does_not_take_the_thread_writes(tmp_path: Path, m
     journal, held = await journal_of(tmp_path)
     monkeypatch.setattr(AioWriter, "write", refused)
     await journal.append(b"after")
-    assert left_in(tmp_path / "j") == [*held, b"after"]
+    assert remaining_records(tmp_path / "j") == [*held, b"after"]
 
 
 async def test_no_error_lets_anybody_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +204,11 @@ async def test_no_error_lets_anybody_wait_for_ever(tmp_path: Path, monkeypatch: 
     journal, held = await journal_of(tmp_path)
     monkeypatch.setattr(AioWriter, "write", no_memory)
     await asyncio.wait_for(journal.append(b"after"), DEADLINE_S)
-    assert left_in(tmp_path / "j") == [*held, b"after"]
+    assert remaining_records(tmp_path / "j") == [*held, b"after"]
 
 
 async def test_the_kernel_goes_from_file_to_file_and_a_file_that_must_grow_is_left_to_the_thread(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j", file_bytes=BLOCK_BYTES, by_kernel=True)
+    journal = Journal(tmp_path / "j", file_bytes=BLOCK_BYTES, use_aio=True)
     for number in range(500):
         journal.release([await journal.append(b"released %d" % number)])
     assert not thread_writes(journal)
@@ -217,7 +217,7 @@ async def test_the_kernel_goes_from_file_to_file_and_a_file_that_must_grow_is_le
     for record in held:
         await journal.append(record)
     assert thread_writes(journal)
-    assert set(held) <= set(left_in(tmp_path / "j"))
+    assert set(held) <= set(remaining_records(tmp_path / "j"))
 
 
 async def test_a_file_that_is_cut_short_just_before_a_write_is_made_anew_for_it(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ async def test_a_file_that_is_cut_short_just_before_a_write_is_made_anew_for_it(
     for name in ("j-1", "j-2"):
         os.truncate(tmp_path / name, 0)
     await journal.append(b"after")
-    assert left_in(tmp_path / "j") == [b"after"]
+    assert remaining_records(tmp_path / "j") == [b"after"]
 
 
 async def test_closing_waits_for_a_write_whose_appender_was_cancelled(tmp_path: Path) -> None:
@@ -233,30 +233,30 @@ async def test_closing_waits_for_a_write_whose_appender_was_cancelled(tmp_path: 
     task = asyncio.create_task(journal.append(b"cancelled"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert journal._kernel is not None
-    assert journal._kernel.is_busy
+    assert journal._aio is not None
+    assert journal._aio.is_busy
     task.cancel()
     await journal.close()
-    assert left_in(tmp_path / "j") == [*held, b"cancelled"]
+    assert remaining_records(tmp_path / "j") == [*held, b"cancelled"]
 
 
 async def test_a_record_larger_than_the_kernels_room_is_written_too(tmp_path: Path) -> None:
     journal, held = await journal_of(tmp_path)
-    await asyncio.gather(journal.append(b"x" * ROOM_BYTES), journal.append(b"behind"))
-    assert left_in(tmp_path / "j") == [*held, b"x" * ROOM_BYTES, b"behind"]
+    await asyncio.gather(journal.append(b"x" * BUFFER_BYTES), journal.append(b"behind"))
+    assert remaining_records(tmp_path / "j") == [*held, b"x" * BUFFER_BYTES, b"behind"]
 
 
 async def test_a_disk_that_stops_the_event_loop_at_each_write_is_left_to_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aio_writer, "SLOW_SUBMIT_S", -1.0)
-    journal = Journal(tmp_path / "j", by_kernel=True)
+    journal = Journal(tmp_path / "j", use_aio=True)
     for number in range(SLOW_SUBMITS_MAX):
         await journal.append(b"%d" % number)
     assert not thread_writes(journal)
     await journal.append(b"last")
     assert thread_writes(journal)
-    assert len(left_in(tmp_path / "j")) == SLOW_SUBMITS_MAX + 1
+    assert len(remaining_records(tmp_path / "j")) == SLOW_SUBMITS_MAX + 1
 
 
 async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_for_it(
@@ -264,15 +264,15 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
 ) -> None:
     monkeypatch.setattr(journal_module, "STUCK_S", 0.05)
     journal, held = await journal_of(tmp_path)
-    kernel = journal._kernel
+    kernel = journal._aio
     assert kernel is not None
-    monkeypatch.setattr(AioWriter, "_take_completion", lambda _self: None)
+    monkeypatch.setattr(AioWriter, "_on_completion", lambda _self: None)
     asyncio.get_running_loop().remove_reader(kernel._eventfd)
     stuck = asyncio.create_task(journal.append(b"stuck"))
     await poll_until(lambda: "has not returned" in str(journal.last_error))
     await journal.close()
     stuck.cancel()
-    assert left_in(tmp_path / "j")[: len(held)] == held
+    assert remaining_records(tmp_path / "j")[: len(held)] == held
 
 
 async def test_appends_of_one_turn_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from appliance.base.counters import POSTING
 from appliance.base.db import Database, after_commit
 from appliance.base.prepared import Prepared
-from appliance.base.sqlite_thread import Caller
+from appliance.base.sqlite_thread import CallThread
 from appliance.base.tables import counters, epochs
 from tests.support.clock import FakeClock
 
@@ -164,7 +164,7 @@ async def test_every_error_reaches_who_waits_for_it(database: Database) -> None:
 
 
 def test_a_loop_that_closed_meanwhile_is_no_matter_to_the_next_one() -> None:
-    caller, began, go_on = Caller("test"), threading.Event(), threading.Event()
+    caller, began, go_on = CallThread("test"), threading.Event(), threading.Event()
 
     def slow() -> None:
         began.set()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from appliance.base.counters import last_taken, locked, take
+from appliance.base.counters import last_taken, lock, take
 from appliance.base.db import Database
 
 
@@ -39,13 +39,13 @@ async def test_takers_at_once_get_numbers_of_their_own(database: Database) -> No
 
 async def test_a_locked_counter_tells_its_last_number_and_keeps_it(database: Database) -> None:
     async with database.writing() as connection:
-        assert await locked(connection, "new") == 0
+        assert await lock(connection, "new") == 0
         await take(connection, "new", 4)
-        assert await locked(connection, "new") == 4
+        assert await lock(connection, "new") == 4
     async with database.reading() as connection:
         assert (await last_taken(connection, "new"), await last_taken(connection, "other")) == (4, 0)
 
 
 async def test_less_than_one_number_is_no_number(database: Database) -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         await taken(database, "posting", 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.base.data_folder import StartTraces, make_data_folder
+from appliance.base.data_folder import StartupFiles, make_data_folder
 from appliance.base.settings import UnusableData
 
 
@@ -21,16 +21,16 @@ def test_the_folder_is_made_with_its_parents_for_its_owner_alone(tmp_path: Path)
 @pytest.mark.parametrize("place", ["/proc/nothing", "file/below"])
 def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UnusableData, match=r"the data folder .* cannot be made \(.*\): choose .* --data-dir"):
+    with pytest.raises(UnusableData, match=r"cannot create the data folder .* \(.*\): choose .* --data-dir"):
         make_data_folder(tmp_path / place)
 
 
-def refused(traces: StartTraces, *names: str, keep: bool = False) -> None:
+def refused(startup_files: StartupFiles, *names: str, keep: bool = False) -> None:
     def start() -> None:
-        with traces.undone_when_refused():
+        with startup_files.removed_on_failure():
             for name in names:
-                (traces.folder / name).touch()
-            traces.keep = keep
+                (startup_files.folder / name).touch()
+            startup_files.keep = keep
             raise UnusableData("the database does not answer")
 
     with pytest.raises(UnusableData):
@@ -39,23 +39,24 @@ def refused(traces: StartTraces, *names: str, keep: bool = False) -> None:
 
 def test_a_refused_start_leaves_no_new_folder(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    refused(StartTraces.begin(folder), "gatehouse.lock", "gatehouse.db", "gatehouse.db-wal", "gatehouse.db.claim", "secret.key")
+    names = ("gatehouse.lock", "gatehouse.db", "gatehouse.db-wal", "gatehouse.db.claim", "secret.key")
+    refused(StartupFiles.begin(folder), *names)
     assert not folder.exists()
 
 
 def test_what_was_there_before_a_refused_start_stays(tmp_path: Path) -> None:
     for name in ("gatehouse.db", "secret.key", "gatehouse.toml"):
         (tmp_path / name).write_text("old")
-    refused(StartTraces.begin(tmp_path), "gatehouse.lock", "gatehouse.db-wal", "gatehouse.db")
+    refused(StartupFiles.begin(tmp_path), "gatehouse.lock", "gatehouse.db-wal", "gatehouse.db")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gatehouse.db", "gatehouse.toml", "secret.key"]
 
 
 @pytest.mark.parametrize("name", ["first-login-pending", "gatehouse.toml"])
 def test_everything_stays_with_a_login_to_be_shown_or_what_another_has_put_there(tmp_path: Path, name: str) -> None:
-    refused(StartTraces.begin(tmp_path / "data"), "gatehouse.db", "secret.key", name)
+    refused(StartupFiles.begin(tmp_path / "data"), "gatehouse.db", "secret.key", name)
     assert {path.name for path in (tmp_path / "data").iterdir()} == {"gatehouse.db", "secret.key", name}
 
 
 def test_a_start_that_has_succeeded_keeps_everything(tmp_path: Path) -> None:
-    refused(StartTraces.begin(tmp_path / "data"), "gatehouse.lock", "gatehouse.db", keep=True)
+    refused(StartupFiles.begin(tmp_path / "data"), "gatehouse.lock", "gatehouse.db", keep=True)
     assert (tmp_path / "data" / "gatehouse.db").exists()

@@ -59,11 +59,11 @@ class Answers:
 
 
 @asynccontextmanager
-async def watched(url: str, go_on: Answers) -> AsyncIterator[tuple[DatabaseClaim, asyncio.Task[str], Pauses]]:
+async def watched(url: str, may_resume: Answers) -> AsyncIterator[tuple[DatabaseClaim, asyncio.Task[str], Pauses]]:
     """Yield a claim whose watch has looked for the first time."""
     pauses = Pauses()
-    claim = await claim_database(url, wait_s=0, pause=pauses)
-    watch = asyncio.create_task(claim.lost(go_on))
+    claim = await claim_database(url, wait_s=0, sleep=pauses)
+    watch = asyncio.create_task(claim.lost(may_resume))
     await pauses.begun.get()
     try:
         yield claim, watch, pauses
@@ -88,7 +88,7 @@ def end_claims(url: str) -> None:
 
 async def test_a_second_gateway_is_refused_until_the_first_has_gone(empty_database_url: str) -> None:
     first = await claim_database(empty_database_url)
-    with pytest.raises(UnusableData, match="another Gatehouse uses"):
+    with pytest.raises(UnusableData, match="another Gatehouse is using"):
         await claim_database(empty_database_url, wait_s=0)
     await first.release()
 
@@ -100,7 +100,7 @@ async def test_a_second_gateway_is_refused_until_the_first_has_gone(empty_databa
 async def test_a_link_to_a_database_is_the_same_database(tmp_path: Path) -> None:
     (tmp_path / "link.db").symlink_to(tmp_path / "real.db")
     first = await claim_database(f"sqlite:///{tmp_path}/real.db")
-    with pytest.raises(UnusableData, match="another Gatehouse uses"):
+    with pytest.raises(UnusableData, match="another Gatehouse is using"):
         await claim_database(f"sqlite:///{tmp_path}/link.db")
     await first.release()
 
@@ -112,14 +112,14 @@ async def test_the_folder_of_a_new_database_is_made(tmp_path: Path) -> None:
 
 async def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UnusableData, match=r"file/x\.db\.claim cannot be used \(.*\): correct --database"):
+    with pytest.raises(UnusableData, match=r"cannot open .*file/x\.db\.claim \(.*\): correct --database"):
         await claim_database(f"sqlite:///{tmp_path}/file/x.db")
 
 
 async def test_commands_share_a_database_that_no_gateway_uses(empty_database_url: str) -> None:
     first = await claim_database(empty_database_url, shared=True, wait_s=0)
     second = await claim_database(empty_database_url, shared=True, wait_s=0)
-    with pytest.raises(UnusableData, match="another Gatehouse uses"):
+    with pytest.raises(UnusableData, match="another Gatehouse is using"):
         await claim_database(empty_database_url, wait_s=0)
     await first.release()
     await second.release()
@@ -127,14 +127,14 @@ async def test_commands_share_a_database_that_no_gateway_uses(empty_database_url
 
 async def test_a_command_is_refused_while_a_gateway_holds_the_database(empty_database_url: str) -> None:
     gateway = await claim_database(empty_database_url)
-    with pytest.raises(UnusableData, match="another Gatehouse uses"):
+    with pytest.raises(UnusableData, match="another Gatehouse is using"):
         await claim_database(empty_database_url, shared=True, wait_s=0)
     await gateway.release()
 
 
 async def test_a_gateway_waits_for_a_command_to_end(empty_database_url: str) -> None:
     command, pauses = await claim_database(empty_database_url, shared=True), Pauses()
-    gateway = asyncio.create_task(claim_database(empty_database_url, pause=pauses))
+    gateway = asyncio.create_task(claim_database(empty_database_url, sleep=pauses))
     await pauses.begun.get()
     await command.release()
     await pauses.end_all(gateway)
@@ -144,14 +144,14 @@ async def test_a_gateway_waits_for_a_command_to_end(empty_database_url: str) -> 
 
 @pytest.mark.postgres
 async def test_a_claim_whose_connection_has_gone_is_taken_again(database: str) -> None:
-    go_on = Answers()
-    async with watched(database, go_on) as (_, _, pauses):
+    may_resume = Answers()
+    async with watched(database, may_resume) as (_, _, pauses):
         end_claims(database)
         await pauses.next_look()
 
-        with pytest.raises(UnusableData, match="another Gatehouse uses"):
+        with pytest.raises(UnusableData, match="another Gatehouse is using"):
             await claim_database(database, wait_s=0)
-    assert go_on.asked == 1
+    assert may_resume.asked == 1
 
 
 @pytest.mark.postgres
@@ -161,7 +161,7 @@ async def test_a_claim_that_somebody_else_has_taken_is_lost(database: str) -> No
         other = await claim_database(database)
         pauses.ended.put_nowait(None)
 
-        assert await watch == "another Gatehouse took the database while the connection that claims it was gone"
+        assert await watch == "another Gatehouse claimed the database while the connection that held the claim was lost"
         await other.release()
 
 
@@ -171,32 +171,32 @@ async def test_a_claim_is_lost_when_somebody_else_has_had_the_database(database:
         end_claims(database)
         pauses.ended.put_nowait(None)
 
-        assert await watch == "another Gatehouse has used the database while the connection that claims it was gone"
+        assert await watch == "another Gatehouse used the database while the connection that held the claim was lost"
 
 
 @pytest.mark.postgres
 async def test_the_holder_is_asked_again_when_it_could_not_answer(database: str) -> None:
-    go_on = Answers(OSError("the database is gone again"))
-    async with watched(database, go_on) as (_, _, pauses):
+    may_resume = Answers(OSError("the database is gone again"))
+    async with watched(database, may_resume) as (_, _, pauses):
         end_claims(database)
         await pauses.next_look()
-        go_on.answer = True
+        may_resume.answer = True
         await pauses.next_look()
         await pauses.next_look()
-    assert go_on.asked == 2
+    assert may_resume.asked == 2
 
 
 @pytest.mark.postgres
 async def test_a_server_that_is_not_reached_is_tried_again(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = Answers()
-    async with watched(database, go_on) as (claim, watch, pauses):
+    may_resume = Answers()
+    async with watched(database, may_resume) as (claim, watch, pauses):
         monkeypatch.setattr(claim, "_server", "postgresql://nobody@127.0.0.1:1/nothing")
         end_claims(database)
         await pauses.next_look()
         assert not watch.done()
         monkeypatch.undo()
         await pauses.next_look()
-    assert go_on.asked == 1
+    assert may_resume.asked == 1
 
 
 @pytest.mark.postgres
@@ -210,7 +210,7 @@ async def test_a_session_of_our_own_that_the_server_kept_is_nobody_else(database
         while await pauses.begun.get() != database_claim.WATCH_INTERVAL_S:  # the server ends it a little later
             pauses.ended.put_nowait(None)
         assert not watch.done()
-        with pytest.raises(UnusableData, match="another Gatehouse uses"):
+        with pytest.raises(UnusableData, match="another Gatehouse is using"):
             await claim_database(database, wait_s=0)
         await kept.close()
 

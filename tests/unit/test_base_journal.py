@@ -16,10 +16,10 @@ import structlog
 
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES
-from appliance.base.journal import Journal, left_in
+from appliance.base.journal import Journal, remaining_records
 from tests.support.ledgers import poll_until
 
-BOTH = pytest.mark.parametrize("by_kernel", [False, True], ids=["thread", "kernel"])
+BOTH = pytest.mark.parametrize("use_aio", [False, True], ids=["thread", "kernel"])
 
 
 def _files_in(folder: Path) -> list[os.stat_result]:
@@ -27,45 +27,45 @@ def _files_in(folder: Path) -> list[os.stat_result]:
 
 
 @BOTH
-async def test_what_was_appended_is_found_after_a_death_in_its_order(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+async def test_what_was_appended_is_found_after_a_death_in_its_order(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", use_aio=use_aio)
     records = [b"record %d" % number for number in range(50)]
     numbers = await asyncio.gather(*(journal.append(record) for record in records))
     assert numbers == sorted(numbers)
-    assert left_in(tmp_path / "j") == records
+    assert remaining_records(tmp_path / "j") == records
 
 
 @BOTH
-async def test_nothing_is_left_of_records_that_stand_elsewhere_once_it_is_closed(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+async def test_nothing_is_left_of_records_that_stand_elsewhere_once_it_is_closed(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", use_aio=use_aio)
     journal.release([await journal.append(b"one"), await journal.append(b"two")])
     await journal.close()
-    assert left_in(tmp_path / "j") == []
+    assert remaining_records(tmp_path / "j") == []
 
 
 @BOTH
-async def test_closing_keeps_what_stands_nowhere_else(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+async def test_closing_keeps_what_stands_nowhere_else(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", use_aio=use_aio)
     number = await journal.append(b"one")
     await journal.append(b"two")
     journal.release([number])
     await journal.close()
-    assert b"two" in left_in(tmp_path / "j")
+    assert b"two" in remaining_records(tmp_path / "j")
 
 
 @BOTH
-async def test_closing_writes_what_waits(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+async def test_closing_writes_what_waits(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", use_aio=use_aio)
     waiting = [asyncio.create_task(journal.append(b"%d" % number)) for number in range(5)]
     await asyncio.sleep(0)
     await journal.close()
     await asyncio.gather(*waiting)
-    assert len(left_in(tmp_path / "j")) == 5
+    assert len(remaining_records(tmp_path / "j")) == 5
 
 
 @BOTH
-async def test_a_journal_that_is_closed_touches_no_file_of_others_that_has_its_number(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+async def test_a_journal_that_is_closed_touches_no_file_of_others_that_has_its_number(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", use_aio=use_aio)
     journal.release([await journal.append(b"one")])
     await journal.close()
     others = [os.memfd_create("other") for _ in range(8)]
@@ -80,8 +80,8 @@ async def test_a_journal_that_is_closed_touches_no_file_of_others_that_has_its_n
 
 
 @BOTH
-async def test_what_is_appended_while_the_journal_is_closed_is_refused_or_found(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+async def test_what_is_appended_while_the_journal_is_closed_is_refused_or_found(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", use_aio=use_aio)
     told: list[bytes] = []
 
     async def append_until_refused(name: int) -> None:
@@ -96,22 +96,22 @@ async def test_what_is_appended_while_the_journal_is_closed_is_refused_or_found(
     await journal.close()
     async with asyncio.timeout(60):
         await asyncio.gather(*tasks)
-    assert set(left_in(tmp_path / "j")) == set(told)
+    assert set(remaining_records(tmp_path / "j")) == set(told)
 
 
 @BOTH
-async def test_a_cleared_journal_is_empty_whatever_it_held(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+async def test_a_cleared_journal_is_empty_whatever_it_held(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", use_aio=use_aio)
     await asyncio.gather(*(journal.append(b"of an earlier life %d" % number) for number in range(30)))
-    later = Journal(tmp_path / "j", by_kernel=by_kernel)
+    later = Journal(tmp_path / "j", use_aio=use_aio)
     later.clear()
     await later.append(b"of an earlier life 0")
-    assert left_in(tmp_path / "j") == [b"of an earlier life 0"]
+    assert remaining_records(tmp_path / "j") == [b"of an earlier life 0"]
 
 
 @BOTH
-async def test_two_files_take_turns_and_neither_grows(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", file_bytes=4000, by_kernel=by_kernel)
+async def test_two_files_take_turns_and_neither_grows(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", file_bytes=4000, use_aio=use_aio)
     for number in range(500):
         journal.release([await journal.append(b"record %d" % number)])
     sizes = [status.st_size for status in _files_in(tmp_path)]
@@ -120,21 +120,21 @@ async def test_two_files_take_turns_and_neither_grows(tmp_path: Path, by_kernel:
 
 
 @BOTH
-async def test_a_file_with_a_record_that_stands_nowhere_else_is_not_used_again(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", file_bytes=500, by_kernel=by_kernel)
+async def test_a_file_with_a_record_that_stands_nowhere_else_is_not_used_again(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", file_bytes=500, use_aio=use_aio)
     await journal.append(b"held")
     for number in range(200):
         journal.release([await journal.append(b"record %d" % number)])
-    assert b"held" in left_in(tmp_path / "j")
+    assert b"held" in remaining_records(tmp_path / "j")
 
 
 @pytest.mark.parametrize("seed", range(20))
 @BOTH
 async def test_whenever_a_process_dies_what_was_held_is_left_and_what_was_torn_is_not(
-    tmp_path: Path, by_kernel: bool, seed: int
+    tmp_path: Path, use_aio: bool, seed: int
 ) -> None:
     chance = random.Random(seed)
-    journal = Journal(tmp_path / "j", file_bytes=400, by_kernel=by_kernel)
+    journal = Journal(tmp_path / "j", file_bytes=400, use_aio=use_aio)
     held: dict[int, bytes] = {}
     told: set[bytes] = set()
     for step in range(chance.randrange(5, 80)):
@@ -150,7 +150,7 @@ async def test_whenever_a_process_dies_what_was_held_is_left_and_what_was_torn_i
     torn = b"".join(journal_module._line(journal._next_number + index, b"torn") for index in range(3))
     cut = chance.randrange(len(torn))
     os.pwrite(file, torn[:cut] if chance.random() < 0.5 else bytes(cut) + torn[cut:], end)
-    left = left_in(tmp_path / "j")
+    left = remaining_records(tmp_path / "j")
     assert set(held.values()) <= set(left)
     assert set(left) <= told | {b"torn"}
     assert len(left) == len(set(left)) + max(0, left.count(b"torn") - 1)
@@ -178,29 +178,29 @@ async def test_a_write_that_fails_is_told_and_the_next_one_takes_its_place(
     failing = False
     await poll_until(lambda: journal.last_error is None)
     await journal.append(b"after")
-    assert left_in(tmp_path / "j") == [b"before", b"after"]
+    assert remaining_records(tmp_path / "j") == [b"before", b"after"]
 
 
 @BOTH
-async def test_who_is_cancelled_holds_nothing(tmp_path: Path, by_kernel: bool) -> None:
-    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+async def test_who_is_cancelled_holds_nothing(tmp_path: Path, use_aio: bool) -> None:
+    journal = Journal(tmp_path / "j", use_aio=use_aio)
     task = asyncio.create_task(journal.append(b"left"))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait({task})
     await journal.append(b"right")
-    assert list(journal._held.values()) == [None]
+    assert list(journal._unreleased.values()) == [None]
 
 
 @pytest.mark.parametrize("record", [b"", b"two\nlines"])
 async def test_a_record_is_one_line(tmp_path: Path, record: bytes) -> None:
-    with pytest.raises(ValueError, match="one line"):
+    with pytest.raises(ValueError, match="one non-empty line"):
         await Journal(tmp_path / "j").append(record)
 
 
 @BOTH
-async def test_the_files_are_for_their_owner_alone(tmp_path: Path, by_kernel: bool) -> None:
-    await Journal(tmp_path / "j", by_kernel=by_kernel).close()
+async def test_the_files_are_for_their_owner_alone(tmp_path: Path, use_aio: bool) -> None:
+    await Journal(tmp_path / "j", use_aio=use_aio).close()
     assert {status.st_mode & 0o777 for status in _files_in(tmp_path)} == {0o600}
 
 
@@ -211,13 +211,13 @@ async def test_what_is_left_comes_in_its_order_from_whichever_file(tmp_path: Pat
     journal.release(numbers)
     for record in records[12:]:
         await journal.append(record)
-    left = left_in(tmp_path / "j")
+    left = remaining_records(tmp_path / "j")
     assert left == sorted(left, key=records.index)
     assert set(records[12:]) <= set(left)
 
 
 async def test_looking_at_what_is_left_makes_no_file(tmp_path: Path) -> None:
-    assert left_in(tmp_path / "j") == []
+    assert remaining_records(tmp_path / "j") == []
     assert _files_in(tmp_path) == []
 
 
@@ -232,7 +232,7 @@ async def test_no_error_ends_the_thread(tmp_path: Path, monkeypatch: pytest.Monk
         assert [line["event"] for line in logs if line.get("exc_info")] != []  # with its traceback
     await poll_until(lambda: journal.last_error is None)
     await journal.append(b"after")
-    assert left_in(tmp_path / "j") == [b"after"]
+    assert remaining_records(tmp_path / "j") == [b"after"]
 
 
 def _no_memory(*_arguments: Any) -> int:
@@ -247,9 +247,9 @@ async def test_a_thread_that_cannot_be_started_holds_nothing_and_is_tried_again(
         failing.setattr(Thread, "start", _no_thread)
         with pytest.raises(RuntimeError):
             await journal.append(b"refused")
-    assert not journal._held
+    assert not journal._unreleased
     await asyncio.wait_for(journal.append(b"after"), 60)
-    assert left_in(tmp_path / "j") == [b"after"]
+    assert remaining_records(tmp_path / "j") == [b"after"]
 
 
 def _no_thread(*_arguments: Any) -> None:
@@ -276,7 +276,7 @@ async def test_closing_does_not_wait_for_a_write_that_does_not_return(tmp_path: 
     await journal.close()
     answers.set()
     await waiting
-    assert left_in(tmp_path / "j") == [b"one"]
+    assert remaining_records(tmp_path / "j") == [b"one"]
 
 
 async def test_what_one_call_does_not_write_the_next_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ async def test_what_one_call_does_not_write_the_next_does(tmp_path: Path, monkey
     journal = Journal(tmp_path / "j", file_bytes=300)
     for number in range(12):
         await journal.append(b"record %d" % number)
-    assert len(left_in(tmp_path / "j")) == 12
+    assert len(remaining_records(tmp_path / "j")) == 12
     journal.clear()
     assert _contents(tmp_path) == [bytes(BLOCK_BYTES), bytes(BLOCK_BYTES)]
 
@@ -302,13 +302,13 @@ def _harm(folder: Path, harm: str) -> None:
 @BOTH
 @pytest.mark.parametrize("harm", ["deleted", "cut short"])
 async def test_a_file_that_is_harmed_while_it_is_in_use_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str, by_kernel: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str, use_aio: bool
 ) -> None:
     monkeypatch.setattr(journal_module, "RETRY_S", 0.0)
-    journal = Journal(tmp_path / "j", file_bytes=4096, by_kernel=by_kernel)
+    journal = Journal(tmp_path / "j", file_bytes=4096, use_aio=use_aio)
     for number in range(8):
         journal.release([await journal.append(b"before %d" % number)])
     _harm(tmp_path, harm)
     await journal.append(b"after")
-    assert left_in(tmp_path / "j")[-1:] == [b"after"]
+    assert remaining_records(tmp_path / "j")[-1:] == [b"after"]
     assert [status.st_size for status in _files_in(tmp_path)] == [4096, 4096]

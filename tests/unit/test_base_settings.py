@@ -73,7 +73,7 @@ def test_a_model_may_have_settings_of_its_engine_that_the_others_have_not(
     file: str, environ: dict[str, str], tmp_path: Path
 ) -> None:
     found = load(tmp_path, file, environ)
-    plain, awq = (found.of_model(model) for model in found.models)
+    plain, awq = (found.for_model(model) for model in found.models)
     assert found.models[1] == ModelSettings("/m/awq", {"quantization": "awq", "max_model_len": 4096})
     assert (plain.quantization, plain.max_model_len, plain.max_num_seqs) == ("int8", None, 8)
     assert (awq.quantization, awq.max_model_len, awq.max_num_seqs) == ("awq", 4096, 8)
@@ -82,18 +82,21 @@ def test_a_model_may_have_settings_of_its_engine_that_the_others_have_not(
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        ("{'model'='/m', 'quantisation'='int8'}", "names /m with an unknown setting of engines: quantisation"),
+        ("{'model'='/m', 'quantisation'='int8'}", "has an unknown engine setting for /m: quantisation"),
         (
             "{'model'='/m', 'port'=1}",
-            "names /m with port, a setting of the appliance and not of one model: it belongs above the first",
+            "has an invalid setting for /m: port is a setting of the whole appliance; put it above the first",
         ),
-        ("{'model'='/m', 'quantization'='int3'}", "names /m with quantization, which must be one of int8, fp8, none"),
-        ("{'model'='/m', 'max_num_seqs'=true}", "names /m with max_num_seqs, which must be a whole number from 1 to 1024"),
+        ("{'model'='/m', 'quantization'='int3'}", "has an invalid setting for /m: quantization must be one of int8, fp8, none"),
+        (
+            "{'model'='/m', 'max_num_seqs'=true}",
+            "has an invalid setting for /m: max_num_seqs must be a whole number from 1 to",
+        ),
         (
             "{'model'='/m', 'gpu_memory_utilization'=0.5}",
-            "names /m with gpu_memory_utilization, which is set for all models of a GPU",
+            "has an invalid setting for /m: gpu_memory_utilization is shared by all models on a GPU",
         ),
-        ("{'quantization'='int8'}", "must be a list of paths or names, or of tables with model and settings of its engine"),
+        ("{'quantization'='int8'}", "must be a list of paths or names, or of tables with the key model and engine settings"),
         ("{'model'=' '}", "must be a list of paths or names"),
         ("' '", "must be a list of paths or names"),
     ],
@@ -125,8 +128,8 @@ def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text:
         ("port = true", {}, {}, "port .* whole number"),
         ("request_deadline_s = 0.5", {}, {}, "request_deadline_s in .*gatehouse.toml must be .* from 1 to 86400"),
         (f"drain_timeout_s = {'9' * 400}", {}, {}, "drain_timeout_s in .*gatehouse.toml must be a number of seconds"),
-        pytest.param(f"port = {'9' * 5000}", {}, {}, "gatehouse.toml is not TOML", id="too many digits"),
-        pytest.param(f"models = {'[' * 5000}", {}, {}, "gatehouse.toml is not TOML", id="too deep"),
+        pytest.param(f"port = {'9' * 5000}", {}, {}, "gatehouse.toml is not valid TOML", id="too many digits"),
+        pytest.param(f"models = {'[' * 5000}", {}, {}, "gatehouse.toml is not valid TOML", id="too deep"),
         ("", {"GATEHOUSE_PORT": "70000"}, {}, "GATEHOUSE_PORT must be a whole number"),
         ("", {"GATEHOUSE_DEVICE": "tpu"}, {}, "GATEHOUSE_DEVICE must be one of auto, cuda, cpu"),
         ("", {"GATEHOUSE_DATABASE_URL": "mysql://x"}, {}, "GATEHOUSE_DATABASE_URL must begin with"),
@@ -134,13 +137,18 @@ def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text:
         ("", {"GATEHOUSE_SECURE_COOKIES": "maybe"}, {}, "GATEHOUSE_SECURE_COOKIES must be true or false"),
         ("", {"GATEHOUSE_DRAIN_TIMEOUT_S": "nan"}, {}, "GATEHOUSE_DRAIN_TIMEOUT_S must be a number of seconds"),
         ("", {"GATEHOUSE_ADMIN_EMAIL": "alice"}, {}, "GATEHOUSE_ADMIN_EMAIL must be an e-mail address"),
-        ("", {"GATEHOUSE_HOST": " "}, {}, "GATEHOUSE_HOST must be a string"),
+        ("", {"GATEHOUSE_HOST": " "}, {}, "GATEHOUSE_HOST must be a non-empty string"),
         ("models = [1]", {}, {}, "models in .* must be a list"),
         ("currency = 'EURO'", {}, {}, "currency in"),
         ("data_dir = '/x'", {}, {}, "data_dir cannot be set in"),
-        ("port = ", {}, {}, "gatehouse.toml is not TOML"),
-        ("kv_cache_bytes = '4 MB'", {}, {}, "kv_cache_bytes .* must be from 1048576 to .*, or a number and KiB, MiB or GiB"),
-        ("max_body_bytes = 1", {}, {}, "max_body_bytes .* must be from 1024 to .*, or a number and KiB, MiB or GiB"),
+        ("port = ", {}, {}, "gatehouse.toml is not valid TOML"),
+        (
+            "kv_cache_bytes = '4 MB'",
+            {},
+            {},
+            "kv_cache_bytes .* must be from 1048576 to .*, or a whole number with the unit KiB",
+        ),
+        ("max_body_bytes = 1", {}, {}, "max_body_bytes .* must be from 1024 to .*, or a whole number with the unit KiB"),
         ("block_size = 24", {}, {}, "block_size .* must be a power of two from 1 to 1024"),
         ("block_size = 2048", {}, {}, "block_size .* must be a power of two from 1 to 1024"),
         ("block_size = 0", {}, {}, "block_size .* must be a power of two from 1 to 1024"),
@@ -153,12 +161,12 @@ def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text:
         ("enable_prefix_caching = 2", {}, {}, "enable_prefix_caching .* must be true or false"),
         ("scheduling_policy = 'random'", {}, {}, "scheduling_policy .* must be one of fair, fcfs"),
         ("inter_token_target_ms = 'soon'", {}, {}, "inter_token_target_ms .* must be a number"),
-        ("shared_prefixes = ['/nowhere/a']", {}, {}, "shared_prefixes .* must name files; /nowhere/a is not a file"),
+        ("shared_prefixes = ['/nowhere/a']", {}, {}, "shared_prefixes .* must list existing files; /nowhere/a is not a file"),
         ("shared_prefixes = 5", {}, {}, "shared_prefixes .* must be a list of files"),
         ("speculative = 5", {}, {}, "speculative .* must be off, a JSON object or a table"),
-        ("[speculative]\nmethod = 'magic'", {}, {}, "speculative .* needs a method, one of ngram, draft_model"),
+        ("[speculative]\nmethod = 'magic'", {}, {}, "speculative .* requires method to be one of ngram, draft_model"),
         ("[speculative]\nmethod = 'ngram'\ntokens = 4", {}, {}, "speculative .* unknown key: tokens"),
-        ("[speculative]\nmethod = 'draft_model'", {}, {}, "speculative .* needs a model"),
+        ("[speculative]\nmethod = 'draft_model'", {}, {}, "speculative .* requires model"),
         (
             "[speculative]\nmethod = 'draft_model'\nmodel = '/nowhere'",
             {},
@@ -209,7 +217,7 @@ def test_paths_of_shared_prefixes_fit_one_argument_of_a_process(tmp_path: Path) 
     file.write_text("You are helpful.")
     most = 65536 // len(f'"{file}", ')
     assert len(load(tmp_path, shared_prefixes=[str(file)] * most).shared_prefixes) == most
-    with pytest.raises(SettingsError, match="shared_prefixes must name files whose paths have at most 65536 characters"):
+    with pytest.raises(SettingsError, match="shared_prefixes must list files whose paths have at most 65536 characters"):
         load(tmp_path, shared_prefixes=[str(file)] * (most + 1))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.base.spreadsheet import FORMULA_STARTS, plain_text
+from appliance.base.spreadsheet import FORMULA_STARTS, escape_formulas
 from appliance.cli.invoices import events_csv
 
 REPO = Path(__file__).resolve().parents[2]
@@ -16,22 +16,22 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("start", FORMULA_STARTS)
 def test_a_formula_gets_an_apostrophe(start: str) -> None:
-    assert plain_text(f"{start}1+1") == f"'{start}1+1"
+    assert escape_formulas(f"{start}1+1") == f"'{start}1+1"
 
 
 @pytest.mark.parametrize("start", FORMULA_STARTS)
 def test_a_formula_behind_a_semicolon_begins_a_cell_in_many_countries(start: str) -> None:
-    assert plain_text(f"Bob;{start}1+1;{start}2") == f"Bob;'{start}1+1;'{start}2"
+    assert escape_formulas(f"Bob;{start}1+1;{start}2") == f"Bob;'{start}1+1;'{start}2"
 
 
 def test_a_formula_in_quotes_behind_a_semicolon_begins_a_cell_too() -> None:
     """A quote is doubled in the file: where semicolons divide it, `""=1+1` is an empty quoted text and what is behind it."""
-    assert plain_text('Bob;"=1+1;""=2') == """Bob;'"=1+1;'""=2"""
+    assert escape_formulas('Bob;"=1+1;""=2') == """Bob;'"=1+1;'""=2"""
 
 
 @pytest.mark.parametrize("text", ["", "demo", "1+1", "Bob; Söhne", "a;b=c", 'a;"b"', "a=b", "'=1", " =1"])
 def test_any_other_text_stays(text: str) -> None:
-    assert plain_text(text) == text
+    assert escape_formulas(text) == text
 
 
 @pytest.mark.parametrize("start", FORMULA_STARTS)

@@ -202,7 +202,7 @@ def test_a_data_folder_that_cannot_be_used_is_told(typed: Any, tmp_path: Path) -
     (tmp_path / "file").write_text("")
     below = typed("serve", "--data-dir", str(tmp_path / "file" / "data"))
     assert below.status == 1
-    assert "choose a folder of your own with --data-dir" in below.err
+    assert "choose another folder with --data-dir" in below.err
     itself = typed("tenants", "list", "--data-dir", str(tmp_path / "file"), "--json")
     assert itself.status == 2
     assert itself.json()["error"]["code"] == "invalid_setting"

@@ -200,7 +200,7 @@ async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_
     async with database.reading() as connection:
         first, last = await connection.run_sync(spender.budgets._due_alerts, clock.now().date())
     async with database.writing() as connection:
-        await counters.locked(connection, counters.POSTING)  # as whoever settles
+        await counters.lock(connection, counters.POSTING)  # as whoever settles
         await connection.run_sync(spender.budgets._enqueue, [last])
         sweeping = asyncio.create_task(spender.budgets.sweep())
         await poll_until(lambda: database.kind == "sqlite" or _somebody_waits(database_url))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from typing import cast as typed
 
-from appliance.base.database_claim import GoOn
+from appliance.base.database_claim import MayResume
 from appliance.base.db import Database
 from appliance.serving.claim_watch import stop_when_claim_lost
 from tests.support.cast import Cast
@@ -19,9 +19,9 @@ class TakenAgain:
 
     goes_on = False
 
-    async def lost(self, go_on: GoOn) -> str:
+    async def lost(self, may_resume: MayResume) -> str:
         """Ask once."""
-        self.goes_on = await go_on()
+        self.goes_on = await may_resume()
         return "the server is gone"
 
     async def release(self) -> None:

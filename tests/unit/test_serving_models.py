@@ -232,7 +232,7 @@ def test_as_many_shared_prefixes_as_a_setting_takes_an_engine_takes(tmp_path: Pa
     (tmp_path / "prefix.txt").write_text("You are helpful.")
     prefixes = [str(tmp_path / "prefix.txt")] * 256
     assert len(options_of(folder, shared_prefixes=prefixes).shared_prefixes) == 256
-    with pytest.raises(SettingsError, match="shared_prefixes must name at most 256 files"):
+    with pytest.raises(SettingsError, match="shared_prefixes must list at most 256 files"):
         options_of(folder, shared_prefixes=[*prefixes, prefixes[0]])
 
 

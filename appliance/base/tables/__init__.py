@@ -1,4 +1,4 @@
-"""The tables of both databases, as SQLAlchemy Core. Queries stand with the modules that own the rows, not here.
+"""The tables for both databases, in SQLAlchemy Core. Queries are in the modules that own the rows.
 
 Ids are text, times are UTC, tokens and money are 64-bit integers (pico-units unless the name says otherwise), lists are JSON.
 """

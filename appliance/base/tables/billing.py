@@ -1,4 +1,4 @@
-"""Invoices, what is sent to the outside, and who changed what."""
+"""Tables of billing: invoices, allowances, alerts, and the audit log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sqlalchemy import (
 
 from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json
 
-# What belongs to the box and is changed at run time: `seller` (who writes the invoices), `hardware` (what the box costs).
+# Appliance-wide records that change at run time: `seller` (the issuer of invoices) and `hardware` (the cost of the hardware).
 box_records = Table(
     "box_records",
     metadata,
@@ -28,7 +28,7 @@ box_records = Table(
     Column("updated_at", UtcDateTime, nullable=False),
 )
 
-# Money that a tenant need not pay each month, from `first_month` on until a later row takes its place.
+# A tenant's free monthly amount, valid from `first_month` until a later row replaces it.
 free_allowances = Table(
     "free_allowances",
     metadata,
@@ -40,8 +40,8 @@ free_allowances = Table(
     UniqueConstraint("tenant_id", "first_month"),
 )
 
-# A draft is computed when it is asked for; a closed one never changes: all that it says is stored. It covers the events of its
-# month with `posting <= through_posting`, and of earlier months what came after they were closed.
+# A draft is computed on demand; a closed invoice is immutable and stored completely. It covers the events of its month with
+# `posting <= through_posting`, and events of earlier months that were posted after those were closed.
 invoices = Table(
     "invoices",
     metadata,
@@ -62,7 +62,7 @@ invoices = Table(
 )
 
 # `kind`: prompt, cached_prompt, completion, rejected_draft, adjustment, free_allowance. `batch`: tokens of batch work. Exact
-# costs are decimal texts: they may pass 64 bits, and no database rounds a text.
+# costs are stored as decimal text: they may exceed 64 bits, and text is never rounded.
 invoice_lines = Table(
     "invoice_lines",
     metadata,
@@ -79,8 +79,8 @@ invoice_lines = Table(
     Column("rounded_micros", BigInteger, nullable=False),
 )
 
-# Where alerts go. `tenant_id` NULL hears of every tenant. Secrets are sealed; after a rotation the previous one signs as well
-# until `previous_secret_until`. What was sent to a removed one stays readable.
+# Targets of alerts. `tenant_id` NULL receives alerts of every tenant. Secrets are sealed; after a rotation the previous secret
+# also signs until `previous_secret_until`. Rows are kept after removal, so that past deliveries stay readable.
 webhooks = Table(
     "webhooks",
     metadata,
@@ -97,9 +97,9 @@ webhooks = Table(
     Column("created_at", UtcDateTime, nullable=False),
 )
 
-# Written in the transaction of what it tells of, removed never, delivered at least once. `dedupe_key` makes a second telling of
-# the same thing impossible. While an attempt runs, `claimed_at` is when it began and `next_attempt_at` when another may begin;
-# NULL in both and not delivered: given up.
+# Transactional outbox of alerts: written with the change that causes them, never removed, delivered at least once. `dedupe_key`
+# prevents a second alert for the same cause. During an attempt `claimed_at` is its start and `next_attempt_at` the earliest
+# start of another one. Both NULL and not delivered: abandoned.
 outbox = Table(
     "outbox",
     metadata,
@@ -118,8 +118,8 @@ outbox = Table(
     Index("ix_outbox_webhook_id_id", "webhook_id", "id"),
 )
 
-# Append-only and chained: `hash` is over the row and `previous_hash`. `before` and `after` hold no secrets; they are canonical
-# JSON as text, so that what was hashed is what is stored. Triggers refuse UPDATE and DELETE.
+# Append-only hash chain: `hash` covers the row and `previous_hash`. `before` and `after` contain no secrets; they are canonical
+# JSON stored as text, so that the stored bytes are those hashed. Triggers refuse UPDATE and DELETE.
 audit_log = Table(
     "audit_log",
     metadata,
@@ -142,8 +142,8 @@ audit_log = Table(
     sqlite_autoincrement=True,
 )
 
-# One row: how many entries the log has and the hash of the last. Whoever appends locks it, so that the chain cannot fork; a cut
-# end shows because it says more.
+# One row: the number of entries and the hash of the last one. Appending locks it, so that the chain cannot fork. It reveals a
+# truncated log, which has fewer entries.
 audit_head = Table(
     "audit_head",
     metadata,

@@ -1,4 +1,4 @@
-"""What the columns of every table are made of: the metadata, aware UTC times, sequences, and the groups that tables share."""
+"""Building blocks of the tables: metadata, UTC datetimes, sequence columns, and column groups shared by several tables."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ metadata = MetaData(
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An aware UTC time in both databases. SQLite forgets the zone, so it is put back on reading; naive values are refused."""
+    """An aware UTC datetime in both databases. SQLite drops the time zone, so it is restored on reading."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Return `value` in UTC; raise ValueError if it has no zone."""
+        """Return `value` in UTC. Raises ValueError if it is naive."""
         if value is None:
             return None
         if value.tzinfo is None:
-            raise ValueError("a time without a zone cannot be stored")
+            raise ValueError("a time without a time zone cannot be stored")
         moment = value.astimezone(UTC)
         return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
 
     def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:  # noqa: ARG002 - SQLAlchemy's signature
-        """Return the stored time as aware UTC."""
+        """Return the stored time as an aware UTC datetime."""
         if value is None:
             return None
         stored: datetime = value
@@ -41,22 +41,22 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 def limit_columns() -> list[Column[Any]]:
-    """Return the limit columns that tenants, keys and models share; NULL means no limit at this level."""
+    """Return the limit columns of tenants, keys and models. NULL means no limit at this level."""
     names = ("tokens_per_minute", "requests_per_minute", "concurrent_requests", "tokens_per_day", "monthly_budget_micros")
     return [Column(name, BigInteger, nullable=True) for name in names]
 
 
 def sum_columns() -> list[Column[Any]]:
-    """Return the columns that every sum of settled events has. The cost is two halves, so that no sum of them can pass 64 bits:
+    """Return the columns of sums of settled events. The cost is split in two, so that no sum of either part can exceed 64 bits:
     cost = cost_high * 10^9 + cost_low."""
     tokens = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
     return [Column(name, BigInteger, nullable=False) for name in ("requests", *tokens, "cost_high", "cost_low")]
 
 
 def optional_json(name: str) -> Column[Any]:
-    """Return a JSON column in which nothing is SQL's NULL."""
+    """Return a nullable JSON column that stores None as SQL NULL."""
     return Column(name, JSON(none_as_null=True), nullable=True)
 
 
-# Sequences where order matters are BIGINT; INTEGER on SQLite, where only that counts up by itself.
+# Autoincrementing primary keys: BIGINT, but INTEGER on SQLite, which autoincrements only that.
 Sequence = BigInteger().with_variant(Integer, "sqlite")

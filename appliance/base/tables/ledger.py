@@ -1,4 +1,4 @@
-"""What was used and what it cost: prices, epochs, usage events, their sums, and the history of requests."""
+"""Tables of the ledger: prices, epochs, usage events and their sums, and the history of requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sqlalchemy import (
 
 from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json, sum_columns
 
-# Never changed, and never removed once begun. `tier_percents` maps a tier to the percentage of the price that it pays; what is
-# missing pays all of it. `rejected_draft` is the price of speculative tokens that were computed and thrown away.
+# Never changed, and never removed once in force. `tier_percents` maps a tier to the percentage of the price that it pays,
+# 100 for tiers not listed. `rejected_draft` is the price of speculative tokens that were computed and discarded.
 prices = Table(
     "prices",
     metadata,
@@ -38,8 +38,8 @@ prices = Table(
     UniqueConstraint("model", "currency", "effective_from"),
 )
 
-# One row per start of the gateway. A pending event of an epoch that is not the running one belongs to a dead process. An epoch
-# ends in order, or when the next one begins: then it can write no new event.
+# One row per start of the gateway. A pending event of any epoch but the current one belongs to a dead process. An epoch ends
+# with an orderly shutdown or when the next one begins; from then on it can write no new events.
 epochs = Table(
     "epochs",
     metadata,
@@ -50,7 +50,7 @@ epochs = Table(
     Column("ended_at", UtcDateTime, nullable=True),
 )
 
-# Numbers without gaps, taken inside the transaction that uses them: the row is locked until it ends.
+# Gapless counters: a number is taken inside the transaction that uses it, which locks the row until it ends.
 counters = Table(
     "counters",
     metadata,
@@ -58,15 +58,15 @@ counters = Table(
     Column("value", BigInteger, nullable=False),
 )
 
-# pending -> posted | voided | recovered, once, by a conditional UPDATE on status. Money columns change in that update alone;
-# while pending, the token columns are checkpoints of what the engine has counted so far.
-#   posting            order in which events got their final state, from 1 without gaps; NULL while pending
-#   billing_day        the day of admission in the billing time zone: its month is the month of the invoice
-#   batch              it asked for the service tier flex: batch priority, and the batch share of the price
-#   price_basis_points share of the price that is paid, by tier and batch: 10000 is all of it
-#   rejected_tokens    speculative tokens that were computed and thrown away
-#   cause              why it ended early, where finish_reason alone does not say it
-#   corrects_id        of an adjustment: the event that it corrects; its counts and cost are signed
+# pending -> posted | voided | recovered, once, by a conditional UPDATE on status. Money columns change only in that update;
+# while pending, the token columns are checkpoints of the engine's counts so far.
+#   posting            order in which events reached their final state, from 1 without gaps; NULL while pending
+#   billing_day        day of admission in the billing time zone, which decides the month of the invoice
+#   batch              requested with service tier flex: batch priority and batch price
+#   price_basis_points fraction of the price that is charged, by tier and batch; 10000 is the full price
+#   rejected_tokens    speculative tokens that were computed and discarded
+#   cause              why it ended early, where finish_reason is not specific enough
+#   corrects_id        of an adjustment: the corrected event; an adjustment has signed counts and cost
 usage_events = Table(
     "usage_events",
     metadata,
@@ -109,7 +109,7 @@ usage_events = Table(
     Index("ix_usage_events_key_id_admitted_at", "key_id", "admitted_at"),
     Index("ix_usage_events_tenant_id_billing_day", "tenant_id", "billing_day"),
     Index("ix_usage_events_admitted_at", "admitted_at"),
-    # What a tenant's invoice has of months that were closed before: what was posted since.
+    # For a tenant's invoice: events of closed months that were posted after the close.
     Index(
         "ix_usage_events_tenant_id_posting",
         "tenant_id",
@@ -124,7 +124,7 @@ usage_events = Table(
         sqlite_where=text("status = 'pending'"),
         postgresql_where=text("status = 'pending'"),
     ),
-    # The corrections of a request; the request itself has an index of its own.
+    # The corrections of a request; its usage event is in uq_usage_events_request_id.
     Index(
         "ix_usage_events_adjustments",
         "request_id",
@@ -134,8 +134,8 @@ usage_events = Table(
     sqlite_autoincrement=True,
 )
 
-# Sums of settled events, written in the transaction that settles them; they can be dropped and built again. `bucket` is
-# minute, hour or day (of the billing time zone); `start_at` its beginning in UTC.
+# Sums of settled events, updated in the transaction that settles them; they can be rebuilt from the events. `bucket` is
+# minute, hour or day (in the billing time zone); `start_at` is its start in UTC.
 usage_rollups = Table(
     "usage_rollups",
     metadata,
@@ -146,13 +146,13 @@ usage_rollups = Table(
     Column("model", String(200), primary_key=True),
     Column("currency", String(3), primary_key=True),
     *sum_columns(),
-    # Of one tenant, or one key of it: the sums of all others lie between its own.
+    # For reports on one tenant or key: in the primary key's order its rows lie between those of all others.
     Index("ix_usage_rollups_tenant_id_bucket_start_at_key_id", "tenant_id", "bucket", "start_at", "key_id"),
-    sqlite_with_rowid=False,  # rows lie in the order of the key: a report reads neighbours
+    sqlite_with_rowid=False,  # clustered by primary key: a report reads adjacent rows
 )
 
-# The rows of usage_rollups added up over tenants and keys, and written with them: a busy hour has hundreds of those, and of
-# these as many as models were used in it.
+# usage_rollups added up over tenants and keys, and updated with it: a busy hour has hundreds of rows there, but only one per
+# model here.
 usage_box_rollups = Table(
     "usage_box_rollups",
     metadata,
@@ -164,8 +164,8 @@ usage_box_rollups = Table(
     sqlite_with_rowid=False,
 )
 
-# How full the buckets of limits were, so that a restart forgets no debt. `owner` names a tenant, a key or `model`; `model` is
-# empty for the limits over all models. Levels are in the bucket's own units (1/60 000 000 token).
+# Levels of the limits' token buckets, so that they survive a restart. `owner` is the id of a tenant or key, or `model`; `model`
+# is empty for limits across all models. Levels are in the bucket's own units (1/60 000 000 token).
 limit_levels = Table(
     "limit_levels",
     metadata,
@@ -177,7 +177,7 @@ limit_levels = Table(
     Column("saved_at", UtcDateTime, nullable=False),
 )
 
-# What the console shows of a past request. Prunable; nothing here is money.
+# Past requests as shown in the console. May be pruned: billing does not use it.
 requests = Table(
     "requests",
     metadata,
@@ -205,6 +205,6 @@ requests = Table(
     Column("finished_at", UtcDateTime, nullable=True),
     Index("ix_requests_admitted_at", "admitted_at"),
     Index("ix_requests_tenant_id_admitted_at", "tenant_id", "admitted_at"),
-    # Of a model that few ask for: with a page full of a common one, the newest requests are enough.
+    # For rarely used models: a page of a common model is filled by the newest requests anyway.
     Index("ix_requests_model_admitted_at", "model", "admitted_at"),
 )

@@ -1,4 +1,4 @@
-"""Tenants, keys, and the people and tokens that administer them."""
+"""Tables of tenants, keys, members and administrator tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from sqlalchemy import JSON, BigInteger, Boolean, Column, ForeignKey, Integer, S
 
 from appliance.base.tables.columns import UtcDateTime, limit_columns, metadata, optional_json
 
-# `model_limits` maps a model's name to limits of this tenant (or key) for that model alone. `limit_mode` is enforce or shadow.
-# `currency` is what the tenant is billed in: one that was chosen stays after its first event, and NULL follows the appliance's
-# currency. `billing` is the address on its invoices.
+# `model_limits` maps a model's name to limits of this tenant (or key) for that model only. `limit_mode` is enforce or shadow.
+# `currency` is the billing currency: fixed after the first event if set; NULL follows the appliance's currency. `billing` is
+# the buyer on its invoices.
 tenants = Table(
     "tenants",
     metadata,
@@ -29,7 +29,7 @@ tenants = Table(
     Column("created_at", UtcDateTime, nullable=False),
 )
 
-# A key that was rotated with a grace period expires at its end and names its successor.
+# A key that was rotated with a grace period expires at its end; `replaced_by` is its successor.
 api_keys = Table(
     "api_keys",
     metadata,
@@ -51,7 +51,7 @@ api_keys = Table(
     Column("created_at", UtcDateTime, nullable=False),
 )
 
-# What a tier means for admission. The three names are fixed; a row that is missing has the defaults of the code.
+# Admission settings of the tiers. The three names are fixed; a missing row means the defaults in the code.
 tiers = Table(
     "tiers",
     metadata,
@@ -60,7 +60,7 @@ tiers = Table(
     Column("updated_at", UtcDateTime, nullable=False),
 )
 
-# Limits of a model for all tenants together.
+# Limits on a model across all tenants.
 model_policies = Table(
     "model_policies",
     metadata,
@@ -70,9 +70,9 @@ model_policies = Table(
     Column("updated_at", UtcDateTime, nullable=False),
 )
 
-# `role` is the right on the whole box: owner, admin, billing, viewer, or `member`, who has none but what memberships give.
-# `password_temporary`: somebody else made the password, so it is good for choosing another and for nothing else.
-# `totp_secret` is sealed; it counts once `totp_confirmed_at` is set. `totp_last_step` makes a code good for one sign-in.
+# `role` applies to the whole appliance: owner, admin, billing, viewer, or `member`, who has only the rights of memberships.
+# `password_temporary`: someone else set the password, so it only allows choosing a new one.
+# `totp_secret` is sealed, and active once `totp_confirmed_at` is set. `totp_last_step` prevents reuse of a code.
 members = Table(
     "members",
     metadata,
@@ -91,7 +91,7 @@ members = Table(
     UniqueConstraint("oidc_issuer", "oidc_subject"),
 )
 
-# A member's right in one tenant: manager, developer or viewer.
+# A member's role in one tenant: manager, developer or viewer.
 memberships = Table(
     "memberships",
     metadata,
@@ -101,7 +101,7 @@ memberships = Table(
     Column("created_at", UtcDateTime, nullable=False),
 )
 
-# One use each, when the device with the second factor is lost.
+# Single-use codes for a lost second factor.
 recovery_codes = Table(
     "recovery_codes",
     metadata,
@@ -110,7 +110,7 @@ recovery_codes = Table(
     Column("used_at", UtcDateTime, nullable=True),
 )
 
-# `id` names a session where it is listed; only the browser knows the token.
+# `id` identifies a session in lists; the token is known only to the browser.
 sessions = Table(
     "sessions",
     metadata,

@@ -178,7 +178,7 @@ class BudgetAlerts:
         for batch in batched(new, ALERTS_PER_TRANSACTION):
             async with self._db.writing() as connection:
                 # Lock like a settlement: two transactions writing the same messages in different order deadlock on PostgreSQL.
-                await counters.locked(connection, counters.POSTING)
+                await counters.lock(connection, counters.POSTING)
                 await connection.run_sync(self._enqueue, batch)
             self._enqueued |= {(alert.event, alert.subject) for alert in batch}
         self._swept_versions, self._swept_s = versions, now_s

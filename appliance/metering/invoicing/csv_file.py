@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 
-from appliance.base.spreadsheet import plain_text
+from appliance.base.spreadsheet import escape_formulas
 from appliance.metering.invoicing.rows import Invoice
 
 COLUMNS = (
@@ -31,7 +31,7 @@ def render_csv(invoice: Invoice) -> bytes:
                 head.tenant_id,
                 head.month,
                 line.month,
-                plain_text(line.model or ""),
+                escape_formulas(line.model or ""),
                 line.kind,
                 line.tokens,
                 line.requests,

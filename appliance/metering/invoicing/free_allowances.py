@@ -13,7 +13,7 @@ from sqlalchemy import RowMapping, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.counters import POSTING, locked
+from appliance.base.counters import POSTING, lock
 from appliance.base.db import Database
 from appliance.base.errors import InvoiceClosed
 from appliance.base.ids import new_id
@@ -52,7 +52,7 @@ class FreeAllowances:
         first_day(first_month, "first_month")
         check_whole(monthly_micros, "monthly_micros", 0, LIMIT_MAX)
         async with self._db.writing() as connection:
-            await locked(connection, POSTING)  # no month can be closed between the check and the write
+            await lock(connection, POSTING)  # no month can be closed between the check and the write
             await _check_not_closed(connection, tenant_id, first_month)
             before = await _find(connection, tenant_id, first_month)
             allowance = FreeAllowance(

@@ -21,7 +21,7 @@ from sqlalchemy import Select, and_, or_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.counters import POSTING, last_taken, locked, take
+from appliance.base.counters import POSTING, last_taken, lock, take
 from appliance.base.db import Database
 from appliance.base.errors import (
     CurrenciesMixed,
@@ -102,7 +102,7 @@ class Invoices:
         if only is not None:
             await self._check_condition(tenant_id, month, check_choice(only, "only", DRAFT_CONDITIONS))
         async with self._db.writing() as connection:
-            await locked(connection, POSTING)
+            await lock(connection, POSTING)
             head = await self._get_or_create(connection, tenant_id, month, store=True)
         return await self.get(head.id, access=access)
 
@@ -155,7 +155,7 @@ class Invoices:
             self._check_month_over(head.month)
             ahead = await _sum_ahead(connection, head)
         async with self._db.writing() as connection:
-            through = await locked(connection, POSTING)
+            through = await lock(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
             previous = await rows.read_last_coverage(connection, head.tenant_id)
@@ -189,7 +189,7 @@ class Invoices:
     async def discard(self, invoice_id: str, *, access: Access) -> None:
         """Delete a draft. Raises NotFound, and InvoiceClosed if the invoice is closed."""
         async with self._db.writing() as connection:
-            await locked(connection, POSTING)
+            await lock(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
             await rows.delete_draft(connection, head.id)

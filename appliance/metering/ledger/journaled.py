@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.batches import batched
 from appliance.base.clock import Clock
 from appliance.base.db import Database, parse_url
-from appliance.base.journal import Journal, left_in
+from appliance.base.journal import Journal, remaining_records
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows
 from appliance.metering.ledger.records import TOKEN_COLUMNS, PendingEntry, Settlement
@@ -47,7 +47,7 @@ class Journaled(msgspec.Struct, frozen=True, kw_only=True):
 def journal_beside(database_url: str) -> Journal | None:
     """Open the journal of a SQLite database; None for PostgreSQL, whose data is on a disk of its own. Raises OSError."""
     path = _path(database_url)
-    return None if path is None else Journal(path, by_kernel=True)
+    return None if path is None else Journal(path, use_aio=True)
 
 
 def _path(database_url: str) -> Path | None:
@@ -88,7 +88,7 @@ async def replay(
     `on_settled` gets the events that this settles, as it gets those of the ledger. Call it before `recover`, which settles what
     is still pending. Raises OSError, or the database's error when it cannot be written; nothing is lost then.
     """
-    entries, settlements = _read(journal.read_left())
+    entries, settlements = _read(journal.read_remaining())
     count = 0
     for admitted in batched(entries, ENTRIES_PER_TRANSACTION):
         count += await _put_in_tables(db, admitted)
@@ -123,7 +123,7 @@ async def ahead_of_tables(connection: AsyncConnection, database_url: str) -> int
 def _left_beside(database_url: str) -> tuple[list[Journaled], list[Settlement]]:
     """Return what the journal of a stopped appliance holds; nothing for PostgreSQL, which has none."""
     path = _path(database_url)
-    return _read([] if path is None else left_in(path))
+    return _read([] if path is None else remaining_records(path))
 
 
 def _read(records: Iterable[bytes]) -> tuple[list[Journaled], list[Settlement]]:

@@ -78,7 +78,7 @@ async def _recover_some(
     connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime
 ) -> list[UsageEvent]:
     await connection.run_sync(hold, current_epoch)
-    await counters.locked(connection, counters.POSTING)  # a concurrent recovery waits here, and then finds nothing
+    await counters.lock(connection, counters.POSTING)  # a concurrent recovery waits here, and then finds nothing
     if connection.dialect.name == "postgresql":
         # A killed gateway's COMMIT may still run on the server, and its event would appear after our query: wait for it.
         await connection.execute(text("LOCK TABLE usage_events IN SHARE ROW EXCLUSIVE MODE"))

@@ -144,7 +144,7 @@ async def rebuild(db: Database, calendar: BillingCalendar) -> int:
     Settlements wait meanwhile.
     """
     async with db.writing() as connection:
-        await counters.locked(connection, counters.POSTING)
+        await counters.lock(connection, counters.POSTING)
         await connection.execute(delete(usage_rollups))
         await connection.execute(delete(usage_box_rollups))
         for bucket in (MINUTE, HOUR):
@@ -164,7 +164,7 @@ async def align(db: Database, calendar: BillingCalendar) -> bool:
     if all(calendar.day_start(start) == start for start in starts):
         return False
     async with db.writing() as connection:
-        await counters.locked(connection, counters.POSTING)
+        await counters.lock(connection, counters.POSTING)
         for table in (usage_rollups, usage_box_rollups):
             await connection.execute(delete(table).where(table.c.bucket == DAY))
         await _insert_days(connection, calendar)
