@@ -129,5 +129,5 @@ def test_proxies_are_set_by_every_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["*", "proxy.example.com", "10.0.0.5/24", "", "0.0.0.0/0", "::/0", "10.0.0.5,,10.0.0.6"])
 def test_a_proxy_that_is_none_or_is_everybody_stops_the_start_and_is_named(tmp_path: Path, value: str) -> None:
-    with pytest.raises(SettingsError, match=r"GATEHOUSE_TRUSTED_PROXIES must (be a list of networks|name proxies)"):
+    with pytest.raises(SettingsError, match=r"GATEHOUSE_TRUSTED_PROXIES must (be a list of networks|list only proxies)"):
         load_settings(options={"data_dir": tmp_path}, environ={"GATEHOUSE_TRUSTED_PROXIES": value})
