@@ -23,7 +23,7 @@ async def stop_when_lost(claim: DatabaseClaim, services: Services, stop: Callabl
         # A command may have changed rows while nobody held the database.
         for cached in (services.db.principals, services.db.webhooks):
             cached.bump()
-        services.prices.forget()
+        services.prices.clear_cache()
         return await epochs.is_open(services.db, services.epoch_id)
 
     try:

@@ -123,7 +123,7 @@ async def _check_tables(connection: AsyncConnection, url: str, kind: str) -> Fin
 
 async def _check_secrets(connection: AsyncConnection, data_dir: Path) -> Finding:
     path = data_dir / PEPPER_FILE
-    found = await sealed_secrets.count(connection, read_pepper(data_dir) if path.exists() else None)
+    found = await sealed_secrets.find_unreadable(connection, read_pepper(data_dir) if path.exists() else None)
     if not found.unreadable:
         return Finding("secrets", "holds", f"{found.stored} sealed, each opens with secret.key")
     parts = [list_ids(ids, what) for ids, what in ((found.members, "second factors"), (found.webhooks, "webhooks")) if ids]
