@@ -160,9 +160,9 @@ class UsageReports:
         """Return the rows of a report with their row keys."""
         ends = {start: bucket_end(start, bucket, self.calendar) for start in {row[0] for row in found}}
         columns = (*scope.key_columns, "currency")
-        names = 1 + len(columns)
+        key_len = 1 + len(columns)
         return [
-            (_usage_row(row[0], ends[row[0]], scope, columns, row[1:]), RowKey(row[0], tuple(row[1:names]))) for row in found
+            (_usage_row(row[0], ends[row[0]], scope, columns, row[1:]), RowKey(row[0], tuple(row[1:key_len]))) for row in found
         ]
 
     async def totals(
@@ -268,22 +268,22 @@ def _decode_report_cursor(name: str, cursor: str, scope: ReportScope) -> tuple[d
 
 def _usage_row(start: datetime, end: datetime, scope: ReportScope, columns: Sequence[str], values: Sequence[Any]) -> UsageRow:
     """Build a row from `values`: those of `columns`, then those of COUNTS, which PostgreSQL returns as decimals."""
-    named = dict(zip(columns, values[: len(columns)], strict=True))
+    by_column = dict(zip(columns, values[: len(columns)], strict=True))
     requests, prompt, cached, completion, rejected, cost_high, cost_low = map(int, values[len(columns) :])
-    shown = {name: named[name] for name in scope.columns}
+    group = {name: by_column[name] for name in scope.columns}
     return UsageRow(
         start=start,
         end=end,
-        tenant_id=shown.get("tenant_id"),
-        key_id=shown.get("key_id"),
-        model=shown.get("model"),
+        tenant_id=group.get("tenant_id"),
+        key_id=group.get("key_id"),
+        model=group.get("model"),
         requests=requests,
         prompt_tokens=prompt,
         cached_tokens=cached,
         completion_tokens=completion,
         rejected_tokens=rejected,
         cost_picos=cost_high * SPLIT + cost_low,
-        currency=named["currency"],
+        currency=by_column["currency"],
     )
 
 

@@ -102,11 +102,11 @@ def _subscribed_webhooks(connection: Connection, event: str, tenant_id: str | No
     owner: ColumnElement[bool] = webhooks.c.tenant_id.is_(None)
     if tenant_id is not None:
         owner = owner | (webhooks.c.tenant_id == tenant_id)
-    query = select(webhooks.c.id, webhooks.c.events).where(owner, *_is_active()).order_by(webhooks.c.id)
+    query = select(webhooks.c.id, webhooks.c.events).where(owner, *_active_conditions()).order_by(webhooks.c.id)
     return [webhook_id for webhook_id, events in connection.execute(query).all() if event in events]
 
 
-def _is_active() -> tuple[ColumnElement[bool], ...]:
+def _active_conditions() -> tuple[ColumnElement[bool], ...]:
     return webhooks.c.disabled_at.is_(None), webhooks.c.removed_at.is_(None)
 
 
@@ -174,7 +174,7 @@ class Outbox:
         query = (
             select(oldest)
             .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
-            .where(outbox.c.next_attempt_at <= now, outbox.c.webhook_id.not_in(sorted(busy)), *_is_active())
+            .where(outbox.c.next_attempt_at <= now, outbox.c.webhook_id.not_in(sorted(busy)), *_active_conditions())
             .group_by(outbox.c.webhook_id)
             .order_by(func.min(outbox.c.next_attempt_at), oldest)
             .limit(count)
@@ -233,11 +233,11 @@ class Outbox:
         query = (
             select(func.min(outbox.c.next_attempt_at))
             .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
-            .where(outbox.c.next_attempt_at.is_not(None), outbox.c.webhook_id.not_in(sorted(busy)), *_is_active())
+            .where(outbox.c.next_attempt_at.is_not(None), outbox.c.webhook_id.not_in(sorted(busy)), *_active_conditions())
         )
         async with self._db.reading() as connection:
-            first: datetime | None = (await connection.execute(query)).scalar_one()
-        return None if first is None else max((first - self._clock.now()).total_seconds(), 0.0)
+            earliest: datetime | None = (await connection.execute(query)).scalar_one()
+        return None if earliest is None else max((earliest - self._clock.now()).total_seconds(), 0.0)
 
     async def count_pending(self) -> int:
         """Return how many messages are pending."""
@@ -248,7 +248,7 @@ class Outbox:
     async def get(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
         """Return one message of a webhook. Raises RoleNotAllowed, and NotFound (also for another tenant's webhook)."""
         async with self._db.reading() as connection:
-            await _read_owner(connection, webhook_id, access, read_action(access))
+            await _read_owner(connection, webhook_id, access, action_to_read(access))
             return await _get(connection, webhook_id, delivery_id)
 
     async def list(
@@ -262,7 +262,7 @@ class Outbox:
     ) -> Page[Delivery]:
         """Return the messages of a webhook, newest first. Raises the errors of `get`."""
         async with self._db.reading() as connection:
-            await _read_owner(connection, webhook_id, access, read_action(access))
+            await _read_owner(connection, webhook_id, access, action_to_read(access))
         query = select(outbox).where(outbox.c.webhook_id == webhook_id, *_state_conditions(state))
         return await read_page(self._db, "deliveries", query, outbox.c.id, limit, cursor, _from_row, newest_first=True)
 
@@ -314,7 +314,7 @@ class Outbox:
         return delivery
 
 
-def read_action(access: Access) -> Action:
+def action_to_read(access: Access) -> Action:
     """Return the action required to read webhooks and their messages: every role on the box may; in a tenant only roles that
     manage them, because webhook URLs are often secrets."""
     return Action.READ_BOX if access.sees_all else Action.WEBHOOKS

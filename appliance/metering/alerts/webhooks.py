@@ -21,7 +21,7 @@ from appliance.base.errors import Conflict, InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
 from appliance.base.tables import members, memberships, outbox, tenants, webhooks
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, give_up_pending, read_action
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, action_to_read, give_up_pending
 from appliance.metering.alerts.signature import new_signing_secret
 from appliance.metering.alerts.targets import TargetPolicy, check_mailbox, check_web_target, redact_target
 from appliance.tenancy import audit
@@ -95,7 +95,7 @@ class Webhooks:
         events: Sequence[str] | None = None,
         access: Access,
     ) -> tuple[Webhook, str | None]:
-        """Return the new webhook and its signing secret, which is shown only once; None for e-mail.
+        """Create a webhook; return it and its signing secret, which is shown only once (None for e-mail).
 
         `events` None subscribes to every event that the owner may receive. Raises InvalidValue, NotFound, Conflict and
         RoleNotAllowed.
@@ -127,7 +127,7 @@ class Webhooks:
         Raises RoleNotAllowed, and NotFound (also for another tenant's webhook).
         """
         async with self._db.reading() as connection:
-            return await _get(connection, webhook_id, access, action or read_action(access))
+            return await _get(connection, webhook_id, access, action or action_to_read(access))
 
     async def list(
         self,
@@ -139,7 +139,7 @@ class Webhooks:
     ) -> Page[Webhook]:
         """Return the webhooks that `access` may see, of one tenant if given, in the order of creation."""
         query = select(webhooks).where(webhooks.c.removed_at.is_(None))
-        query = access.narrow(query, webhooks.c.tenant_id, read_action(access))
+        query = access.narrow(query, webhooks.c.tenant_id, action_to_read(access))
         if tenant_id is not None:
             query = query.where(webhooks.c.tenant_id == tenant_id)
         return await read_page(self._db, "webhooks", query, webhooks.c.id, limit, cursor, _from_row)
@@ -190,8 +190,8 @@ class Webhooks:
         return removed
 
     async def rotate(self, webhook_id: str, grace_s: int = GRACE_S_DEFAULT, *, access: Access) -> tuple[Webhook, str]:
-        """Return the webhook and its new secret, which is shown only once. For `grace_s` seconds messages are signed with the
-        previous secret too."""
+        """Replace the signing secret; return the webhook and the new secret, which is shown only once. For `grace_s` seconds
+        messages are signed with the previous secret too."""
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         secret = new_signing_secret()
         until = self._clock.now() + timedelta(seconds=grace_s) if grace_s else None
