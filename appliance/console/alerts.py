@@ -19,7 +19,7 @@ from appliance.console.forms import GRACES, Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names, tenants_by_name
-from appliance.metering.alerts.outbox import EVENTS, LEASE_S, TENANT_EVENTS, Delivery, action_to_read
+from appliance.metering.alerts.outbox import EVENTS, LEASE_S, TENANT_EVENTS, Delivery, read_action
 from appliance.metering.alerts.targets import redact_target
 from appliance.metering.alerts.webhooks import KINDS, Webhook, WebhookChanges
 from appliance.serving.alerting.texts import text_of
@@ -46,7 +46,7 @@ EVENT_WORDS = {
 async def list_alerts(context: ContextDependency) -> Html:
     """The places that alerts go to, as far as the member may see them."""
     access = context.access
-    access.require_somewhere(action_to_read(access))
+    access.require_somewhere(read_action(access))
     page = await context.services.alerts.webhooks.list(PAGE_ROWS, context.query.get("cursor"), access=access)
     names = await tenant_names(context.services, access)
     failing = await context.services.alerts.webhooks.failing([webhook.id for webhook in page.data])
@@ -88,7 +88,7 @@ async def add_alert(context: ContextDependency) -> Html:
 @get("/alerts/{webhook_id:str}")
 async def show_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """One place, its settings, and the latest messages to it."""
-    return await _alert_page(context, await _found(context, webhook_id, action_to_read(context.access)))
+    return await _alert_page(context, await _found(context, webhook_id, read_action(context.access)))
 
 
 @post("/alerts/{webhook_id:str}", guards=[needs(Action.WEBHOOKS)], status_code=200)

@@ -15,7 +15,7 @@ from appliance.api.connection_services import services_of
 from appliance.api.field_types import chars, items, one_of, within
 from appliance.api.queries import PAGING, AdminRequest, choice, paging
 from appliance.api.shapes import PageShape, page_shape
-from appliance.metering.alerts.outbox import EVENTS, STATES, action_to_read
+from appliance.metering.alerts.outbox import EVENTS, STATES, read_action
 from appliance.metering.alerts.targets import TARGET_CHARS_MAX
 from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, GRACE_S_MAX, KINDS, Webhook, WebhookChanges
 from appliance.tenancy.access import Access
@@ -54,7 +54,7 @@ async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
     access = await _reader(request)
     tenant_id = request.query_params.get("tenant_id")
     if tenant_id is not None:
-        access.require(action_to_read(access), tenant_id)
+        access.require(read_action(access), tenant_id)
     page = await services_of(request).alerts.webhooks.list(*paging(request), tenant_id=tenant_id, access=access)
     return page_shape(page, lambda webhook: _shape(access, webhook))
 
@@ -145,7 +145,7 @@ async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], deliv
 async def _reader(request: AdminRequest) -> Access:
     """Return what the caller may see. Raises RoleNotAllowed unless that includes webhooks of some tenant or of the box."""
     access = await authenticate_administrator(request, Action.READ)
-    access.require_somewhere(action_to_read(access))
+    access.require_somewhere(read_action(access))
     return access
 
 

@@ -248,7 +248,7 @@ class Outbox:
     async def get(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
         """Return one message of a webhook. Raises RoleNotAllowed, and NotFound (also for another tenant's webhook)."""
         async with self._db.reading() as connection:
-            await _read_owner(connection, webhook_id, access, action_to_read(access))
+            await _read_owner(connection, webhook_id, access, read_action(access))
             return await _get(connection, webhook_id, delivery_id)
 
     async def list(
@@ -262,7 +262,7 @@ class Outbox:
     ) -> Page[Delivery]:
         """Return the messages of a webhook, newest first. Raises the errors of `get`."""
         async with self._db.reading() as connection:
-            await _read_owner(connection, webhook_id, access, action_to_read(access))
+            await _read_owner(connection, webhook_id, access, read_action(access))
         query = select(outbox).where(outbox.c.webhook_id == webhook_id, *_state_conditions(state))
         return await read_page(self._db, "deliveries", query, outbox.c.id, limit, cursor, _from_row, newest_first=True)
 
@@ -314,7 +314,7 @@ class Outbox:
         return delivery
 
 
-def action_to_read(access: Access) -> Action:
+def read_action(access: Access) -> Action:
     """Return the action required to read webhooks and their messages: every role on the box may; in a tenant only roles that
     manage them, because webhook URLs are often secrets."""
     return Action.READ_BOX if access.sees_all else Action.WEBHOOKS

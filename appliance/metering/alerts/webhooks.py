@@ -21,7 +21,7 @@ from appliance.base.errors import Conflict, InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
 from appliance.base.tables import members, memberships, outbox, tenants, webhooks
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, action_to_read, give_up_pending
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, give_up_pending, read_action
 from appliance.metering.alerts.signature import new_signing_secret
 from appliance.metering.alerts.targets import TargetPolicy, check_mailbox, check_web_target, redact_target
 from appliance.tenancy import audit
@@ -127,7 +127,7 @@ class Webhooks:
         Raises RoleNotAllowed, and NotFound (also for another tenant's webhook).
         """
         async with self._db.reading() as connection:
-            return await _get(connection, webhook_id, access, action or action_to_read(access))
+            return await _get(connection, webhook_id, access, action or read_action(access))
 
     async def list(
         self,
@@ -139,7 +139,7 @@ class Webhooks:
     ) -> Page[Webhook]:
         """Return the webhooks that `access` may see, of one tenant if given, in the order of creation."""
         query = select(webhooks).where(webhooks.c.removed_at.is_(None))
-        query = access.narrow(query, webhooks.c.tenant_id, action_to_read(access))
+        query = access.narrow(query, webhooks.c.tenant_id, read_action(access))
         if tenant_id is not None:
             query = query.where(webhooks.c.tenant_id == tenant_id)
         return await read_page(self._db, "webhooks", query, webhooks.c.id, limit, cursor, _from_row)
