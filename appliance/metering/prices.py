@@ -203,7 +203,7 @@ class PriceBook:
             async with self._db.writing() as connection:
                 query = select(prices.c.id, prices.c.effective_from).where(*same)
                 others = (await connection.execute(query)).all()
-                _check_start_is_free(price, {effective_from: price_id for price_id, effective_from in others}, earliest)
+                _check_start(price, {effective_from: price_id for price_id, effective_from in others}, earliest)
                 await connection.execute(insert(prices).values(**_columns(price)))
                 await record(connection, self._clock, "price.create", "price", price.id, after=facts_of(price))
         except IntegrityError as error:  # added concurrently, after our check
@@ -222,7 +222,7 @@ def _columns(price: Price) -> dict[str, Any]:
 _COLUMNS = tuple(column.name for column in prices.columns)
 
 
-def _check_start_is_free(price: Price, others: Mapping[datetime, str], earliest: datetime) -> None:
+def _check_start(price: Price, others: Mapping[datetime, str], earliest: datetime) -> None:
     """Raise InvalidValue if the price begins at the same time as another, or in the past although there are others."""
     if price.effective_from in others:
         raise _start_conflict(price, others[price.effective_from])
