@@ -170,7 +170,7 @@ class Appliance:
         sums = LedgerSums(db, calendar=calendar, request_deadline_s=settings.request_deadline_s)
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
         keys, tiers, policies = Keys(db, clock, pepper), Tiers(db, clock), ModelPolicies(db, clock)
-        await sealed_secrets.warn(db, pepper)
+        await sealed_secrets.log_unreadable(db, pepper)
         ledger = Ledger(
             db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=on_settled, journal=self._journal
         )

@@ -179,9 +179,9 @@ def _secrets(settings: Settings) -> list[Check]:
     from appliance.metering import sealed_secrets
     from appliance.tenancy.secrets import read_pepper
 
-    async def look(pepper: bytes | None) -> sealed_secrets.Sealed:
+    async def look(pepper: bytes | None) -> sealed_secrets.SealedSecrets:
         async with db.Database.open(settings.database_url) as database, database.reading() as connection:
-            return await sealed_secrets.count(connection, pepper)
+            return await sealed_secrets.find_unreadable(connection, pepper)
 
     if _is_created_at_start(settings):
         return []

@@ -54,7 +54,7 @@ async def bill_of(services: Services, event: UsageEvent, access: Access) -> dict
     filters = LedgerFilter(request_id=event.request_id, kind="adjustment")
     corrections = await services.reports.ledger_page(CORRECTIONS_SHOWN_MAX, None, filters, access=access)
     shown = [correction for correction in corrections.data if correction.corrects_id == event.id]
-    number, corrected_picos = await services.reports.corrected(event, access=access)
+    number, corrected_picos = await services.reports.correction_totals(event, access=access)
     return {
         "cause": None if event.cause is None else CAUSES.get(event.cause, event.cause.replace("_", " ")),
         "cost_lines": cost_lines(event, price),

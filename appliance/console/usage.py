@@ -24,8 +24,8 @@ from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.console.urls import build_url
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.usage import UsageFilter, UsageRow
-from appliance.metering.usage_cover import bucket_end, bucket_start
 from appliance.metering.usage_queries import Measure
+from appliance.metering.usage_segments import bucket_end, bucket_start
 from appliance.tenancy.access import Access
 
 if TYPE_CHECKING:

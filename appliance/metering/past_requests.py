@@ -1,4 +1,4 @@
-"""Past requests: pages of them, the newest first, optionally searched by text, and single ones by id. Reads only."""
+"""Reads past requests: pages, newest first, with filters and text search, and single requests by id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from appliance.base.errors import NotFound
 from appliance.base.tables import api_keys, requests
 from appliance.metering.ledger.records import RequestRow
 from appliance.metering.ledger.rows import request_from_row
-from appliance.metering.usage_queries import tenant_of_key
+from appliance.metering.usage_queries import tenant_id_of_key
 from appliance.tenancy.access import Access
 from appliance.tenancy.pages import (
     PAGE_ROWS_DEFAULT,
@@ -27,14 +27,14 @@ from appliance.tenancy.pages import (
 )
 
 SEARCHED_MAX = 100_000
-"""How many requests a page searches at most: no index finds a text within a name, and a text that no request has would make it
-search them all."""
-_WHOLE_ID = re.compile(r"req_[0-9a-z]{26}")
+"""The most requests that a page searches for a text: no index serves substring search, so a text that matches nothing would
+scan them all."""
+_COMPLETE_ID = re.compile(r"req_[0-9a-z]{26}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFilter:
-    """Which requests a page shows; None is all. `text` may be in id, model, or the key's name or prefix, in any case."""
+    """Filters; None matches all. `text` is a case-insensitive substring of the id, the model, or the key's name or prefix."""
 
     tenant_id: str | None = None
     key_id: str | None = None
@@ -45,7 +45,7 @@ class RequestFilter:
 
 
 class PastRequests:
-    """Reads the table of requests. Every method narrows what it reads to what `access` shows."""
+    """Reads the table of requests. Every method reads only what `access` may see."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -58,45 +58,45 @@ class PastRequests:
         *,
         access: Access,
     ) -> Page[RequestRow]:
-        """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
+        """Return past requests, newest first. Raises InvalidValue for a bad cursor.
 
-        A page searches SEARCHED_MAX requests for a text, and may have fewer rows than `limit` although more follow. A whole id
-        is found at once.
+        A text search examines SEARCHED_MAX requests per page, so a page may have fewer than `limit` rows although more follow.
+        A complete request id is looked up directly.
         """
-        columns, asked = requests.c, filters or RequestFilter()
-        wanted = {columns.key_id: asked.key_id, columns.model: asked.model, columns.finish_reason: asked.finish_reason}
-        behind = [] if asked.tenant_id is None else [columns.tenant_id == asked.tenant_id]
-        if asked.key_id is not None and asked.tenant_id is None:
-            # The index is by tenant: without this, requests of a rarely used key would be searched among everybody's.
-            behind.append(columns.tenant_id == tenant_of_key(asked.key_id))
+        columns, filters = requests.c, filters or RequestFilter()
+        equal = {columns.key_id: filters.key_id, columns.model: filters.model, columns.finish_reason: filters.finish_reason}
+        conditions = [] if filters.tenant_id is None else [columns.tenant_id == filters.tenant_id]
+        if filters.key_id is not None and filters.tenant_id is None:
+            # The index begins with the tenant: without this, a rarely used key would be searched among all tenants' requests.
+            conditions.append(columns.tenant_id == tenant_id_of_key(filters.key_id))
         if cursor is not None:
             micros, last_id = decode_cursor("requests", cursor, [int, str])
             moment = from_micros(micros)
             earlier = or_(columns.admitted_at < moment, and_(columns.admitted_at == moment, columns.id < last_id))
-            behind += [columns.admitted_at <= moment, earlier]
-        narrowed = [column == value for column, value in wanted.items() if value is not None]
-        if asked.finished_only:
-            narrowed.append(columns.finished_at.is_not(None))
-        if asked.text:
-            narrowed.append(_mentions(asked.text))
-        query = access.narrow(select(requests), columns.tenant_id).where(*behind, *narrowed)
+            conditions += [columns.admitted_at <= moment, earlier]
+        field_conditions = [column == value for column, value in equal.items() if value is not None]
+        if filters.finished_only:
+            field_conditions.append(columns.finished_at.is_not(None))
+        if filters.text:
+            field_conditions.append(_matches_text(filters.text))
+        query = access.narrow(select(requests), columns.tenant_id).where(*conditions, *field_conditions)
         query = query.order_by(columns.admitted_at.desc(), columns.id.desc())
-        unseen_at = None
+        search_end_at = None
         async with self._db.reading() as connection:
-            if asked.text and not _is_whole_id(asked.text):
-                admitted = access.narrow(select(columns.admitted_at), columns.tenant_id).where(*behind)
-                unseen_at = (await connection.execute(_beyond(admitted))).scalar_one_or_none()
-            if unseen_at is not None:
-                query = query.where(columns.admitted_at > unseen_at)
+            if filters.text and not _is_complete_id(filters.text):
+                admitted = access.narrow(select(columns.admitted_at), columns.tenant_id).where(*conditions)
+                search_end_at = (await connection.execute(_search_end_query(admitted))).scalar_one_or_none()
+            if search_end_at is not None:
+                query = query.where(columns.admitted_at > search_end_at)
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         found = [request_from_row(row) for row in rows]
         page = page_of(found, limit, "requests", lambda row: [to_micros(row.admitted_at), row.id])
-        if unseen_at is None or page.has_more:
+        if search_end_at is None or page.has_more:
             return page
-        return replace(page, next_cursor=encode_cursor("requests", [to_micros(unseen_at) + 1, ""]))
+        return replace(page, next_cursor=encode_cursor("requests", [to_micros(search_end_at) + 1, ""]))
 
     async def get(self, request_id: str, *, access: Access) -> RequestRow:
-        """Return a request. Raises NotFound, also for another tenant's."""
+        """Return a request. Raises NotFound, also for another tenant's request."""
         query = access.narrow(select(requests), requests.c.tenant_id).where(requests.c.id == request_id)
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()
@@ -105,9 +105,9 @@ class PastRequests:
         return request_from_row(row)
 
 
-def _mentions(text: str) -> ColumnElement[bool]:
-    """Return the condition that a request has `text`, in any case, in its id, its model, or its key's name or prefix."""
-    if _is_whole_id(text):
+def _matches_text(text: str) -> ColumnElement[bool]:
+    """Return the condition that id, model, or the key's name or prefix contains `text`, ignoring case."""
+    if _is_complete_id(text):
         return requests.c.id == text
     columns = (requests.c.id, requests.c.model)
     keys = select(api_keys.c.id).where(
@@ -116,11 +116,11 @@ def _mentions(text: str) -> ColumnElement[bool]:
     return or_(*(column.icontains(text, autoescape=True) for column in columns), requests.c.key_id.in_(keys))
 
 
-def _is_whole_id(text: str) -> bool:
-    """Return whether `text` is the whole id of a request, which an index finds however old it is."""
-    return _WHOLE_ID.fullmatch(text) is not None
+def _is_complete_id(text: str) -> bool:
+    """Return whether `text` is a complete request id, which is looked up by an index whatever its age."""
+    return _COMPLETE_ID.fullmatch(text) is not None
 
 
-def _beyond(admitted: Select[Any]) -> Select[Any]:
-    """Return the query for the latest moment, of those in `admitted`, that a page no longer searches."""
+def _search_end_query(admitted: Select[Any]) -> Select[Any]:
+    """Return the query for the admission time of the first request beyond the SEARCHED_MAX that a page searches."""
     return admitted.order_by(requests.c.admitted_at.desc()).offset(SEARCHED_MAX).limit(1)

@@ -1,5 +1,5 @@
-"""What tokens cost, from which moment on. A price is never changed, but replaced by a later one. Until it begins it can be
-withdrawn."""
+"""The price book: what tokens of a model cost, from when on. A price never changes: a later one replaces it, and it can be
+withdrawn until it begins."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import TIERS, check_choice, check_currency, check_name, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 
-PAST_TOLERANCE = timedelta(minutes=1)  # the sender's "now" may be a little earlier than ours
-WITHDRAWAL_END = timedelta(minutes=1)  # from this long before it begins, a price is final: requests may know it already
+PAST_TOLERANCE = timedelta(minutes=1)  # a client's clock may be slightly behind
+WITHDRAWAL_END = timedelta(minutes=1)  # a price is final this long before it begins: requests may have looked it up already
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """Unit prices after discounts, for the tokens of one request. `basis_points` is the share of the price that is paid."""
+    """Unit prices after discounts, for one request. `basis_points` is the share of the full price that is charged."""
 
     prompt: int
     cached_prompt: int
@@ -36,7 +36,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     basis_points: int
 
     def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> int:
-        """Return the exact cost in pico-units; signed for signed counts."""
+        """Return the exact cost in pico-units; negative counts give negative costs."""
         return cost_picos(
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
@@ -71,7 +71,7 @@ class Price:
         return self.rate_at(tier_percent * (self.batch_percent if batch else PERCENT_MAX))
 
     def rate_at(self, basis_points: int) -> Rate:
-        """Return the unit prices when `basis_points` ten-thousandths of them are paid, as stored with an event."""
+        """Return the unit prices at `basis_points` ten-thousandths of the full price, the share stored with an event."""
         return Rate(
             prompt=discounted(self.prompt, basis_points),
             cached_prompt=discounted(self.cached_prompt, basis_points),
@@ -91,7 +91,7 @@ class Price:
 
 
 class PriceBook:
-    """All prices. Those of a model are cached once read; `add` and `withdraw` drop that model's from the cache, `forget` all.
+    """All prices, cached by model. `add` and `withdraw` invalidate the cache of their model, `clear_cache` all of it.
 
     Each currency has prices of its own: amounts are never converted. `currency` is for tenants without one of their own.
     """
@@ -116,15 +116,15 @@ class PriceBook:
         batch_percent: int = PERCENT_MAX,
         tier_percents: Mapping[str, int] | None = None,
     ) -> Price:
-        """Return the new price, in force from `effective_from` (None: now) until the next one of its model and currency begins.
+        """Add and return a price, in force from `effective_from` (None: now) until the next of its model and currency begins.
 
-        Only the first price of a model in a currency may begin in the past, when there was no price. Raises InvalidValue.
+        Only the first price of a model in a currency may begin in the past. Raises InvalidValue.
         """
         now = self._clock.now()
         price = Price(
             id=new_id("price"),
             model=check_name(model, "model"),
-            effective_from=_check_start(effective_from or now),
+            effective_from=_normalise_start(effective_from or now),
             currency=check_currency(currency),
             prompt=check_whole(prompt, "prompt", 0, PRICE_MICROS_MAX),
             cached_prompt=check_whole(cached_prompt, "cached_prompt", 0, PRICE_MICROS_MAX),
@@ -135,7 +135,7 @@ class PriceBook:
             created_at=now,
         )
         await self._insert(price, earliest=now - PAST_TOLERANCE)
-        self._forget(price.model)
+        self._drop_cached(price.model)
         return price
 
     async def withdraw(self, price_id: str) -> Price:
@@ -147,40 +147,40 @@ class PriceBook:
                 if row is None:
                     raise NotFound("no such price", param="price_id")
                 price = price_from_row(row)
-                _check_future(price, now)
+                _check_can_withdraw(price, now)
                 await connection.execute(delete(prices).where(prices.c.id == price_id))
                 await record(connection, self._clock, "price.withdraw", "price", price_id, before=recorded_fields(price))
         except IntegrityError as error:  # a trigger protects it: by the database's clock the price has begun
             raise PriceBegun(
                 "by the database's clock the price has already taken effect; it cannot be withdrawn", param="price_id"
             ) from error
-        self._forget(price.model)
+        self._drop_cached(price.model)
         return price
 
-    def forget(self) -> None:
-        """Read every price again: another process may have added or withdrawn some."""
+    def clear_cache(self) -> None:
+        """Clear the cache: another process may have added or withdrawn prices."""
         self._changes += 1
         self._by_model.clear()
 
-    def _forget(self, model: str) -> None:
+    def _drop_cached(self, model: str) -> None:
         self._changes += 1
         self._by_model.pop(model, None)
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Price]:
-        """Return prices in the order they were added."""
+        """Return prices in the order of creation."""
         return await read_page(self._db, "prices", select(prices), prices.c.id, limit, cursor, price_from_row)
 
     async def current(self, model: str, at: datetime, *, currency: str | None = None) -> Price | None:
         """Return the price of `model` in `currency` (None: the appliance's) that is in force at `at`, or None."""
-        known = self._by_model.get(model)
-        if known is None:
-            known = await self._read(model)
+        cached = self._by_model.get(model)
+        if cached is None:
+            cached = await self._read(model)
         currency = currency or self._currency
-        in_force = [price for price in known if price.effective_from <= at and price.currency == currency]
+        in_force = [price for price in cached if price.effective_from <= at and price.currency == currency]
         return in_force[-1] if in_force else None
 
     async def unpriced(self, pairs: Iterable[tuple[str, str]], at: datetime) -> Sequence[tuple[str, str]]:
-        """Return the pairs of model and currency without a price at `at`, in order: they are served at no cost."""
+        """Return, sorted, the pairs of model and currency without a price at `at`."""
         missing = []
         for model, currency in sorted(set(pairs)):
             if await self.current(model, at, currency=currency) is None:
@@ -193,7 +193,7 @@ class PriceBook:
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         found = [price_from_row(row) for row in rows]
-        if changes == self._changes:  # otherwise prices have changed since; the next caller reads again
+        if changes == self._changes:  # otherwise prices have changed meanwhile: do not cache
             self._by_model[model] = found
         return found
 
@@ -203,15 +203,15 @@ class PriceBook:
             async with self._db.writing() as connection:
                 query = select(prices.c.id, prices.c.effective_from).where(*same)
                 others = (await connection.execute(query)).all()
-                _check_place(price, {effective_from: price_id for price_id, effective_from in others}, earliest)
+                _check_start(price, {effective_from: price_id for price_id, effective_from in others}, earliest)
                 await connection.execute(insert(prices).values(**_columns(price)))
                 await record(connection, self._clock, "price.create", "price", price.id, after=recorded_fields(price))
-        except IntegrityError as error:  # somebody else added it since we looked
-            raise _taken(price, "another price") from error
+        except IntegrityError as error:  # added concurrently, after our check
+            raise _start_conflict(price, "another price") from error
 
 
 def price_from_row(row: RowMapping) -> Price:
-    """Return the price of a row of `prices`."""
+    """Convert a row of `prices`."""
     return Price(**{column: row[column] for column in _COLUMNS})
 
 
@@ -222,26 +222,26 @@ def _columns(price: Price) -> dict[str, Any]:
 _COLUMNS = tuple(column.name for column in prices.columns)
 
 
-def _check_place(price: Price, others: Mapping[datetime, str], earliest: datetime) -> None:
-    """Raise InvalidValue when a price would change past prices, or begins at the same moment as another."""
+def _check_start(price: Price, others: Mapping[datetime, str], earliest: datetime) -> None:
+    """Raise InvalidValue if the price begins at the same time as another, or in the past although there are others."""
     if price.effective_from in others:
-        raise _taken(price, others[price.effective_from])
+        raise _start_conflict(price, others[price.effective_from])
     if others and price.effective_from < earliest:
         raise InvalidValue(
             f"{price.model} already has a price in {price.currency}; a new one cannot begin in the past", param="effective_from"
         )
 
 
-def _check_future(price: Price, now: datetime) -> None:
+def _check_can_withdraw(price: Price, now: datetime) -> None:
     if price.effective_from <= now + WITHDRAWAL_END:
         raise PriceBegun(
             f"the price of {price.model} from {rfc3339(price.effective_from)} can no longer be withdrawn: that is possible "
-            "until a minute before it begins. Add another to replace it",
+            "until a minute before it begins. Add a new price to replace it",
             param="price_id",
         )
 
 
-def _taken(price: Price, other: str) -> InvalidValue:
+def _start_conflict(price: Price, other: str) -> InvalidValue:
     moment = rfc3339(price.effective_from)
     return InvalidValue(
         f"{price.model} already has a price in {price.currency} from {moment} ({other}): two cannot be in force at once",
@@ -259,7 +259,7 @@ def _check_tiers(tier_percents: Mapping[str, int] | None) -> dict[str, int] | No
     return {tier: check_whole(percent, f"tier_percents.{tier}", 0, PERCENT_MAX) for tier, percent in tier_percents.items()}
 
 
-def _check_start(effective_from: datetime) -> datetime:
+def _normalise_start(effective_from: datetime) -> datetime:
     if effective_from.tzinfo is None:
         raise InvalidValue("effective_from must include a UTC offset, e.g. 2026-01-31T12:00:00Z", param="effective_from")
-    return effective_from.replace(microsecond=effective_from.microsecond // 1000 * 1000)  # the precision in which it is shown
+    return effective_from.replace(microsecond=effective_from.microsecond // 1000 * 1000)  # the precision of our timestamps

@@ -1,4 +1,4 @@
-"""Finds stored secrets (second factors, webhooks) that cannot be opened; with another `secret.key` none can. Reads only."""
+"""Finds sealed secrets (second factors, webhooks) that the current `secret.key` cannot open. Reads only."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
-    """How many secrets are stored, and the e-mail addresses and webhooks whose secrets cannot be opened."""
+class SealedSecrets:
+    """The number of stored secrets, and the members (by e-mail address) and webhooks whose secrets cannot be opened."""
 
     stored: int
     members: tuple[str, ...]
@@ -33,23 +33,23 @@ class Sealed:
 
     @property
     def unreadable(self) -> int:
-        """Return how many cannot be opened."""
+        """Return how many secrets cannot be opened."""
         return len(self.members) + len(self.webhooks)
 
 
-async def count(connection: AsyncConnection, pepper: bytes | None) -> Sealed:
-    """Try to open every secret with `pepper`, the 32 bytes of `secret.key`; None (no such file) opens none."""
+async def find_unreadable(connection: AsyncConnection, pepper: bytes | None) -> SealedSecrets:
+    """Try to open every secret with `pepper`, the 32 bytes of `secret.key`, or None if there is no such file."""
     of_members = (members.c.email, members.c.totp_secret)
     of_webhooks = (webhooks.c.id, webhooks.c.secret)
-    num_members, closed_members = await _try(connection, of_members, _opener(pepper, OF_SECOND_FACTORS))
-    num_webhooks, closed_webhooks = await _try(connection, of_webhooks, _opener(pepper, OF_WEBHOOKS))
-    return Sealed(stored=num_members + num_webhooks, members=closed_members, webhooks=closed_webhooks)
+    num_members, unreadable_members = await _unreadable_rows(connection, of_members, _opener(pepper, OF_SECOND_FACTORS))
+    num_webhooks, unreadable_webhooks = await _unreadable_rows(connection, of_webhooks, _opener(pepper, OF_WEBHOOKS))
+    return SealedSecrets(stored=num_members + num_webhooks, members=unreadable_members, webhooks=unreadable_webhooks)
 
 
-async def warn(db: Database, pepper: bytes) -> None:
-    """At a start, log which secrets cannot be opened: it may be long until somebody tries to sign in."""
+async def log_unreadable(db: Database, pepper: bytes) -> None:
+    """Log at start how many secrets cannot be opened: the first sign-in that needs one may be much later."""
     async with db.reading() as connection:
-        found = await count(connection, pepper)
+        found = await find_unreadable(connection, pepper)
     if found.unreadable:
         log.error("secret.key is not the file that stored secrets were sealed with", secrets=found.unreadable, advice=ADVICE)
 
@@ -58,10 +58,10 @@ def _opener(pepper: bytes | None, purpose: str) -> Sealer | None:
     return None if pepper is None else Sealer(pepper, purpose)
 
 
-async def _try(
+async def _unreadable_rows(
     connection: AsyncConnection, columns: tuple[ColumnElement[str], ColumnElement[str]], sealer: Sealer | None
 ) -> tuple[int, tuple[str, ...]]:
-    """Return how many rows have a secret, and the names of those whose secret does not open."""
+    """Return the number of rows with a secret, and the names of those whose secret cannot be opened."""
     name, secret = columns
     rows = (await connection.execute(select(name, secret).where(secret.is_not(None)).order_by(name))).all()
     return len(rows), tuple(who for who, sealed in rows if not _opens(sealer, sealed))

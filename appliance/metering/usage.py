@@ -1,4 +1,4 @@
-"""What was used and what it cost: reports from the sums, and pages of the ledger. Reads only."""
+"""Usage and cost reports from the rollups, and pages of the ledger. Reads only."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import Status, UsageEvent
 from appliance.metering.ledger.rollups import SPLIT, join_sum, split_sum
 from appliance.metering.ledger.rows import event_from_row
-from appliance.metering.usage_cover import Segment, bucket_end, cover, reaching
-from appliance.metering.usage_queries import Measure, Owners, Place, page_query, report_query, totals_query
+from appliance.metering.usage_queries import Measure, ReportScope, RowKey, page_query, report_query, totals_query
+from appliance.metering.usage_segments import Segment, bucket_end, segments_from, split_period
 from appliance.tenancy.access import Access
 from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, from_micros, page_of, to_micros
@@ -35,7 +35,7 @@ KINDS = ("usage", "adjustment")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """Sums of one bucket `start <= admitted_at < end`; what was not grouped by is None."""
+    """Sums over one bucket `start <= admitted_at < end`. Columns that the report does not group by are None."""
 
     start: datetime
     end: datetime
@@ -53,7 +53,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageFilter:
-    """Which usage a report counts; None is all."""
+    """Filters of a usage report; None matches all."""
 
     tenant_ids: Collection[str] | None = None
     key_ids: Collection[str] | None = None
@@ -62,7 +62,7 @@ class UsageFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFilter:
-    """Which events a page of the ledger shows; None is all. `start <= admitted_at < end`."""
+    """Filters of a page of the ledger; None matches all. `start <= admitted_at < end`."""
 
     tenant_id: str | None = None
     key_id: str | None = None
@@ -75,7 +75,7 @@ class LedgerFilter:
 
 
 class UsageReports:
-    """Reports over the ledger. Every method narrows what it reads to what `access` shows."""
+    """Reports over the ledger. Every method reads only what `access` may see."""
 
     def __init__(self, db: Database, *, calendar: BillingCalendar) -> None:
         self._db = db
@@ -94,21 +94,21 @@ class UsageReports:
     ) -> list[UsageRow]:
         """Return the sums of posted and recovered events admitted in `start <= t < end`, per bucket and group.
 
-        Buckets begin at whole minutes and hours of UTC, or with days of the billing time zone; empty ones are left out. Amounts
-        of different currencies are never added. Rows come in the order of their buckets, the first `rows_max` of them; without
-        it, all of them. Raises InvalidValue for a bad query, and for a whole report of more than USAGE_ROWS_MAX rows.
+        Buckets are minutes and hours of UTC, or days of the billing time zone; empty ones are left out. Amounts in different
+        currencies are never added. Rows are in bucket order, at most `rows_max` of them (None: all). Raises InvalidValue for a
+        bad query, and, without `rows_max`, for a report of more than USAGE_ROWS_MAX rows.
         """
-        owners = _owners(group_by, filters, access)
+        scope = _report_scope(group_by, filters, access)
         segments = self._segments(start, end, bucket)
         if not segments:
             return []
         if rows_max is None:
-            found = await self._read(report_query(segments, owners).limit(USAGE_ROWS_MAX + 1))
+            found = await self._read(report_query(segments, scope).limit(USAGE_ROWS_MAX + 1))
             if len(found) > USAGE_ROWS_MAX:
                 raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
         else:
-            found = await self._read(page_query(segments, owners, rows_max, None))
-        return [row for row, _place in self._rows(found, owners, bucket)]
+            found = await self._read(page_query(segments, scope, rows_max, None))
+        return [row for row, _key in self._rows(found, scope, bucket)]
 
     async def usage_page(
         self,
@@ -122,29 +122,29 @@ class UsageReports:
         cursor: str | None = None,
         access: Access,
     ) -> Page[UsageRow]:
-        """Return a page of the report of `usage`. Also raises InvalidValue for a bad cursor.
+        """Return a page of the report that `usage` returns. Also raises InvalidValue for a bad cursor.
 
-        The cost of a page depends on its own rows, not on those before it. A cursor continues its own report, in the period of
-        that report, whatever `start` and `end` are now; with another bucket or other owners it is refused. Usage settled
-        between two pages changes no row already shown: it counts in later rows if it belongs there, and no row comes twice.
+        The cost of a page depends on its own rows, not on those before it. A cursor carries the period of its report, which
+        replaces `start` and `end`; it is refused with another bucket, grouping or filter. Usage settled between two pages
+        changes no row already returned: it counts in later rows if it belongs there, and no row is returned twice.
         """
-        owners = _owners(group_by, filters, access)
-        name = _name(bucket, owners)
+        scope = _report_scope(group_by, filters, access)
+        name = _cursor_name(bucket, scope)
         after = None
         if cursor is not None:
-            start, end, after = _position(name, cursor, owners)
+            start, end, after = _decode_report_cursor(name, cursor, scope)
         segments = self._segments(start, end, bucket)
         if after is not None:
-            segments = reaching(segments, after.start_at)
-        found = await self._read(page_query(segments, owners, check_limit(limit) + 1, after)) if segments else []
-        rows = self._rows(found, owners, bucket)
+            segments = segments_from(segments, after.start_at)
+        found = await self._read(page_query(segments, scope, check_limit(limit) + 1, after)) if segments else []
+        rows = self._rows(found, scope, bucket)
         period = [to_micros(start), to_micros(end)]
 
-        def position(row: tuple[UsageRow, Place]) -> list[str | int]:
+        def position(row: tuple[UsageRow, RowKey]) -> list[str | int]:
             return [*period, to_micros(row[1].start_at), *row[1].names]
 
         page = page_of(rows, limit, name, position)
-        return Page(data=[row for row, _place in page.data], next_cursor=page.next_cursor)
+        return Page(data=[row for row, _key in page.data], next_cursor=page.next_cursor)
 
     async def _read(self, query: Select[Any]) -> Sequence[Any]:
         async with self._db.reading() as connection:
@@ -154,15 +154,15 @@ class UsageReports:
     def _segments(self, start: datetime, end: datetime, bucket: str) -> list[Segment]:
         check_choice(bucket, "bucket", BUCKETS)
         _check_period(start, end)
-        return cover(start, end, bucket, self.calendar)
+        return split_period(start, end, bucket, self.calendar)
 
-    def _rows(self, found: Sequence[Any], owners: Owners, bucket: str) -> list[tuple[UsageRow, Place]]:
-        """Return the rows of a report and their places."""
+    def _rows(self, found: Sequence[Any], scope: ReportScope, bucket: str) -> list[tuple[UsageRow, RowKey]]:
+        """Return the rows of a report with their row keys."""
         ends = {start: bucket_end(start, bucket, self.calendar) for start in {row[0] for row in found}}
-        columns = (*owners.place, "currency")
-        names = 1 + len(columns)
+        columns = (*scope.key_columns, "currency")
+        key_len = 1 + len(columns)
         return [
-            (_usage_row(row[0], ends[row[0]], owners, columns, row[1:]), Place(row[0], tuple(row[1:names]))) for row in found
+            (_usage_row(row[0], ends[row[0]], scope, columns, row[1:]), RowKey(row[0], tuple(row[1:key_len]))) for row in found
         ]
 
     async def totals(
@@ -177,17 +177,17 @@ class UsageReports:
         currency: str | None = None,
         access: Access,
     ) -> list[UsageRow]:
-        """Return the sums over the whole of `start <= t < end` per group and currency, the largest in `measure` first.
+        """Return the sums over all of `start <= t < end` per group and currency, the largest in `measure` first.
 
-        By cost, amounts in `currency` come first, then one currency after the other.
+        By cost, rows in `currency` come first, then the other currencies in turn.
         """
-        owners = _owners(group_by, filters, access)
+        scope = _report_scope(group_by, filters, access)
         segments = self._segments(start, end, "day")
         if not segments:
             return []
-        found = await self._read(totals_query(segments, owners, measure=measure, currency=currency).limit(rows_max))
-        columns = (*owners.columns, "currency")
-        return [_usage_row(start, end, owners, columns, row) for row in found]
+        found = await self._read(totals_query(segments, scope, measure=measure, currency=currency).limit(rows_max))
+        columns = (*scope.columns, "currency")
+        return [_usage_row(start, end, scope, columns, row) for row in found]
 
     async def ledger_page(
         self,
@@ -198,7 +198,7 @@ class UsageReports:
         newest_first: bool = False,
         access: Access,
     ) -> Page[UsageEvent]:
-        """Return usage events in the order they were opened (or the reverse). Raises InvalidValue for a bad cursor."""
+        """Return usage events in the order of opening, or in reverse. Raises InvalidValue for a bad cursor."""
         events = usage_events.c
         name = "ledger_newest" if newest_first else "ledger"
         order = events.id.desc() if newest_first else events.id
@@ -207,7 +207,7 @@ class UsageReports:
         if cursor is not None:
             (last_id,) = decode_cursor(name, cursor, [int])
             query = query.where(events.id < last_id if newest_first else events.id > last_id)
-        # The ids first: SQLite finds those of a tenant or key in its index, and reads whole rows for one page only.
+        # Select ids first: SQLite finds those of a tenant or key in an index, and reads whole rows only for the page.
         found = query.limit(check_limit(limit) + 1).subquery("found")
         shown = select(usage_events).join(found, events.id == found.c.id).order_by(order)
         async with self._db.reading() as connection:
@@ -215,14 +215,14 @@ class UsageReports:
         return page_of([event_from_row(row) for row in rows], limit, name, lambda event: [event.id])
 
     async def event(self, request_id: str, *, access: Access) -> UsageEvent:
-        """Return the usage event of a request. Raises NotFound, also for another tenant's."""
+        """Return the usage event of a request. Raises NotFound, also for another tenant's request."""
         page = await self.ledger_page(1, None, LedgerFilter(request_id=request_id), access=access)
         if not page.data:
             raise NotFound("no such request", param="request_id")
         return page.data[0]
 
-    async def corrected(self, event: UsageEvent, *, access: Access) -> tuple[int, int]:
-        """Return how many corrections an event has, and their signed cost in pico-units."""
+    async def correction_totals(self, event: UsageEvent, *, access: Access) -> tuple[int, int]:
+        """Return the number of corrections of an event, and their signed cost in pico-units."""
         query = access.narrow(_corrections_of(event), usage_events.c.tenant_id)
         async with self._db.reading() as connection:
             number, high, low = (await connection.execute(query)).one()
@@ -237,53 +237,53 @@ def _check_period(start: datetime, end: datetime) -> None:
         raise InvalidValue("end must be later than start", param="end")
 
 
-def _owners(group_by: Sequence[str], filters: UsageFilter | None, access: Access) -> Owners:
-    """Return the owners of the requested sums, within the tenants that `access` shows."""
+def _report_scope(group_by: Sequence[str], filters: UsageFilter | None, access: Access) -> ReportScope:
+    """Return the grouping and filters of a report, limited to the tenants that `access` may see."""
     for name in group_by:
         check_choice(name, "group_by", GROUPS)
-    asked = filters or UsageFilter()
-    tenants, visible = asked.tenant_ids, access.within(Action.READ)
+    filters = filters or UsageFilter()
+    tenants, visible = filters.tenant_ids, access.within(Action.READ)
     if visible is not None:
         tenants = visible if tenants is None else visible & set(tenants)
-    wanted = {"tenant_id": tenants, "key_id": asked.key_ids, "model": asked.models}
-    return Owners(
+    by_column = {"tenant_id": tenants, "key_id": filters.key_ids, "model": filters.models}
+    return ReportScope(
         columns=tuple(_GROUP_COLUMNS[name] for name in GROUPS if name in group_by),
-        wanted={name: set(values) for name, values in wanted.items() if values is not None},
+        filters={name: set(values) for name, values in by_column.items() if values is not None},
     )
 
 
-def _name(bucket: str, owners: Owners) -> str:
-    """Return the name of a report in its cursors: a digest of the query except its period."""
-    asked = [bucket, owners.columns, {column: sorted(values) for column, values in sorted(owners.wanted.items())}]
-    return "usage/" + hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+def _cursor_name(bucket: str, scope: ReportScope) -> str:
+    """Return the name that cursors of a report carry: a digest of its query without the period."""
+    query = [bucket, scope.columns, {column: sorted(values) for column, values in sorted(scope.filters.items())}]
+    return "usage/" + hashlib.sha256(json.dumps(query).encode()).hexdigest()[:16]
 
 
-def _position(name: str, cursor: str, owners: Owners) -> tuple[datetime, datetime, Place]:
-    """Return the period of the report that `cursor` belongs to, and the place after which it continues."""
-    start, end, bucket_at, *names = decode_cursor(name, cursor, [int, int, int, *(str for _ in owners.place), str])
+def _decode_report_cursor(name: str, cursor: str, scope: ReportScope) -> tuple[datetime, datetime, RowKey]:
+    """Return the period of the cursor's report, and the row key after which it continues."""
+    start, end, bucket_at, *names = decode_cursor(name, cursor, [int, int, int, *(str for _ in scope.key_columns), str])
     if start >= end:
         raise InvalidValue("cursor does not belong to this list", param="cursor")
-    return from_micros(start), from_micros(end), Place(from_micros(bucket_at), tuple(names))
+    return from_micros(start), from_micros(end), RowKey(from_micros(bucket_at), tuple(names))
 
 
-def _usage_row(start: datetime, end: datetime, owners: Owners, columns: Sequence[str], values: Sequence[Any]) -> UsageRow:
-    """Return the row of `values`: those of the `columns`, then of COUNTS, whose sums PostgreSQL returns as decimals."""
-    named = dict(zip(columns, values[: len(columns)], strict=True))
+def _usage_row(start: datetime, end: datetime, scope: ReportScope, columns: Sequence[str], values: Sequence[Any]) -> UsageRow:
+    """Build a row from `values`: those of `columns`, then those of COUNTS, which PostgreSQL returns as decimals."""
+    by_column = dict(zip(columns, values[: len(columns)], strict=True))
     requests, prompt, cached, completion, rejected, cost_high, cost_low = map(int, values[len(columns) :])
-    shown = {name: named[name] for name in owners.columns}
+    group = {name: by_column[name] for name in scope.columns}
     return UsageRow(
         start=start,
         end=end,
-        tenant_id=shown.get("tenant_id"),
-        key_id=shown.get("key_id"),
-        model=shown.get("model"),
+        tenant_id=group.get("tenant_id"),
+        key_id=group.get("key_id"),
+        model=group.get("model"),
         requests=requests,
         prompt_tokens=prompt,
         cached_tokens=cached,
         completion_tokens=completion,
         rejected_tokens=rejected,
         cost_picos=cost_high * SPLIT + cost_low,
-        currency=named["currency"],
+        currency=by_column["currency"],
     )
 
 
@@ -304,7 +304,7 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
         conditions.append(_is_kind(filters.kind))
     if filters.request_id is not None:
         of_request = events.request_id == filters.request_id
-        # Each kind has an index of its own, which both databases use only if the query names the kind.
+        # Each kind has a partial index, which both databases use only if the kind is a literal in the query.
         conditions.append(or_(*(and_(_is_kind(kind), of_request) for kind in KINDS)))
     if filters.start is not None:
         conditions.append(events.admitted_at >= filters.start)
@@ -314,7 +314,7 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
 
 
 def _corrections_of(event: UsageEvent) -> Select[Any]:
-    """Return the query for the number of corrections of an event, and their cost in halves."""
+    """Return the query for the number of corrections of an event, and their cost as a split sum."""
     events = usage_events.c
     sums: list[Any] = [func.count(), *split_sum(events.cost_picos)]
     return select(*sums).where(_is_kind("adjustment"), events.request_id == event.request_id, events.corrects_id == event.id)

@@ -23,7 +23,7 @@ async def stop_when_claim_lost(claim: DatabaseClaim, services: Services, stop: C
         # A command may have changed rows while the database was unclaimed.
         for cached in (services.db.principals, services.db.webhooks):
             cached.bump()
-        services.prices.forget()
+        services.prices.clear_cache()
         return await epochs.is_open(services.db, services.epoch_id)
 
     try:

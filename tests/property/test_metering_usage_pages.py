@@ -20,7 +20,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.usage import BUCKETS, GROUPS, UsageFilter, UsageReports, UsageRow
-from appliance.metering.usage_cover import bucket_start
+from appliance.metering.usage_segments import bucket_start
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.pages import encode_cursor

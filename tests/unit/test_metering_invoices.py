@@ -174,8 +174,8 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
         since.append(await books.post(OCTOBER, Tokens(prompt=7, completion=0)))
         return ahead
 
-    sum_ahead = service._sum_ahead
-    monkeypatch.setattr(service, "_sum_ahead", posted_meanwhile)
+    sum_ahead = service._read_sums_ahead
+    monkeypatch.setattr(service, "_read_sums_ahead", posted_meanwhile)
     closed = await books.invoices.close(drafted.head.id, access=WHOLE_BOX)
     monkeypatch.undo()
 
@@ -223,8 +223,8 @@ async def test_a_month_that_is_closed_beside_an_earlier_one_counts_nothing_twice
         await books.invoices.close(october.head.id, access=WHOLE_BOX)
         return ahead
 
-    sum_ahead = service._sum_ahead
-    monkeypatch.setattr(service, "_sum_ahead", closed_meanwhile)
+    sum_ahead = service._read_sums_ahead
+    monkeypatch.setattr(service, "_read_sums_ahead", closed_meanwhile)
     closed = await books.invoices.close(november.head.id, access=WHOLE_BOX)
     assert told(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 

@@ -115,9 +115,9 @@ async def test_the_corrections_of_an_event_are_added_up_for_whoever_may_see_it(
         for person in (cast.bob, cast.charlie)
     )
     for access in (WHOLE_BOX, bob):
-        assert await reports.corrected(corrected, access=access) == (3, -2 * 3 - 7 + 3)
-        assert await reports.corrected(other, access=access) == (1, -5 * 3)
-    assert await reports.corrected(corrected, access=charlie) == (0, 0)
+        assert await reports.correction_totals(corrected, access=access) == (3, -2 * 3 - 7 + 3)
+        assert await reports.correction_totals(other, access=access) == (1, -5 * 3)
+    assert await reports.correction_totals(corrected, access=charlie) == (0, 0)
 
 
 @pytest.mark.parametrize("newest_first", [False, True])

@@ -64,7 +64,7 @@ async def test_what_another_process_did_to_prices_is_known_once_the_book_has_for
     for model in ("demo", "other"):
         assert await book.current(model, clock.now()) is None
     added = [await add(elsewhere, model=model) for model in ("demo", "other")]
-    book.forget()
+    book.clear_cache()
     assert [await book.current(model, clock.now()) for model in ("demo", "other")] == added
 
 
@@ -87,7 +87,7 @@ async def test_a_book_that_is_read_while_a_price_is_added_is_not_kept(
         await is_read.wait()
     if adds == "another process":
         price = await add(euro_prices(database, clock))
-        book.forget()
+        book.clear_cache()
     else:
         price = await add(book)
     may_go_on.set()

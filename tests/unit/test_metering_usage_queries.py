@@ -18,17 +18,26 @@ from appliance.base.db import Database
 from appliance.base.tables import usage_box_rollups, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import COUNTS, SPLIT
-from appliance.metering.usage_cover import EARLIEST, LATEST, STARTS_MAX, Segment, bucket_end, bucket_start, cover, reaching
 from appliance.metering.usage_queries import (
-    OWNER,
+    OWNER_COLUMNS,
     OWNERS_MAX,
     PROBES_MAX,
     Measure,
-    Owners,
-    Place,
+    ReportScope,
+    RowKey,
     page_query,
     report_query,
     totals_query,
+)
+from appliance.metering.usage_segments import (
+    EARLIEST,
+    LATEST,
+    STARTS_MAX,
+    Segment,
+    bucket_end,
+    bucket_start,
+    segments_from,
+    split_period,
 )
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
@@ -38,22 +47,22 @@ from tests.support.clock import FakeClock
 START = datetime(2026, 10, 24, 9, 41, 12, 345, tzinfo=UTC)
 FIRST_HOUR = START.replace(minute=0, second=0, microsecond=0)
 HOURS, OTHERS, OWN_SUMS = 120, 200, 10
-GROUPINGS = [columns for size in range(len(OWNER) + 1) for columns in combinations(OWNER, size)]
+GROUPINGS = [columns for size in range(len(OWNER_COLUMNS) + 1) for columns in combinations(OWNER_COLUMNS, size)]
 BUCKETS = [("minute", 3), ("hour", 30), ("day", 400)]
 WIDE = [(columns, *BUCKETS[number % len(BUCKETS)]) for number, columns in enumerate(GROUPINGS)]
 NARROWED = [{}, {"tenant_id": {"tn_1"}}, {"key_id": {"key_1"}}, {"model": {"demo"}}, {"tenant_id": {"tn_1", "tn_2"}}]
 NARROWED += [{"key_id": {"key_1", "key_2"}}, {"tenant_id": {"tn_1", "tn_2"}, "key_id": {"key_1", "key_2"}}]
-FEW = [wanted for wanted in NARROWED if {"tenant_id", "key_id"} & set(wanted)]
+FEW = [filters for filters in NARROWED if {"tenant_id", "key_id"} & set(filters)]
 
 
-def page(segments: Sequence[Segment], owners: Owners, after: Place | None) -> Select[Any]:
+def page(segments: Sequence[Segment], scope: ReportScope, after: RowKey | None) -> Select[Any]:
     """Return the query for 50 rows and one more."""
-    return page_query(segments if after is None else reaching(segments, after.start_at), owners, 51, after)
+    return page_query(segments if after is None else segments_from(segments, after.start_at), scope, 51, after)
 
 
-def place_of(owners: Owners) -> Place:
+def row_key_of(scope: ReportScope) -> RowKey:
     """Return a place in the second day of the report."""
-    return Place(START.replace(minute=0) + timedelta(hours=30), (*(f"{name}_1" for name in owners.place), "EUR"))
+    return RowKey(START.replace(minute=0) + timedelta(hours=30), (*(f"{name}_1" for name in scope.key_columns), "EUR"))
 
 
 async def lines_of(database: Database, query: Select[Any]) -> list[str]:
@@ -67,13 +76,13 @@ async def lines_of(database: Database, query: Select[Any]) -> list[str]:
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("columns", GROUPINGS, ids=lambda columns: "+".join(columns) or "nothing")
 async def test_a_page_reads_the_sums_and_events_of_its_places_alone(database: Database, columns: tuple[str, ...]) -> None:
-    segments = cover(START, START + timedelta(days=5), "hour", BillingCalendar("Europe/Berlin"))
-    for wanted in NARROWED:
-        owners = Owners(columns=columns, wanted=wanted)
-        for after in (None, place_of(owners)):
-            read = [line for line in await lines_of(database, page(segments, owners, after)) if "usage_" in line]
+    segments = split_period(START, START + timedelta(days=5), "hour", BillingCalendar("Europe/Berlin"))
+    for filters in NARROWED:
+        scope = ReportScope(columns=columns, filters=filters)
+        for after in (None, row_key_of(scope)):
+            read = [line for line in await lines_of(database, page(segments, scope, after)) if "usage_" in line]
             assert read
-            assert [line for line in read if not line.startswith("SEARCH")] == [], (wanted, after)
+            assert [line for line in read if not line.startswith("SEARCH")] == [], (filters, after)
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -81,13 +90,13 @@ async def test_a_page_reads_the_sums_and_events_of_its_places_alone(database: Da
 async def test_days_of_a_few_tenants_or_keys_are_read_without_those_of_others(
     database: Database, columns: tuple[str, ...]
 ) -> None:
-    segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
-    for wanted in FEW:
-        owners = Owners(columns=columns, wanted=wanted)
-        for query in (page_query(segments, owners, 51, None), report_query(segments, owners), totals_query(segments, owners)):
+    segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
+    for filters in FEW:
+        scope = ReportScope(columns=columns, filters=filters)
+        for query in (page_query(segments, scope, 51, None), report_query(segments, scope), totals_query(segments, scope)):
             read = [line for line in await lines_of(database, query) if "usage_rollups" in line]
             assert read
-            assert [line for line in read if "start_at=?" not in line or "tenant_id=?" not in line] == [], wanted
+            assert [line for line in read if "start_at=?" not in line or "tenant_id=?" not in line] == [], filters
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -95,13 +104,13 @@ async def test_days_of_a_few_tenants_or_keys_are_read_without_those_of_others(
 async def test_a_page_of_a_few_tenants_or_keys_is_read_without_others_however_wide_it_is(
     database: Database, columns: tuple[str, ...], bucket: str, days: int
 ) -> None:
-    segments = cover(START, START + timedelta(days=days), bucket, BillingCalendar("Europe/Berlin"))
-    for wanted in FEW:
-        owners = Owners(columns=columns, wanted=wanted)
-        for after in (None, place_of(owners)):
-            read = [line for line in await lines_of(database, page(segments, owners, after)) if "usage_rollups" in line]
+    segments = split_period(START, START + timedelta(days=days), bucket, BillingCalendar("Europe/Berlin"))
+    for filters in FEW:
+        scope = ReportScope(columns=columns, filters=filters)
+        for after in (None, row_key_of(scope)):
+            read = [line for line in await lines_of(database, page(segments, scope, after)) if "usage_rollups" in line]
             assert read
-            assert [line for line in read if "tenant_id=?" not in line] == [], (wanted, after)
+            assert [line for line in read if "tenant_id=?" not in line] == [], (filters, after)
 
 
 @pytest.mark.postgres
@@ -110,20 +119,20 @@ async def test_postgresql_reads_for_a_page_of_a_few_tenants_or_keys_hardly_any_s
     database: Database, cast: Cast
 ) -> None:
     await write_hours(database, cast)
-    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=HOURS), "hour", BillingCalendar())
+    segments = split_period(FIRST_HOUR, FIRST_HOUR + timedelta(hours=HOURS), "hour", BillingCalendar())
     bob, charlie = cast.bob, cast.charlie
     few = [{"tenant_id": {bob.tenant.id}}, {"tenant_id": {bob.tenant.id, charlie.tenant.id}}]
     few += [{"key_id": {bob.key.id}}, {"key_id": {bob.key.id, charlie.key.id}}]
     async with database.reading() as connection:
         for columns in GROUPINGS:
-            for wanted in few:
-                owners = Owners(columns=columns, wanted=wanted)
-                after = Place(FIRST_HOUR + timedelta(hours=3), (*("" for _ in owners.place), "EUR"))
-                for query in (page(segments, owners, None), page(segments, owners, after)):
+            for filters in few:
+                scope = ReportScope(columns=columns, filters=filters)
+                after = RowKey(FIRST_HOUR + timedelta(hours=3), (*("" for _ in scope.key_columns), "EUR"))
+                for query in (page(segments, scope, None), page(segments, scope, after)):
                     compiled = query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
                     explained = text("EXPLAIN (ANALYZE, FORMAT JSON) " + str(compiled).replace(":", r"\:"))
                     (told,) = (await connection.execute(explained)).scalar_one()
-                    assert 0 < rows_read(told["Plan"]) <= 8 * OWN_SUMS, (columns, wanted)
+                    assert 0 < rows_read(told["Plan"]) <= 8 * OWN_SUMS, (columns, filters)
 
 
 async def write_hours(database: Database, cast: Cast) -> None:
@@ -165,15 +174,15 @@ async def test_a_report_on_more_keys_than_are_looked_for_one_by_one_is_of_these_
     ]
     async with database.writing() as connection:
         await connection.execute(insert(usage_rollups), rows)
-    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=3), "hour", BillingCalendar())
-    owners = Owners(columns=("key_id",), wanted={"key_id": asked})
+    segments = split_period(FIRST_HOUR, FIRST_HOUR + timedelta(hours=3), "hour", BillingCalendar())
+    scope = ReportScope(columns=("key_id",), filters={"key_id": asked})
     assert len(asked) > OWNERS_MAX
     async with database.reading() as connection:
-        whole = (await connection.execute(report_query(segments, owners))).all()
-        totals = (await connection.execute(totals_query(segments, owners))).all()
-        first = (await connection.execute(page_query(segments, owners, 40, None))).all()
-        last = Place(first[-1].start_at, (first[-1].tenant_id, first[-1].key_id, "EUR"))
-        second = (await connection.execute(page_query(reaching(segments, last.start_at), owners, 40, last))).all()
+        whole = (await connection.execute(report_query(segments, scope))).all()
+        totals = (await connection.execute(totals_query(segments, scope))).all()
+        first = (await connection.execute(page_query(segments, scope, 40, None))).all()
+        last = RowKey(first[-1].start_at, (first[-1].tenant_id, first[-1].key_id, "EUR"))
+        second = (await connection.execute(page_query(segments_from(segments, last.start_at), scope, 40, last))).all()
     assert Counter(row.key_id for row in whole) == dict.fromkeys(asked, 3)
     assert {row.key_id: row.requests for row in totals} == dict.fromkeys(asked, 3)
     assert [*first, *second] == whole
@@ -189,8 +198,8 @@ async def test_hours_in_which_only_other_models_were_used_take_no_place_of_a_pag
         {**used, "model": "other" if hour < 10 else "demo", "start_at": FIRST_HOUR + timedelta(hours=hour)}
         for hour in range(12)
     ]
-    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=12), "hour", BillingCalendar())
-    query = page_query(segments, Owners(columns=(), wanted={few: {owner[few]}, "model": {"demo"}}), 2, None)
+    segments = split_period(FIRST_HOUR, FIRST_HOUR + timedelta(hours=12), "hour", BillingCalendar())
+    query = page_query(segments, ReportScope(columns=(), filters={few: {owner[few]}, "model": {"demo"}}), 2, None)
     async with database.writing() as connection:
         await connection.execute(insert(usage_rollups), rows)
     async with database.reading() as connection:
@@ -200,9 +209,9 @@ async def test_hours_in_which_only_other_models_were_used_take_no_place_of_a_pag
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_sums_of_many_keys_are_read_by_their_tenants(database: Database) -> None:
-    segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
-    owners = Owners(columns=("key_id",), wanted={"key_id": {f"key_{number}" for number in range(OWNERS_MAX + 1)}})
-    for query in (report_query(segments, owners), totals_query(segments, owners), page_query(segments, owners, 51, None)):
+    segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
+    scope = ReportScope(columns=("key_id",), filters={"key_id": {f"key_{number}" for number in range(OWNERS_MAX + 1)}})
+    for query in (report_query(segments, scope), totals_query(segments, scope), page_query(segments, scope, 51, None)):
         lines = await lines_of(database, query)
         assert any("api_keys" in line for line in lines)
         assert [line for line in lines if "usage_rollups" in line and "tenant_id=?" not in line] == []
@@ -210,24 +219,26 @@ async def test_sums_of_many_keys_are_read_by_their_tenants(database: Database) -
 
 def test_a_report_by_neither_tenant_nor_key_is_read_from_the_sums_of_the_box() -> None:
     for columns in GROUPINGS:
-        for wanted in NARROWED:
-            by_model_alone = {*columns, *wanted} <= {"model"}
-            assert Owners(columns=columns, wanted=wanted).table is (usage_box_rollups if by_model_alone else usage_rollups)
+        for filters in NARROWED:
+            by_model_alone = {*columns, *filters} <= {"model"}
+            assert ReportScope(columns=columns, filters=filters).table is (
+                usage_box_rollups if by_model_alone else usage_rollups
+            )
 
 
 def test_rows_are_sorted_by_their_places_whichever_way_a_database_groups_them() -> None:
-    segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
+    segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     for columns in GROUPINGS:
-        owners = Owners(columns=columns, wanted={})
-        names = ", ".join(f"parts.{name}" for name in ("start_at", *owners.place, "currency"))
-        for query in (report_query(segments, owners), page_query(segments, owners, 51, place_of(owners))):
+        scope = ReportScope(columns=columns, filters={})
+        names = ", ".join(f"parts.{name}" for name in ("start_at", *scope.key_columns, "currency"))
+        for query in (report_query(segments, scope), page_query(segments, scope, 51, row_key_of(scope))):
             assert re.search(rf"ORDER BY {names}(\s+LIMIT .*)?$", str(query).replace("\n", " ")), columns
 
 
 def test_totals_are_sorted_by_what_was_asked_for_alone() -> None:
-    segments = cover(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
+    segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     for columns in GROUPINGS:
-        query = str(totals_query(segments, Owners(columns=columns, wanted={})))
+        query = str(totals_query(segments, ReportScope(columns=columns, filters={})))
         grouped = re.findall(r"GROUP BY ((?:\w+\.\w+(?:, )?)+)", query)
         assert len(grouped) == len(segments) + 1
         for names in grouped:
@@ -247,11 +258,11 @@ async def test_totals_begin_with_the_dearest_be_it_one_dear_request_or_many_chea
         for tenant, parts in costs.items()
         for hour, (high, low) in enumerate(parts)
     ]
-    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=5), "hour", BillingCalendar())
+    segments = split_period(FIRST_HOUR, FIRST_HOUR + timedelta(hours=5), "hour", BillingCalendar())
     async with database.writing() as connection:
         await connection.execute(insert(usage_rollups), rows)
     async with database.reading() as connection:
-        found = (await connection.execute(totals_query(segments, Owners(columns=("tenant_id",), wanted={})))).all()
+        found = (await connection.execute(totals_query(segments, ReportScope(columns=("tenant_id",), filters={})))).all()
     assert [row.tenant_id for row in found] == ["tn_huge", "tn_cheap", "tn_dear", "tn_paid_back"]
 
 
@@ -279,15 +290,15 @@ async def test_totals_begin_with_the_largest_in_a_measure_and_amounts_in_two_cur
             ("tn_many", "EUR", 3, 1, 5, 1),
         )
     ]
-    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=5), "hour", BillingCalendar())
-    owners = Owners(columns=("tenant_id",), wanted={})
+    segments = split_period(FIRST_HOUR, FIRST_HOUR + timedelta(hours=5), "hour", BillingCalendar())
+    scope = ReportScope(columns=("tenant_id",), filters={})
     async with database.writing() as connection:
         await connection.execute(insert(usage_rollups), rows)
 
     found: dict[str, list[str]] = {}
     measures: tuple[Measure, ...] = ("cost", "tokens", "requests")
     for measure in measures:
-        query = totals_query(segments, owners, measure=measure, currency="EUR")
+        query = totals_query(segments, scope, measure=measure, currency="EUR")
         async with database.reading() as connection:
             found[measure] = [row.tenant_id for row in (await connection.execute(query)).all()]
 
@@ -301,7 +312,7 @@ async def test_totals_begin_with_the_largest_in_a_measure_and_amounts_in_two_cur
 def test_segments_name_where_their_sums_begin_unless_they_are_too_many() -> None:
     calendar = BillingCalendar("Europe/Berlin")
     for days, bucket in ((3, "day"), (STARTS_MAX, "day"), (STARTS_MAX + 2, "day"), (4, "hour"), (5, "hour"), (1, "minute")):
-        for segment in cover(START, START + timedelta(days=days), bucket, calendar):
+        for segment in split_period(START, START + timedelta(days=days), bucket, calendar):
             moments = [segment.start]
             while segment.level != "event" and moments[-1] < segment.end:
                 moments.append(bucket_end(moments[-1], segment.level, calendar))
@@ -316,11 +327,11 @@ async def test_of_totals_that_cost_the_same_the_largest_comes_first_and_then_the
         {**used, "tenant_id": tenant, "start_at": FIRST_HOUR, "completion_tokens": tokens}
         for tenant, tokens in completion.items()
     ]
-    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=1), "hour", BillingCalendar())
+    segments = split_period(FIRST_HOUR, FIRST_HOUR + timedelta(hours=1), "hour", BillingCalendar())
     async with database.writing() as connection:
         await connection.execute(insert(usage_rollups), rows)
     async with database.reading() as connection:
-        found = (await connection.execute(totals_query(segments, Owners(columns=("tenant_id",), wanted={})))).all()
+        found = (await connection.execute(totals_query(segments, ReportScope(columns=("tenant_id",), filters={})))).all()
     assert [row.tenant_id for row in found] == ["tn_large", "tn_a", "tn_b", "tn_c", "tn_small"]
 
 
@@ -332,55 +343,55 @@ def test_segments_lie_end_to_end_each_within_one_bucket_or_whole_ones(bucket: st
         edge = bucket_start(start, draw.choice(["minute", "hour", "day"]), calendar)
         start = draw.choice([start, edge, edge - tick])
         end = start + draw.choice([tick, timedelta(seconds=draw.random() * 4e5), timedelta(minutes=draw.randrange(1, 200))])
-        segments = cover(start, end, bucket, calendar)
+        segments = split_period(start, end, bucket, calendar)
         ends = [start, *(segment.end for segment in segments)]
         assert [segment.start for segment in segments] == ends[:-1]
         assert ends[-1] == end
         for segment in segments:
             assert segment.start < segment.end
             if segment.level == bucket:
-                assert segment.within is None
+                assert segment.report_bucket is None
                 assert [bucket_start(edge, bucket, calendar) for edge in (segment.start, segment.end)] == [
                     segment.start,
                     segment.end,
                 ]
             else:
-                assert segment.within == bucket_start(segment.start, bucket, calendar)
-                assert segment.within == bucket_start(segment.end - tick, bucket, calendar)
+                assert segment.report_bucket == bucket_start(segment.start, bucket, calendar)
+                assert segment.report_bucket == bucket_start(segment.end - tick, bucket, calendar)
 
 
 def test_no_segment_begins_before_or_ends_after_what_calendars_can_say() -> None:
-    segments = cover(datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC), "day", BillingCalendar())
+    segments = split_period(datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC), "day", BillingCalendar())
     assert [(segment.level, segment.start, segment.end) for segment in segments] == [("day", EARLIEST, LATEST)]
 
 
 def test_as_many_beginnings_as_a_statement_may_list_are_listed() -> None:
     midnight = datetime(2026, 6, 1, tzinfo=UTC)
     for days in (STARTS_MAX - 1, STARTS_MAX, STARTS_MAX + 1):
-        (segment,) = cover(midnight, midnight + timedelta(days=days), "day", BillingCalendar())
+        (segment,) = split_period(midnight, midnight + timedelta(days=days), "day", BillingCalendar())
         assert len(segment.starts) == (days if days <= STARTS_MAX else 0)
 
 
 def test_rows_by_key_are_placed_by_tenant_first_and_others_by_what_they_show() -> None:
     for columns in GROUPINGS:
         shown = {"tenant_id", *columns} if "key_id" in columns else set(columns)
-        assert Owners(columns=columns, wanted={}).place == tuple(name for name in OWNER if name in shown)
+        assert ReportScope(columns=columns, filters={}).key_columns == tuple(name for name in OWNER_COLUMNS if name in shown)
 
 
 def test_many_keys_of_nobody_knows_how_many_tenants_are_not_looked_for_one_by_one() -> None:
     few, many = ({f"key_{number}" for number in range(count)} for count in (10, 200))
-    assert Owners(columns=(), wanted={}).probes > PROBES_MAX
-    assert Owners(columns=(), wanted={"key_id": few}).probes == 100
-    assert Owners(columns=(), wanted={"tenant_id": few, "key_id": many}).probes == 2000
-    assert Owners(columns=(), wanted={"tenant_id": few}).probes == 10
-    assert Owners(columns=(), wanted={"key_id": many}).probes > PROBES_MAX
+    assert ReportScope(columns=(), filters={}).index_probes > PROBES_MAX
+    assert ReportScope(columns=(), filters={"key_id": few}).index_probes == 100
+    assert ReportScope(columns=(), filters={"tenant_id": few, "key_id": many}).index_probes == 2000
+    assert ReportScope(columns=(), filters={"tenant_id": few}).index_probes == 10
+    assert ReportScope(columns=(), filters={"key_id": many}).index_probes > PROBES_MAX
 
 
 def test_segments_reach_into_a_bucket_that_they_lie_in_or_before() -> None:
     calendar = BillingCalendar("Europe/Berlin")
-    segments = cover(START, START + timedelta(days=3), "day", calendar)
+    segments = split_period(START, START + timedelta(days=3), "day", calendar)
     assert [segment.level for segment in segments] == ["event", "minute", "hour", "day", "hour", "minute", "event"]
     for number, level in ((0, "event"), (1, "day"), (2, "day"), (3, "hour")):
         bucket_at = bucket_start(START + timedelta(days=number), "day", calendar)
-        assert reaching(segments, bucket_at)[0].level == level
-    assert reaching(segments, START + timedelta(days=4)) == []
+        assert segments_from(segments, bucket_at)[0].level == level
+    assert segments_from(segments, START + timedelta(days=4)) == []

@@ -26,7 +26,7 @@ from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.base.money import PICOS_PER_UNIT
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.usage import UsageFilter, UsageRow
-from appliance.metering.usage_cover import bucket_end, bucket_start
+from appliance.metering.usage_segments import bucket_end, bucket_start
 from appliance.tenancy.access import Access
 from appliance.tenancy.pages import decode_cursor, encode_cursor
 

@@ -102,11 +102,11 @@ def _subscribed_webhooks(connection: Connection, event: str, tenant_id: str | No
     owner: ColumnElement[bool] = webhooks.c.tenant_id.is_(None)
     if tenant_id is not None:
         owner = owner | (webhooks.c.tenant_id == tenant_id)
-    query = select(webhooks.c.id, webhooks.c.events).where(owner, *_is_active()).order_by(webhooks.c.id)
+    query = select(webhooks.c.id, webhooks.c.events).where(owner, *_active_conditions()).order_by(webhooks.c.id)
     return [webhook_id for webhook_id, events in connection.execute(query).all() if event in events]
 
 
-def _is_active() -> tuple[ColumnElement[bool], ...]:
+def _active_conditions() -> tuple[ColumnElement[bool], ...]:
     return webhooks.c.disabled_at.is_(None), webhooks.c.removed_at.is_(None)
 
 
@@ -174,7 +174,7 @@ class Outbox:
         query = (
             select(oldest)
             .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
-            .where(outbox.c.next_attempt_at <= now, outbox.c.webhook_id.not_in(sorted(busy)), *_is_active())
+            .where(outbox.c.next_attempt_at <= now, outbox.c.webhook_id.not_in(sorted(busy)), *_active_conditions())
             .group_by(outbox.c.webhook_id)
             .order_by(func.min(outbox.c.next_attempt_at), oldest)
             .limit(count)
@@ -233,11 +233,11 @@ class Outbox:
         query = (
             select(func.min(outbox.c.next_attempt_at))
             .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
-            .where(outbox.c.next_attempt_at.is_not(None), outbox.c.webhook_id.not_in(sorted(busy)), *_is_active())
+            .where(outbox.c.next_attempt_at.is_not(None), outbox.c.webhook_id.not_in(sorted(busy)), *_active_conditions())
         )
         async with self._db.reading() as connection:
-            first: datetime | None = (await connection.execute(query)).scalar_one()
-        return None if first is None else max((first - self._clock.now()).total_seconds(), 0.0)
+            earliest: datetime | None = (await connection.execute(query)).scalar_one()
+        return None if earliest is None else max((earliest - self._clock.now()).total_seconds(), 0.0)
 
     async def count_pending(self) -> int:
         """Return how many messages are pending."""

@@ -95,7 +95,7 @@ class Webhooks:
         events: Sequence[str] | None = None,
         access: Access,
     ) -> tuple[Webhook, str | None]:
-        """Return the new webhook and its signing secret, which is shown only once; None for e-mail.
+        """Create a webhook; return it and its signing secret, which is shown only once (None for e-mail).
 
         `events` None subscribes to every event that the owner may receive. Raises InvalidValue, NotFound, Conflict and
         RoleNotAllowed.
@@ -190,8 +190,8 @@ class Webhooks:
         return removed
 
     async def rotate(self, webhook_id: str, grace_s: int = GRACE_S_DEFAULT, *, access: Access) -> tuple[Webhook, str]:
-        """Return the webhook and its new secret, which is shown only once. For `grace_s` seconds messages are signed with the
-        previous secret too."""
+        """Replace the signing secret; return the webhook and the new secret, which is shown only once. For `grace_s` seconds
+        messages are signed with the previous secret too."""
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         secret = new_signing_secret()
         until = self._clock.now() + timedelta(seconds=grace_s) if grace_s else None

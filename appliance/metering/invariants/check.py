@@ -105,8 +105,8 @@ async def check_ledger(
             if data_dir is not None:
                 findings.append(await _check_secrets(connection, data_dir))
         chain = await AuditLog(database, SystemClock()).verify()
-        text = f"{chain.entries} entries, each chained to the previous one" if chain.fault is None else chain.fault.text
-        return [*findings, Finding("audit", "holds" if chain.fault is None else "broken", text)]
+        detail = f"{chain.entries} entries, each chained to the previous one" if chain.fault is None else chain.fault.text
+        return [*findings, Finding("audit", "holds" if chain.fault is None else "broken", detail)]
 
 
 async def _check_tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
@@ -123,11 +123,11 @@ async def _check_tables(connection: AsyncConnection, url: str, kind: str) -> Fin
 
 async def _check_secrets(connection: AsyncConnection, data_dir: Path) -> Finding:
     path = data_dir / PEPPER_FILE
-    found = await sealed_secrets.count(connection, read_pepper(data_dir) if path.exists() else None)
+    found = await sealed_secrets.find_unreadable(connection, read_pepper(data_dir) if path.exists() else None)
     if not found.unreadable:
         return Finding("secrets", "holds", f"{found.stored} sealed, each opens with secret.key")
     parts = [list_ids(ids, what) for ids, what in ((found.members, "second factors"), (found.webhooks, "webhooks")) if ids]
-    why = f"{path} is not the file they were sealed with" if path.exists() else f"{path} is not there"
+    why = f"{path} is not the file they were sealed with" if path.exists() else f"{path} does not exist"
     return Finding("secrets", "broken", f"cannot be opened: {'; '.join(parts)}; {why}: {sealed_secrets.ADVICE}")
 
 
@@ -189,7 +189,7 @@ def _check_event(row: Any, tally: _Tally, *, epoch: str | None, running: bool) -
     tally.pending += pending
     if pending and running and row.epoch_id != epoch:
         violations["pending"].append(row.request_id)
-    if _is_inconsistent(row, pending=pending):
+    if _has_invalid_settlement(row, pending=pending):
         violations["settled"].append(row.request_id)
     if not _counts_are_valid(row, pending=pending):
         violations["counts"].append(row.request_id)
@@ -211,7 +211,7 @@ def _check_references(row: Any, tally: _Tally, history: references.PriceHistory)
             tally.violations[name].append(row.request_id)
 
 
-def _is_inconsistent(row: Any, *, pending: bool) -> bool:
+def _has_invalid_settlement(row: Any, *, pending: bool) -> bool:
     if pending:
         return row.settled_at is not None or row.finish_reason is not None or row.cost_picos != 0
     if row.kind == "usage" and row.status == "recovered" and not row.estimated:

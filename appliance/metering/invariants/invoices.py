@@ -50,15 +50,15 @@ class _Earlier:
             else:
                 self.billed[line.month] += line.rounded_micros
 
-    def free(self, month: str, lines: Sequence[InvoiceLine]) -> dict[str, MonthAllowance]:
+    def allowances_for(self, month: str, lines: Sequence[InvoiceLine]) -> dict[str, MonthAllowance]:
         """Return the allowance of each month on an invoice of `month` with these `lines`."""
         return {
-            of: MonthAllowance(
-                monthly_micros=allowance_in(self.allowances, of),
-                billed_micros=self.billed[of],
-                granted_micros=self.granted[of],
+            billed_month: MonthAllowance(
+                monthly_micros=allowance_in(self.allowances, billed_month),
+                billed_micros=self.billed[billed_month],
+                granted_micros=self.granted[billed_month],
             )
-            for of in sorted({month, *(line.month for line in lines)})
+            for billed_month in sorted({month, *(line.month for line in lines)})
             if self.allowances
         }
 
@@ -113,7 +113,7 @@ async def _lines_match_events(
 
 
 def _with_allowances(used: list[InvoiceLine], month: str, earlier: _Earlier) -> list[InvoiceLine]:
-    return [*used, *allowance_lines(used, earlier.free(month, used))]
+    return [*used, *allowance_lines(used, earlier.allowances_for(month, used))]
 
 
 def _totals_match_lines(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> bool:

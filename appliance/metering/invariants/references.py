@@ -41,10 +41,10 @@ class PriceHistory:
     def __init__(self, rows: list[Any]) -> None:
         self._violations: list[str] = []
         self._suspects: list[tuple[datetime, str]] = []
-        self._by_model: dict[tuple[str, str], list[tuple[datetime, datetime, str]]] = defaultdict(list)
+        self._prices: dict[tuple[str, str], list[tuple[datetime, datetime, str]]] = defaultdict(list)
         for row in rows:
-            self._by_model[row.model, row.currency].append((row.effective_from, row.created_at, row.id))
-        for prices in self._by_model.values():
+            self._prices[row.model, row.currency].append((row.effective_from, row.created_at, row.id))
+        for prices in self._prices.values():
             prices.sort()
 
     @classmethod
@@ -78,7 +78,7 @@ class PriceHistory:
             return False
         if row.price_id is not None and row.price_model != row.model:
             return True  # renamed by a downgrade: no later price has this name
-        prices = self._by_model.get((row.model, row.currency), [])
+        prices = self._prices.get((row.model, row.currency), [])
         known_at = row.admitted_at - PRICE_SLACK
         end = bisect_right(prices, known_at, key=lambda price: price[0])
         return not any(created_at <= known_at and (after is None or begins > after) for begins, created_at, _ in prices[:end])

@@ -61,7 +61,7 @@ async def _check_corrections(connection: AsyncConnection) -> Finding:
 
 
 async def _negative_events(connection: AsyncConnection) -> list[int]:
-    """Return the events that have a negative sum with their corrections."""
+    """Return the events of which a count or the cost is negative together with their corrections."""
     corrected = select(_EVENTS.c.corrects_id).where(_EVENTS.c.corrects_id.is_not(None))
     original_id = func.coalesce(_EVENTS.c.corrects_id, _EVENTS.c.id)
     halves = {name: split_sum(_EVENTS.c[name]) for name in _COUNTS}

@@ -88,7 +88,7 @@ class Invoices:
         self._currency = currency
 
     async def draft(self, tenant_id: str, month: str, *, only: str | None = None, access: Access) -> Invoice:
-        """Return the draft of a month (`YYYY-MM`) that has begun, creating it if there is none.
+        """Create, or return, the draft of a month (`YYYY-MM`) that has begun.
 
         `only` is one of DRAFT_CONDITIONS. `billable`: raises NothingToBill instead of creating an empty draft; `closable`: also
         raises MonthNotOver before the month is over. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, and
@@ -130,7 +130,7 @@ class Invoices:
     ) -> Page[InvoiceHead]:
         """Return the invoices of all tenants that `access` may see, without lines, newest month first."""
         async with self._db.reading() as connection:
-            return await _page(connection, rows.heads_query(month=month, state=state), limit, cursor, access)
+            return await _read_page(connection, rows.heads_query(month=month, state=state), limit, cursor, access)
 
     async def list_for_tenant(
         self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
@@ -139,7 +139,7 @@ class Invoices:
         `problem` instead of lines."""
         access.require(Action.INVOICES, tenant_id)
         async with self._db.reading() as connection:
-            page = await _page(connection, rows.heads_query(tenant_id=tenant_id), limit, cursor, access)
+            page = await _read_page(connection, rows.heads_query(tenant_id=tenant_id), limit, cursor, access)
             loaded = await self._load(connection, page.data)
         return Page(data=[*loaded], next_cursor=page.next_cursor)
 
@@ -153,7 +153,7 @@ class Invoices:
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
             self._check_month_over(head.month)
-            ahead = await _sum_ahead(connection, head)
+            ahead = await _read_sums_ahead(connection, head)
         async with self._db.writing() as connection:
             through = await lock(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
@@ -180,9 +180,9 @@ class Invoices:
         rows_max = check_limit(limit) + 1
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.INVOICES)
-            coverage, previous, first = await _coverage_of(connection, head)
+            covered = await _coverage_of(connection, head)
             found = await read_covered_events(
-                connection, head.tenant_id, coverage, previous, first=first, kind=kind, after_posting=after, rows_max=rows_max
+                connection, head.tenant_id, *covered, kind=kind, after_posting=after, rows_max=rows_max
             )
         return page_of(found, limit, "invoice_events", lambda event: [event.posting or 0])
 
@@ -286,7 +286,7 @@ class Invoices:
         ]
 
     async def _compute_draft(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
-        ahead = await _sum_ahead(connection, head)
+        ahead = await _read_sums_ahead(connection, head)
         return (await self._compute(connection, head, ahead.previous, ahead.sums)).invoice
 
     async def _try_draft(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
@@ -331,19 +331,19 @@ async def _read_head(connection: AsyncConnection, invoice_id: str, access: Acces
     return access.row(head, action, what="invoice", param="invoice_id")
 
 
-async def _sum_ahead(connection: AsyncConnection, head: InvoiceHead) -> _SumsAhead:
+async def _read_sums_ahead(connection: AsyncConnection, head: InvoiceHead) -> _SumsAhead:
     previous = await rows.read_last_coverage(connection, head.tenant_id)
     coverage = Coverage(head.month, await last_taken(connection, POSTING))
     return _SumsAhead(previous, coverage, await read_event_sums(connection, head.tenant_id, coverage, previous))
 
 
 async def _coverage_of(connection: AsyncConnection, head: InvoiceHead) -> tuple[Coverage, Coverage | None, date | None]:
-    """Return (coverage, coverage of the preceding closed invoice, first day). The first day is that of the month for a draft
-    without late events, because an earlier month is still open; otherwise None."""
+    """Return (coverage, coverage of the preceding closed invoice, first billing day). The first billing day is that of the
+    month for a draft that bills no late events, because an earlier month is still open; otherwise None."""
     if head.through_posting is not None:
         previous = await rows.read_last_coverage(connection, head.tenant_id, before=head.month)
         return Coverage(head.month, head.through_posting), previous, None
-    ahead = await _sum_ahead(connection, head)
+    ahead = await _read_sums_ahead(connection, head)
     is_next = _first_open_month(ahead.sums, head.month, ahead.previous) is None
     return ahead.coverage, ahead.previous, None if is_next else first_day(head.month)
 
@@ -358,7 +358,7 @@ async def _complete_sums(
     return [*ahead.sums, *await read_event_sums(connection, head.tenant_id, coverage, ahead.coverage)]
 
 
-async def _page(
+async def _read_page(
     connection: AsyncConnection, query: Select[Any], limit: int, cursor: str | None, access: Access
 ) -> Page[InvoiceHead]:
     query = access.narrow(query, invoices.c.tenant_id, Action.INVOICES)
@@ -378,7 +378,8 @@ async def _month_allowances(
     if not allowances:
         return {}
     months = {month, *(line.month for line in lines)}
-    return await rows.read_month_allowances(connection, tenant_id, {of: allowance_in(allowances, of) for of in months})
+    monthly_micros = {billed_month: allowance_in(allowances, billed_month) for billed_month in months}
+    return await rows.read_month_allowances(connection, tenant_id, monthly_micros)
 
 
 def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:

@@ -110,21 +110,21 @@ def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
     adjusted: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     cancelled = _cancelled_currencies(sums)
     for group in sums:
-        is_used = group.month == month and not group.is_correction
-        if is_used:
+        is_usage = group.month == month and not group.is_correction
+        if is_usage:
             _check_cost(group)
         if group.currency in cancelled:
             continue
-        if not is_used:
+        if not is_usage:
             _add(adjusted[group.month, group.model], sum(group.tokens), group.requests, group.cost_picos)
             continue
         kinds = zip(group.tokens, group.unit_prices, group.kind_requests, strict=True)
-        for order, (tokens, price, requests) in enumerate(kinds):
+        for kind_index, (tokens, price, requests) in enumerate(kinds):
             if tokens:
-                _add(used[group.model, group.batch, order, price], tokens, requests)
+                _add(used[group.model, group.batch, kind_index, price], tokens, requests)
     lines = [
-        _make_line(model, TOKEN_KINDS[order], month, price, tokens, requests, tokens * price, batch=batch)
-        for (model, batch, order, price), (tokens, requests) in sorted(used.items())
+        _make_line(model, TOKEN_KINDS[kind_index], month, price, tokens, requests, tokens * price, batch=batch)
+        for (model, batch, kind_index, price), (tokens, requests) in sorted(used.items())
     ]
     return lines + [
         _make_line(model, ADJUSTMENT, of_month, None, tokens, requests, cost)
@@ -133,19 +133,19 @@ def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
     ]
 
 
-def allowance_lines(lines: Sequence[InvoiceLine], free: Mapping[str, MonthAllowance]) -> list[InvoiceLine]:
-    """Return a line for each month of `free` whose allowance this invoice grants or takes back.
+def allowance_lines(lines: Sequence[InvoiceLine], allowances: Mapping[str, MonthAllowance]) -> list[InvoiceLine]:
+    """Return a line for each month of `allowances` whose allowance this invoice grants or takes back.
 
     Over all invoices, the grants for a month equal its cost, limited to its allowance: a month never costs less than zero, and
     correcting free usage refunds no money.
     """
-    allowances = []
-    for month, terms in sorted(free.items()):
-        billed = terms.billed_micros + sum(line.rounded_micros for line in lines if line.month == month)
-        grant = min(terms.monthly_micros, max(0, billed)) - terms.granted_micros
+    granted = []
+    for month, allowance in sorted(allowances.items()):
+        billed = allowance.billed_micros + sum(line.rounded_micros for line in lines if line.month == month)
+        grant = min(allowance.monthly_micros, max(0, billed)) - allowance.granted_micros
         if grant:
-            allowances.append(_make_line(None, FREE_ALLOWANCE, month, None, 0, 0, -grant * PICOS_PER_MICRO))
-    return allowances
+            granted.append(_make_line(None, FREE_ALLOWANCE, month, None, 0, 0, -grant * PICOS_PER_MICRO))
+    return granted
 
 
 def currency_of(sums: Sequence[EventSums], month: str) -> str | None:

@@ -180,9 +180,9 @@ async def read_month_allowances(
     sums = {(row.month, bool(row.is_free)): int(row.micros) for row in (await connection.execute(query)).all()}
     return {
         month: MonthAllowance(
-            monthly_micros=free, billed_micros=sums.get((month, False), 0), granted_micros=-sums.get((month, True), 0)
+            monthly_micros=micros, billed_micros=sums.get((month, False), 0), granted_micros=-sums.get((month, True), 0)
         )
-        for month, free in monthly_micros.items()
+        for month, micros in monthly_micros.items()
     }
 
 

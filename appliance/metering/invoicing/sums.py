@@ -50,21 +50,21 @@ async def read_covered_events(
     tenant_id: str,
     coverage: Coverage,
     previous: Coverage | None,
+    from_day: date | None,
     *,
-    first: date | None,
     kind: str | None,
     after_posting: int,
     rows_max: int,
 ) -> list[UsageEvent]:
-    """Return the events that `read_event_sums` sums, in posting order: from billing day `first` on (None: all), and of one
+    """Return the events that `read_event_sums` sums, in posting order: from billing day `from_day` on (None: all), and of one
     `kind` (None: both)."""
     events = usage_events.c
     covered = [*_settled_of_tenant(tenant_id, coverage), events.billing_day <= last_day(coverage.month)]
     if previous is not None:
         covered.append(or_(events.billing_day > last_day(previous.month), events.posting > previous.through_posting))
     query = select(usage_events).where(*covered, events.posting > after_posting)
-    if first is not None:
-        query = query.where(events.billing_day >= first)
+    if from_day is not None:
+        query = query.where(events.billing_day >= from_day)
     if kind is not None:  # adjustments are few and have a partial index, used only if the kind is a literal in the query
         query = query.where(events.kind == literal(kind, literal_execute=True))
     rows = (await connection.execute(query.order_by(events.posting).limit(rows_max))).mappings().all()

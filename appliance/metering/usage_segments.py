@@ -1,10 +1,10 @@
-"""Which sums together cover a period exactly. Knows no HTTP and reads nothing.
+"""Splits a period into segments that rollups of different sizes cover exactly. Pure.
 
     start                                                                        end
       ├events┤minutes├─ hours ─┤──────────── days ────────────┤─ hours ─┤minutes├events┤
 
-Whole buckets of the report come from sums of the same size; buckets that the ends of the period cut come from finer sums, down
-to single events within a minute.
+Whole buckets of the report come from rollups of the same size; buckets cut by the ends of the period come from finer rollups,
+down to single events within a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from appliance.metering.ledger.rollups import DAY, HOUR, MINUTE
 EVENT = "event"
 EARLIEST = datetime(1970, 1, 2, tzinfo=UTC)
 LATEST = datetime(9990, 1, 1, tzinfo=UTC)
-STARTS_MAX = 100  # the days of three months, the hours of four days: the most that a statement lists
+STARTS_MAX = 100  # the most start times that a query lists: the days of three months, the hours of four days
 _FINER = {DAY: HOUR, HOUR: MINUTE, MINUTE: EVENT}
 _SIZES = {HOUR: timedelta(hours=1), MINUTE: timedelta(minutes=1)}
 _TICK = timedelta(microseconds=1)
@@ -28,35 +28,36 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of a period, covered by sums of one `level`, or by events. `within` is the bucket of the report that contains it;
-    None if its sums are themselves buckets of the report. `starts` are the beginnings of the sums, empty if too many."""
+    """A part of a period, read from rollups of one `level`, or from events. `report_bucket` is the start of the report's bucket
+    that contains it; None if its rollups are whole buckets of the report. `starts` are the start times of its rollups, empty
+    if there are too many."""
 
     level: str
     start: datetime
     end: datetime
-    within: datetime | None
+    report_bucket: datetime | None
     starts: tuple[datetime, ...] = ()
 
 
-def cover(start: datetime, end: datetime, bucket: str, calendar: BillingCalendar) -> list[Segment]:
-    """Return the segments of `start <= t < end`, in order and without gaps; none where the period is empty."""
+def split_period(start: datetime, end: datetime, bucket: str, calendar: BillingCalendar) -> list[Segment]:
+    """Return the segments of `start <= t < end`, in order and without gaps; none if the period is empty."""
     start, end = max(start, EARLIEST), min(end, LATEST)
-    segments = _cover(start, end, bucket, calendar)
+    segments = _split(start, end, bucket, calendar)
     return [
         Segment(
             level=level,
-            start=a,
-            end=b,
-            within=None if level == bucket else bucket_start(a, bucket, calendar),
-            starts=_starts(level, a, b, calendar),
+            start=begin,
+            end=stop,
+            report_bucket=None if level == bucket else bucket_start(begin, bucket, calendar),
+            starts=_starts(level, begin, stop, calendar),
         )
-        for level, a, b in segments
+        for level, begin, stop in segments
     ]
 
 
-def reaching(segments: Iterable[Segment], bucket_at: datetime) -> list[Segment]:
-    """Return the segments that may contain a part of the bucket beginning at `bucket_at`, or of a later one."""
-    last = [(segment, segment.end - _TICK if segment.within is None else segment.within) for segment in segments]
+def segments_from(segments: Iterable[Segment], bucket_at: datetime) -> list[Segment]:
+    """Return the segments that may overlap the bucket beginning at `bucket_at`, or a later one."""
+    last = [(segment, segment.end - _TICK if segment.report_bucket is None else segment.report_bucket) for segment in segments]
     return [segment for segment, latest in last if latest >= bucket_at]
 
 
@@ -82,7 +83,7 @@ def bucket_end(start: datetime, bucket: str, calendar: BillingCalendar) -> datet
     return calendar.next_day_start(start) if bucket == DAY else start + _SIZES[bucket]
 
 
-def _cover(start: datetime, end: datetime, level: str, calendar: BillingCalendar) -> list[tuple[str, datetime, datetime]]:
+def _split(start: datetime, end: datetime, level: str, calendar: BillingCalendar) -> list[tuple[str, datetime, datetime]]:
     if start >= end:
         return []
     if level == EVENT:
@@ -92,6 +93,6 @@ def _cover(start: datetime, end: datetime, level: str, calendar: BillingCalendar
         first = bucket_end(first, level, calendar)
     finer = _FINER[level]
     if first > last:
-        return _cover(start, end, finer, calendar)
+        return _split(start, end, finer, calendar)
     whole = [(level, first, last)] if first < last else []
-    return _cover(start, first, finer, calendar) + whole + _cover(last, end, finer, calendar)
+    return _split(start, first, finer, calendar) + whole + _split(last, end, finer, calendar)
