@@ -1,7 +1,7 @@
 """`/schema/openapi.json`: the schema that the framework derives from the handlers, completed with what it cannot see.
 
-A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, `answer` the type of the
-response that it encodes itself, `text` the media type of a response that is not JSON, `query` its query parameters,
+A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, `response` the type
+of the response that it encodes itself, `text` the media type of a response that is not JSON, `query` its query parameters,
 `repeatable` those that take several values, `required` those that must be sent, and `errors` the error statuses that
 `_error_statuses` cannot derive.
 """
@@ -59,7 +59,7 @@ class Document:
         self._json: bytes | None = None
         self._building = asyncio.Lock()
 
-    async def answer(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
+    async def respond(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
         """Respond in place of the framework's handler, which would build its schema in the event loop. None for other paths."""
         if request.url.path != _PATH:
             return None
@@ -88,7 +88,7 @@ def _router() -> Router:
         include_in_schema=False,
         dto=None,
         return_dto=None,
-        before_request=Document().answer,
+        before_request=Document().respond,
         after_request=_raise_not_found,
     )
 
@@ -125,12 +125,12 @@ def _build(app: Litestar) -> bytes:
 
 
 def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: ContentOf) -> None:
-    body, answer, text = (handler.opt.get(name) for name in ("body", "answer", "text"))
+    body, response, text = (handler.opt.get(name) for name in ("body", "response", "text"))
     operation["responses"][str(handler.status_code)]["description"] = _SUCCESSES[handler.status_code]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": content_of(body)}
-    if answer is not None or text is not None:
-        content = {} if answer is None else content_of(answer)
+    if response is not None or text is not None:
+        content = {} if response is None else content_of(response)
         texts = {} if text is None else {text: {"schema": {"type": "string"}}}
         operation["responses"][str(handler.status_code)]["content"] = {**content, **texts}
     for name in handler.opt.get("query", ()):

@@ -14,7 +14,7 @@ from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name
 from appliance.api.organization.audit_log_shapes import ENTRY_PREFIX, TYPE_OF, AuditLogShape, audit_log_shape
 from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, after, count, list_shape, unix
-from appliance.api.queries import ORDERS, AdminRequest, both, choice, many, whole
+from appliance.api.queries import ORDERS, AdminRequest, both_spellings, choice, integer, values
 from appliance.base.digits import whole_number
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
@@ -24,7 +24,7 @@ from appliance.tenancy.roles import Action, Role
 
 ENTRY_ID_MAX = 2**63 - 1
 BOUNDS = {"gte": (0, "start"), "gt": (1, "start"), "lt": (0, "end"), "lte": (1, "end")}
-AUDIT_LISTS = both("actor_emails", "actor_ids", "event_types", "project_ids", "resource_ids")
+AUDIT_LISTS = both_spellings("actor_emails", "actor_ids", "event_types", "project_ids", "resource_ids")
 AUDIT_PARAMETERS = (
     "limit",
     "after",
@@ -68,7 +68,7 @@ class AdminKeyShape(msgspec.Struct, kw_only=True):
 
 
 class NewAdminKeyShape(AdminKeyShape, kw_only=True):
-    """A new admin key with its secret, shown only in this answer."""
+    """A new admin key with its secret, which is returned only in this response."""
 
     value: str
 
@@ -109,7 +109,7 @@ async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
 
 @post("/admin_api_keys", status_code=200, summary="Create an admin key", opt={"body": NewAdminKeyBody})
 async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
-    """Create an administrator token with the role `owner`. Its secret, `value`, is shown only in this answer."""
+    """Create an administrator token with the role `owner`. Its secret, `value`, is returned only in this response."""
     await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), NewAdminKeyBody)
     if body.expires_in_seconds is not None:
@@ -136,14 +136,14 @@ async def delete_admin_key(request: AdminRequest, key_id: FromPath[str]) -> Dele
 
 
 def _filter(request: AdminRequest) -> AuditFilter:
-    types = many(request, "event_types")
+    types = values(request, "event_types")
     period = _period(request)
     return AuditFilter(
-        actors=many(request, "actor_ids"),
-        actor_names=many(request, "actor_emails"),
+        actors=values(request, "actor_ids"),
+        actor_names=values(request, "actor_emails"),
         actions=None if types is None else _actions(types),
-        targets=many(request, "resource_ids"),
-        tenant_ids=many(request, "project_ids"),
+        targets=values(request, "resource_ids"),
+        tenant_ids=values(request, "project_ids"),
         start=period.get("start"),
         end=period.get("end"),
     )
@@ -159,7 +159,7 @@ def _period(request: AdminRequest) -> dict[str, datetime]:
     """Return `start` and `end` from `effective_at`, which compares whole seconds; of two bounds the narrower one counts."""
     period: dict[str, datetime] = {}
     for bound, (step, name) in BOUNDS.items():
-        value = whole(request, f"effective_at[{bound}]", 0, SECONDS_MAX - 1)
+        value = integer(request, f"effective_at[{bound}]", 0, SECONDS_MAX - 1)
         if value is None:
             continue
         at = datetime.fromtimestamp(value + step, UTC)

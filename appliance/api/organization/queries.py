@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from appliance.api.queries import AdminRequest, whole
+from appliance.api.queries import AdminRequest, integer
 from appliance.tenancy.pages import encode_cursor
 
 SECONDS_MAX = 253_402_300_799  # the last second of the year 9999
@@ -46,7 +46,7 @@ def list_shape(rows: Sequence[T], shape: Callable[[T], S], id_of: Callable[[S], 
 
 def count(request: AdminRequest, default: int = LIMIT_DEFAULT, most: int = LIMIT_MAX) -> int:
     """Return `limit`. Raises InvalidValue unless it is from 1 to `most`."""
-    limit = whole(request, "limit", 1, most)
+    limit = integer(request, "limit", 1, most)
     return default if limit is None else limit
 
 
@@ -58,7 +58,7 @@ def after(request: AdminRequest, name: str) -> str | None:
 
 def seconds(request: AdminRequest, name: str) -> datetime | None:
     """Return a time that was given in Unix seconds."""
-    value = whole(request, name, 0, SECONDS_MAX)
+    value = integer(request, name, 0, SECONDS_MAX)
     return None if value is None else datetime.fromtimestamp(value, UTC)
 
 

@@ -21,7 +21,7 @@ from litestar import get
 from appliance.api.auth import authenticate_reader
 from appliance.api.connection_services import services_of
 from appliance.api.organization.queries import count, seconds, unix
-from appliance.api.queries import AdminRequest, both, choice, many
+from appliance.api.queries import AdminRequest, both_spellings, choice, values
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.base.money import PICOS_PER_UNIT
 from appliance.metering.calendar import BillingCalendar
@@ -41,10 +41,10 @@ GROUP_OF = {"project_id": "tenant", "api_key_id": "key", "model": "model", "line
 FILTERS = ("project_ids", "api_key_ids")
 PERIOD = ("start_time", "end_time", "bucket_width", "limit", "page")
 NOT_COUNTED = ("user_ids", "batch")
-USAGE_LISTS = both(*FILTERS, "models", "user_ids", "group_by")
+USAGE_LISTS = both_spellings(*FILTERS, "models", "user_ids", "group_by")
 REQUIRED = ("start_time",)
 USAGE_OPTIONS = {"query": (*PERIOD, *USAGE_LISTS, "batch"), "repeatable": USAGE_LISTS, "required": REQUIRED}
-COSTS_LISTS = both(*FILTERS, "line_items", "group_by")
+COSTS_LISTS = both_spellings(*FILTERS, "line_items", "group_by")
 COSTS_OPTIONS = {"query": (*PERIOD, *COSTS_LISTS), "repeatable": COSTS_LISTS, "required": REQUIRED}
 
 R = TypeVar("R")
@@ -139,7 +139,7 @@ class UsageQuery:
     ) -> UsageQuery:
         """Return the question of `request`. Raises UnsupportedParameter or InvalidValue."""
         for name in NOT_COUNTED:
-            if many(request, name) is not None:
+            if values(request, name) is not None:
                 narrowing = ", ".join((*FILTERS, models_name))
                 raise UnsupportedParameter(f"usage cannot be filtered by {name}; filter by {narrowing}", param=name)
         width = choice(request, "bucket_width", tuple(limits), "1d") or "1d"
@@ -156,9 +156,9 @@ class UsageQuery:
             buckets_max=count(request, *limits[width]),
             groups=_groups(request, groups),
             filters=UsageFilter(
-                tenant_ids=many(request, "project_ids"),
-                key_ids=many(request, "api_key_ids"),
-                models=many(request, models_name),
+                tenant_ids=values(request, "project_ids"),
+                key_ids=values(request, "api_key_ids"),
+                models=values(request, models_name),
             ),
         )
 
@@ -286,7 +286,7 @@ def _end_of_now(request: AdminRequest, bucket: str) -> datetime:
 
 
 def _groups(request: AdminRequest, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    given = many(request, "group_by") or frozenset()
+    given = values(request, "group_by") or frozenset()
     for name in sorted(given - set(allowed)):
         raise UnsupportedParameter(f"usage cannot be grouped by {name}; group_by takes {', '.join(allowed)}", param="group_by")
     return tuple(name for name in allowed if name in given)
