@@ -73,7 +73,12 @@ class LimitCheckShape(Shape, kw_only=True):
     decisions: list[LimitDecisionShape]
 
 
-@post("/limits/check", status_code=200, summary="Check a request against the limits", opt={"body": LimitCheckBody})
+@post(
+    "/limits/check",
+    status_code=200,
+    summary="Check a request against the limits",
+    opt={"body": LimitCheckBody, "errors": (404,)},
+)
 async def check_limits(request: AdminRequest) -> LimitCheckShape:
     """Return whether a request of this size would be admitted now, with the decision of each limit. Nothing is reserved."""
     access = await authenticate_administrator(request, Action.READ)

@@ -186,7 +186,7 @@ async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShap
     return page_shape(await services.keys.list(tenant.id, *paging(request), access=access), key_shape)
 
 
-@post("/tenants/{tenant_id:str}/keys", summary="Create a key", opt={"body": NewKeyBody})
+@post("/tenants/{tenant_id:str}/keys", summary="Create a key", opt={"body": NewKeyBody, "errors": (409,)})
 async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyShape:
     """Create a key. Its secret, `key`, is returned only in this response."""
     access = await authenticate_administrator(request, Action.KEYS, tenant_id)
@@ -203,7 +203,7 @@ async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape
     return key_shape(await services_of(request).keys.get(key_id, access=access))
 
 
-@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", opt={"body": RotationBody})
+@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", opt={"body": RotationBody, "errors": (409,)})
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
     """Create a key with the same rights and a new secret. The old secret works until the grace period ends."""
     access = await authenticate_administrator(request, Action.KEYS)
@@ -213,7 +213,7 @@ async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShap
     return new_key_shape(key, secret)
 
 
-@patch("/keys/{key_id:str}", summary="Change a key", opt={"body": KeyPatch})
+@patch("/keys/{key_id:str}", summary="Change a key", opt={"body": KeyPatch, "errors": (409,)})
 async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change the given fields. Changes apply at once."""
     access = await authenticate_administrator(request, Action.KEYS)

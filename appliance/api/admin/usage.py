@@ -138,7 +138,7 @@ async def create_price(request: AdminRequest) -> PriceShape:
     return PriceShape.of(price)
 
 
-@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a future price")
+@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a future price", opt={"errors": (409,)})
 async def withdraw_price(request: AdminRequest, price_id: FromPath[str]) -> PriceShape:
     """Withdraw a price that takes effect in a minute or later, and return it. Otherwise 409 `price_begun`."""
     await authenticate_administrator(request, Action.BILLING)

@@ -59,7 +59,7 @@ async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
     return page_shape(page, lambda webhook: _shape(access, webhook))
 
 
-@post("/webhooks", summary="Create a webhook", opt={"body": NewWebhookBody, "errors": (404,)})
+@post("/webhooks", summary="Create a webhook", opt={"body": NewWebhookBody, "errors": (404, 409)})
 async def create_webhook(request: AdminRequest) -> NewWebhookShape:
     """Create a webhook. `secret`, which signs its messages, is returned only in this response."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
@@ -107,7 +107,7 @@ async def rotate_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> Ne
     return NewWebhookShape.of(webhook, secret=secret)
 
 
-@post("/webhooks/{webhook_id:str}/test", summary="Send a test message to a webhook", opt={"errors": (400, 429)})
+@post("/webhooks/{webhook_id:str}/test", summary="Send a test message to a webhook", opt={"errors": (400, 409, 429)})
 async def send_test(request: AdminRequest, webhook_id: FromPath[str]) -> DeliveryShape:
     """Queue a message with the event `webhook.test`. Retrieve the returned delivery to see the outcome."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
@@ -134,7 +134,7 @@ async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], de
     "/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}/retry",
     status_code=200,
     summary="Retry a delivery",
-    opt={"errors": (400, 429)},
+    opt={"errors": (400, 409, 429)},
 )
 async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
     """Send a message again with the same id, whatever its state."""

@@ -83,7 +83,7 @@ async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> 
     "/projects/{project_id:str}/rate_limits/{rate_limit_id:str}",
     status_code=200,
     summary="Change a project's rate limit",
-    opt={"body": RateLimitBody},
+    opt={"body": RateLimitBody, "errors": (409,)},
 )
 async def change_rate_limit(request: AdminRequest, project_id: FromPath[str], rate_limit_id: FromPath[str]) -> RateLimitShape:
     """Change limits per minute of a tenant. The change applies from the next request on."""

@@ -157,7 +157,7 @@ async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str],
     "/projects/{project_id:str}/api_keys/{key_id:str}",
     status_code=200,
     summary="Change a project's key",
-    opt={"body": KeyPatchBody},
+    opt={"body": KeyPatchBody, "errors": (409,)},
 )
 async def change_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
     """Change a key's expiry and scopes."""

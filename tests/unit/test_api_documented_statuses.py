@@ -1,0 +1,95 @@
+"""The API reference lists the error statuses that follow from no path parameter and no body: conflicts and unknown objects."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.api_box import ApiBox, open_api_box
+
+WEBHOOK = {"kind": "webhook", "target": "https://hooks.example.com/alerts"}
+REQUEST = {"tenant_id": "tn_unknown", "model": "tiny", "prompt_tokens": 1}
+
+
+class Objects(NamedTuple):
+    """Ids of objects whose state refuses changes."""
+
+    archived: str
+    key: str
+    active: str
+    rotated: str
+    price: str
+    webhook: str
+    delivery: str
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "json", "status"),
+    [
+        ("POST", "/admin/v1/tenants/{archived}/keys", {"name": "new"}, 409),
+        ("PATCH", "/admin/v1/keys/{key}", {"name": "new"}, 409),
+        ("POST", "/admin/v1/keys/{key}/rotate", {}, 409),
+        ("DELETE", "/admin/v1/prices/{price}", None, 409),
+        ("POST", "/admin/v1/webhooks", {**WEBHOOK, "tenant_id": "{archived}"}, 409),
+        ("POST", "/admin/v1/webhooks/{webhook}/test", None, 409),
+        ("POST", "/v1/organization/projects/{archived}/rate_limits/rl-*", {"max_requests_per_1_minute": 1}, 409),
+        ("POST", "/admin/v1/webhooks/{webhook}/deliveries/{delivery}/retry", None, 409),
+        ("POST", "/v1/organization/projects/{active}/api_keys/{rotated}", {"expires_in_seconds": 60}, 409),
+        ("POST", "/admin/v1/limits/check", REQUEST, 404),
+    ],
+)
+async def test_the_reference_lists_the_status(
+    box: ApiBox, method: str, path: str, json: dict[str, Any] | None, status: int
+) -> None:
+    objects = (await create_objects(box))._asdict()
+    body = json and {name: value.format(**objects) if isinstance(value, str) else value for name, value in json.items()}
+    response = await box.client.request(method, path.format(**objects), json=body)
+    document = (await box.client.get("/schema/openapi.json")).json()
+
+    assert response.status_code == status, response.text
+    assert str(status) in documented_responses(document, method, path)
+
+
+async def create_objects(box: ApiBox) -> Objects:
+    archived = await box.call("POST", "/tenants", status=201, json={"name": "archived"})
+    key = await box.call("POST", f"/tenants/{archived['id']}/keys", status=201, json={"name": "revoked"})
+    price = await box.call("POST", "/prices", status=201, json={"model": "tiny", "prompt": 1, "completion": 1})
+    active = await box.call("POST", "/tenants", status=201, json={"name": "active"})
+    rotated = await box.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
+    await box.call("POST", f"/keys/{rotated['id']}/rotate", json={"grace_s": 600})
+    webhook = await box.call("POST", "/webhooks", status=201, json=WEBHOOK)
+    delivery = await box.call("POST", f"/webhooks/{webhook['id']}/test", status=201)
+    await box.call("PATCH", f"/webhooks/{webhook['id']}", json={"disabled": True})
+    await box.call("DELETE", f"/keys/{key['id']}")
+    await box.call("DELETE", f"/tenants/{archived['id']}")
+    return Objects(
+        archived=archived["id"],
+        key=key["id"],
+        active=active["id"],
+        rotated=rotated["id"],
+        price=price["id"],
+        webhook=webhook["id"],
+        delivery=delivery["id"],
+    )
+
+
+def documented_responses(document: dict[str, Any], method: str, path: str) -> dict[str, Any]:
+    """Return the responses of the operation whose path has the same segments as `path`, apart from parameters."""
+    segments = path.split("/")
+    for template, operations in document["paths"].items():
+        others = template.split("/")
+        pairs = zip(segments, others, strict=False)
+        fits = len(segments) == len(others) and all(own == other or "{" in other for own, other in pairs)
+        if fits and method.lower() in operations:
+            responses: dict[str, Any] = operations[method.lower()]["responses"]
+            return responses
+    raise AssertionError(f"no operation {method} {path}")
