@@ -1,9 +1,9 @@
 """`/schema/openapi.json`: the schema that the framework derives from the handlers, completed with what it cannot see.
 
-A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, `response` the type
-of the response that it encodes itself, `text` the media type of a response that is not JSON, `query` its query parameters,
-`repeatable` those that take several values, `required` those that must be sent, and `errors` the error statuses that
-`_error_statuses` cannot derive.
+A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, `response` the type of the
+response that it encodes itself, `text` the media type of a response that is not JSON, `query` its query parameters,
+`repeatable` those that take several values, `required` those that must be sent, `security` the ways to authenticate if they are
+not those of its tag, and `errors` the error statuses that `_error_statuses` cannot derive.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Tag
 from litestar.routes import HTTPRoute
 
 from appliance.api.descriptions import describe_fields
@@ -32,6 +33,22 @@ ContentOf = Callable[[Any], dict[str, Any]]
 """Returns the OpenAPI `content` of a body of the given type."""
 
 _PATH = "/schema/openapi.json"
+_DESCRIPTION = """\
+Tenants' programs call `/v1`, which is compatible with OpenAI's API, with an API key (`gh_...`); the same paths without `/v1`
+work too. Administrators call `/admin/v1`, and OpenAI's organization API under `/v1/organization`, with an administrator token
+(`gha_...`).
+
+Every response has the header `x-request-id`. Every error has the body `{"error": {"message", "type", "param", "code"}}`.
+Unknown fields of a request body are refused, not ignored.
+
+Under `/admin/v1`, times are RFC 3339 in UTC, and lists come in pages: pass the `next_cursor` of a page as `cursor` to get the
+next one.
+"""
+_TAGS = (
+    Tag(name="inference", description="Chat completions and models, for programs with an API key. OpenAI-compatible."),
+    Tag(name="administration", description="Tenants, keys, members, limits, usage, billing and the state of the appliance."),
+    Tag(name="health", description="Health checks for load balancers, and metrics for Prometheus."),
+)
 _REFERENCE = "#/components/schemas/{name}"
 _SECURITY_SCHEMES = {
     "api_key": {"type": "http", "scheme": "bearer", "description": "A tenant's API key: gh_..."},
@@ -74,6 +91,8 @@ def openapi_config(version: str) -> OpenAPIConfig:
     return OpenAPIConfig(
         title="Gatehouse",
         version=version,
+        description=_DESCRIPTION,
+        tags=list(_TAGS),
         use_handler_docstrings=True,
         openapi_router=_router(),
         render_plugins=[JsonRenderPlugin(path="/openapi.json")],
@@ -138,7 +157,7 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: 
             continue  # OpenAI's spelling of the same parameter: in generated clients the two names would collide
         required = name in handler.opt.get("required", ())
         operation.setdefault("parameters", []).append({"name": name, "in": "query", "required": required})
-    operation["security"] = [{name: []} for name in _security(operation)]
+    operation["security"] = [{name: []} for name in handler.opt.get("security", _security_of_tag(operation))]
 
 
 def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler, content_of: ContentOf) -> None:
@@ -153,9 +172,10 @@ def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPR
 
 def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler) -> set[int]:
     statuses = set(handler.opt.get("errors", ()))
-    if _security(operation):
+    schemes = _security_of_tag(operation)
+    if schemes:
         statuses |= {401, 403}
-    if handler.opt.get("query") or "administrator" in _security(operation):
+    if handler.opt.get("query") or "administrator" in schemes:
         statuses.add(400)  # every administrator path refuses unknown query parameters
     if handler.opt.get("body") is not None:
         statuses |= {400, 413}
@@ -190,7 +210,7 @@ def _describe_structs(app: Litestar, schemas: dict[str, Any]) -> None:
             schema.setdefault("description", text)
 
 
-def _security(operation: dict[str, Any]) -> tuple[str, ...]:
+def _security_of_tag(operation: dict[str, Any]) -> tuple[str, ...]:
     return _SECURITY_BY_TAG.get((operation.get("tags") or [""])[0], ())
 
 

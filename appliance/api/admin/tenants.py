@@ -205,7 +205,7 @@ async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape
 
 @post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", opt={"body": RotationBody, "errors": (409,)})
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
-    """Create a key with the same rights and a new secret. The old secret works until the grace period ends."""
+    """Replace a key with one that has the same rights and a new secret. The old secret works until the grace period ends."""
     access = await authenticate_administrator(request, Action.KEYS)
     content = await request.body()
     body = decode_body(content, RotationBody) if content else RotationBody()

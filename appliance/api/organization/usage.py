@@ -43,9 +43,12 @@ PERIOD = ("start_time", "end_time", "bucket_width", "limit", "page")
 UNSUPPORTED_FILTERS = ("user_ids", "batch")
 USAGE_LISTS = both_spellings(*FILTERS, "models", "user_ids", "group_by")
 REQUIRED = ("start_time",)
-USAGE_OPTIONS = {"query": (*PERIOD, *USAGE_LISTS, "batch"), "repeatable": USAGE_LISTS, "required": REQUIRED}
+SECURITY = ("administrator", "api_key", "api_key_header")  # as `authenticate_reader` accepts
+USAGE_OPTIONS = {
+    "query": (*PERIOD, *USAGE_LISTS, "batch"), "repeatable": USAGE_LISTS, "required": REQUIRED, "security": SECURITY,
+}  # fmt: skip
 COSTS_LISTS = both_spellings(*FILTERS, "line_items", "group_by")
-COSTS_OPTIONS = {"query": (*PERIOD, *COSTS_LISTS), "repeatable": COSTS_LISTS, "required": REQUIRED}
+COSTS_OPTIONS = {"query": (*PERIOD, *COSTS_LISTS), "repeatable": COSTS_LISTS, "required": REQUIRED, "security": SECURITY}
 
 R = TypeVar("R")
 

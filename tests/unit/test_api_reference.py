@@ -1,4 +1,4 @@
-"""The API reference lists the error statuses that follow from no path parameter and no body: conflicts and unknown objects."""
+"""The API reference introduces itself, and says who may call an operation and which conflicts it can meet."""
 
 from __future__ import annotations
 
@@ -57,6 +57,29 @@ async def test_the_reference_lists_the_status(
 
     assert response.status_code == status, response.text
     assert str(status) in documented_responses(document, method, path)
+
+
+async def test_the_reference_introduces_itself_and_each_group_of_operations(box: ApiBox) -> None:
+    document = (await box.client.get("/schema/openapi.json")).json()
+    described = {tag["name"] for tag in document["tags"] if tag["description"]}
+
+    assert "`x-request-id`" in document["info"]["description"]
+    assert described == {
+        tag for operations in document["paths"].values() for operation in operations.values() for tag in operation["tags"]
+    }
+
+
+async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_says_so(box: ApiBox) -> None:
+    tenant = await box.call("POST", "/tenants", status=201, json={"name": "alice"})
+    key = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "reports", "scopes": ["usage"]})
+    headers = {"authorization": f"Bearer {key['key']}"}
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+
+    for path in ("/v1/organization/usage/completions", "/v1/organization/usage/embeddings", "/v1/organization/costs"):
+        response = await box.client.get(path, headers=headers, params={"start_time": 1})
+        assert response.status_code == 200, response.text
+        assert paths[path]["get"]["security"] == [{"administrator": []}, {"api_key": []}, {"api_key_header": []}]
+    assert paths["/v1/organization/projects"]["get"]["security"] == [{"administrator": []}]
 
 
 async def create_objects(box: ApiBox) -> Objects:
