@@ -20,7 +20,7 @@ def rate_limit_headers(state: RateLimitState) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the notation that OpenAI clients parse: `250ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`."""
+    """Return a duration in the notation of OpenAI's headers: `250ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`."""
     milliseconds = round(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds else "0s"

@@ -136,7 +136,7 @@ async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> 
 
 @get("/invoices/{invoice_id:str}/events", summary="List the usage events behind an invoice", opt={"query": PAGING})
 async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) -> PageShape[LedgerEventShape]:
-    """Return the usage events that the lines of the invoice sum, in the order in which they were posted."""
+    """Return the usage events that make up the lines of the invoice, in the order in which they were posted."""
     access = await authenticate_administrator(request, Action.INVOICES)
     invoices = services_of(request).invoices
     return page_shape(await invoices.events(invoice_id, *paging(request), access=access), ledger_event_shape)

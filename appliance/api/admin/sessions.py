@@ -100,7 +100,7 @@ async def retrieve_second_factor(request: AdminRequest, member_id: FromPath[str]
 
 @delete("/members/{member_id:str}/second-factor", status_code=200, summary="Reset a member's second factor")
 async def reset_second_factor(request: AdminRequest, member_id: FromPath[str]) -> SecondFactorShape:
-    """Remove a lost second factor and end the member's sessions. The password alone then signs in until a new one is set up."""
+    """Remove a lost second factor and end the member's sessions. Until a new one is set up, the password is sufficient."""
     await authenticate_administrator(request, Action.MEMBERS)
     await services_of(request).second_factors.reset(member_id)
     return await _second_factor(request, member_id)
