@@ -23,7 +23,7 @@ class LiveShape(msgspec.Struct, kw_only=True):
 
 
 class HealthShape(msgspec.Struct, kw_only=True):
-    """Whether the appliance is ready, part by part."""
+    """The readiness of the appliance and of each of its parts."""
 
     status: str
     version: str

@@ -1,14 +1,16 @@
 """`/schema/openapi.json`: the schema that the framework derives from the handlers, completed with what it cannot see.
 
-A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, `response` the type of the
-response that it encodes itself, `text` the media type of a response that is not JSON, `query` its query parameters,
-`repeatable` those that take several values, `required` those that must be sent, `security` the ways to authenticate if they are
-not those of its tag, and `errors` the error statuses that `_error_statuses` cannot derive.
+A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, which may be left out if
+`optional_body` is true, `response` the type of the response that it encodes itself, `text` the media type of a response that is
+not JSON, `query` its query parameters, `repeatable` those that take several values, `required` those that must be sent,
+`security` the ways to authenticate if they are not those of its tag, and `errors` the error statuses that `_error_statuses`
+cannot derive.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -62,7 +64,7 @@ _ERRORS = {
     404: "The object or path does not exist",
     409: "The request conflicts with the current state on the server",
     413: "The request body is too large",
-    429: "A limit has been reached; `retry-after` says when to retry",
+    429: "A limit has been reached; `retry-after` says when to retry, if that can help",
     503: "Temporarily unavailable: an engine is down or loading, the queue is full, or the appliance is shutting down",
 }
 _SUCCESSES = {200: "OK", 201: "Created", 204: "Done; the response has no body"}
@@ -147,7 +149,8 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: 
     body, response, text = (handler.opt.get(name) for name in ("body", "response", "text"))
     operation["responses"][str(handler.status_code)]["description"] = _SUCCESSES[handler.status_code]
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": content_of(body)}
+        required = not handler.opt.get("optional_body", False)
+        operation["requestBody"] = {"required": required, "content": content_of(body)}
     if response is not None or text is not None:
         content = {} if response is None else content_of(response)
         texts = {} if text is None else {text: {"schema": {"type": "string"}}}
@@ -197,7 +200,7 @@ def _describe_parameters(operation: dict[str, Any], route: HTTPRoute, handler: H
 
 
 def _describe_structs(app: Litestar, schemas: dict[str, Any]) -> None:
-    """Add to the components of responses the docstrings of their structs, which the framework leaves out."""
+    """Describe all components by the docstrings of their structs, which the framework leaves out for those of responses."""
     routes = (route for route in app.routes if isinstance(route, HTTPRoute))
     handlers = [handler for route in routes for handler, _ in route.route_handler_map.values()]
     return_types = [handler.parsed_fn_signature.return_type for handler in handlers]
@@ -208,6 +211,7 @@ def _describe_structs(app: Litestar, schemas: dict[str, Any]) -> None:
         text = texts.get(name.partition("_")[0])
         if text is not None:
             schema.setdefault("description", text)
+        schema["description"] = inspect.cleandoc(schema.get("description", ""))
 
 
 def _security_of_tag(operation: dict[str, Any]) -> tuple[str, ...]:

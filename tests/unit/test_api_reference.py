@@ -82,6 +82,24 @@ async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_sa
     assert paths["/v1/organization/projects"]["get"]["security"] == [{"administrator": []}]
 
 
+async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(box: ApiBox) -> None:
+    active = await box.call("POST", "/tenants", status=201, json={"name": "active"})
+    key = await box.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
+    webhook = await box.call("POST", "/webhooks", status=201, json=WEBHOOK)
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+
+    await box.call("POST", f"/keys/{key['id']}/rotate")
+    await box.call("POST", f"/webhooks/{webhook['id']}/rotate")
+    for path in ("/admin/v1/keys/{key_id}/rotate", "/admin/v1/webhooks/{webhook_id}/rotate"):
+        assert paths[path]["post"]["requestBody"]["required"] is False
+    assert paths["/admin/v1/tenants"]["post"]["requestBody"]["required"] is True
+
+
+async def test_no_description_contains_the_indentation_of_its_docstring(box: ApiBox) -> None:
+    schemas = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+    assert [name for name, schema in schemas.items() if "\n " in schema["description"]] == []
+
+
 async def create_objects(box: ApiBox) -> Objects:
     archived = await box.call("POST", "/tenants", status=201, json={"name": "archived"})
     key = await box.call("POST", f"/tenants/{archived['id']}/keys", status=201, json={"name": "revoked"})

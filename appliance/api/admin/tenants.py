@@ -203,7 +203,12 @@ async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape
     return key_shape(await services_of(request).keys.get(key_id, access=access))
 
 
-@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", opt={"body": RotationBody, "errors": (409,)})
+@post(
+    "/keys/{key_id:str}/rotate",
+    status_code=200,
+    summary="Rotate a key",
+    opt={"body": RotationBody, "optional_body": True, "errors": (409,)},
+)
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
     """Replace a key with one that has the same rights and a new secret. The old secret works until the grace period ends."""
     access = await authenticate_administrator(request, Action.KEYS)

@@ -97,7 +97,7 @@ async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
     "/webhooks/{webhook_id:str}/rotate",
     status_code=200,
     summary="Rotate a webhook's secret",
-    opt={"body": WebhookRotationBody},
+    opt={"body": WebhookRotationBody, "optional_body": True},
 )
 async def rotate_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> NewWebhookShape:
     """Create a new signing secret, returned only in this response. During the grace period messages are signed with both."""
