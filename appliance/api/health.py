@@ -50,7 +50,11 @@ async def check_ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     return Response(body, status_code=200 if is_ready else 503, headers={} if is_ready else {"retry-after": "1"})
 
 
-@get("/metrics", summary="Read the metrics", opt={"text": "text/plain", "errors": (401, 403)})
+@get(
+    "/metrics",
+    summary="Read the metrics",
+    opt={"text": "text/plain", "security": (None, "administrator"), "errors": (401, 403)},
+)
 async def read_metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Return all metrics in the Prometheus text format. Callers on other machines need an administrator token."""
     if not is_from_this_machine(request):

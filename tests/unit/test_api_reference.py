@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from tests.support.api_box import ApiBox, open_api_box
+from tests.support.cast import quick_hasher
 
+PASSWORD = "a password of tests"
 WEBHOOK = {"kind": "webhook", "target": "https://hooks.example.com/alerts"}
 REQUEST = {"tenant_id": "tn_unknown", "model": "tiny", "prompt_tokens": 1}
 
@@ -29,6 +32,7 @@ class Objects(NamedTuple):
 @pytest.fixture
 async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
     async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        opened.services.members._hasher = quick_hasher()
         yield opened
 
 
@@ -93,6 +97,25 @@ async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(box: Api
     for path in ("/admin/v1/keys/{key_id}/rotate", "/admin/v1/webhooks/{webhook_id}/rotate"):
         assert paths[path]["post"]["requestBody"]["required"] is False
     assert paths["/admin/v1/tenants"]["post"]["requestBody"]["required"] is True
+
+
+async def test_sessions_of_somebody_else_are_a_documented_404(box: ApiBox) -> None:
+    create = box.services.members.create
+    alice, bob = await create("alice@example.com", PASSWORD, "owner"), await create("bob@example.com", PASSWORD, "member")
+    token, session = await box.services.sessions.open(bob.id, "Firefox", "192.0.2.7", method="password")
+    headers = {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}", CSRF_HEADER: session.csrf_token}
+    document = (await box.client.get("/schema/openapi.json")).json()
+
+    for method in ("GET", "DELETE"):
+        await box.call(method, "/sessions", status=404, params={"member_id": alice.id}, headers=headers)
+        assert "404" in documented_responses(document, method, "/admin/v1/sessions")
+
+
+async def test_metrics_need_no_token_or_that_of_an_administrator(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+
+    assert paths["/metrics"]["get"]["security"] == [{}, {"administrator": []}]
+    assert paths["/health/live"]["get"]["security"] == []
 
 
 async def test_no_description_contains_the_indentation_of_its_docstring(box: ApiBox) -> None:

@@ -58,7 +58,7 @@ class ProviderLinkShape(msgspec.Struct, kw_only=True):
     issuer: str | None
 
 
-@get("/sessions", summary="List sessions", opt={"query": (*PAGING, "member_id")})
+@get("/sessions", summary="List sessions", opt={"query": (*PAGING, "member_id"), "errors": (404,)})
 async def list_sessions(request: AdminRequest) -> PageShape[SessionShape]:
     """Return active sessions, newest first: by default the caller's own, or for a token those of all members."""
     access = await authenticate_anybody(request)
@@ -79,7 +79,7 @@ async def end_session(request: AdminRequest, session_id: FromPath[str]) -> Ended
     return EndedShape(ended=1)
 
 
-@delete("/sessions", status_code=200, summary="End all other sessions", opt={"query": ("member_id",)})
+@delete("/sessions", status_code=200, summary="End all other sessions", opt={"query": ("member_id",), "errors": (404,)})
 async def end_sessions(request: AdminRequest) -> EndedShape:
     """End every session of the caller, or of `member_id`, except the session that makes this call."""
     access = await authenticate_anybody(request)
