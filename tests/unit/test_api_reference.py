@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
+from appliance.tenancy.members import Member
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import quick_hasher
 
@@ -102,13 +103,24 @@ async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(box: Api
 async def test_sessions_of_somebody_else_are_a_documented_404(box: ApiBox) -> None:
     create = box.services.members.create
     alice, bob = await create("alice@example.com", PASSWORD, "owner"), await create("bob@example.com", PASSWORD, "member")
-    token, session = await box.services.sessions.open(bob.id, "Firefox", "192.0.2.7", method="password")
-    headers = {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}", CSRF_HEADER: session.csrf_token}
+    headers = await browser(box, bob)
     document = (await box.client.get("/schema/openapi.json")).json()
 
     for method in ("GET", "DELETE"):
         await box.call(method, "/sessions", status=404, params={"member_id": alice.id}, headers=headers)
         assert "404" in documented_responses(document, method, "/admin/v1/sessions")
+
+
+async def test_webhooks_of_another_tenant_are_a_documented_404(box: ApiBox) -> None:
+    own, other = [await box.call("POST", "/tenants", status=201, json={"name": name}) for name in ("own", "other")]
+    bob = await box.services.members.create("bob@example.com", PASSWORD, "member")
+    await box.call("POST", f"/tenants/{own['id']}/members", status=201, json={"email": bob.email, "role": "manager"})
+    headers = await browser(box, bob)
+    document = (await box.client.get("/schema/openapi.json")).json()
+
+    await box.call("GET", "/webhooks", params={"tenant_id": own["id"]}, headers=headers)
+    await box.call("GET", "/webhooks", status=404, params={"tenant_id": other["id"]}, headers=headers)
+    assert "404" in documented_responses(document, "GET", "/admin/v1/webhooks")
 
 
 async def test_metrics_need_no_token_or_that_of_an_administrator(box: ApiBox) -> None:
@@ -121,6 +133,12 @@ async def test_metrics_need_no_token_or_that_of_an_administrator(box: ApiBox) ->
 async def test_no_description_contains_the_indentation_of_its_docstring(box: ApiBox) -> None:
     schemas = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
     assert [name for name, schema in schemas.items() if "\n " in schema["description"]] == []
+
+
+async def browser(box: ApiBox, member: Member) -> dict[str, str]:
+    """Return the headers of a browser in which `member` is signed in."""
+    token, session = await box.services.sessions.open(member.id, "Firefox", "192.0.2.7", method="password")
+    return {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}", CSRF_HEADER: session.csrf_token}
 
 
 async def create_objects(box: ApiBox) -> Objects:

@@ -48,7 +48,7 @@ class WebhookRotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     grace_s: Annotated[int, within(0, GRACE_S_MAX)] = GRACE_S_DEFAULT
 
 
-@get("/webhooks", summary="List webhooks", opt={"query": (*PAGING, "tenant_id")})
+@get("/webhooks", summary="List webhooks", opt={"query": (*PAGING, "tenant_id"), "errors": (404,)})
 async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
     """Return webhooks in the order they were created, without their secrets."""
     access = await _reader(request)
