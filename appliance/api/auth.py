@@ -1,7 +1,7 @@
-"""Identifies the caller: a tenant's program by its API key, an administrator or member by token or console session.
+"""Authenticates the caller: a tenant's program by API key, an administrator or member by token or console session.
 
-The caller becomes the actor of the request, and an `Access` says what it may see: nothing else narrows what it reads. Knows no
-path and no table.
+The caller becomes the actor of the request. Its `Access` says what it may see and do, and nothing else restricts its reads.
+Knows no path and no table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPERATOR_CHARS_MAX = 200
 
 
 async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
-    """Return the principal of `Authorization: Bearer` or `x-api-key`, and put its rate limits on the answer."""
+    """Return the principal of the key in `Authorization: Bearer` or `x-api-key`, and add rate limit headers to the response."""
     services = services_of(request)
     secret = _bearer(request) or request.headers.get("x-api-key")
     if not secret:
@@ -59,13 +59,13 @@ async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
 
 
 async def authenticate_administrator(connection: Connection, action: Action, tenant_id: str | None = None) -> Access:
-    """Return what the caller may see and do, after a check that it includes `action`: in the tenant, or anywhere when None.
+    """Return the caller's access after checking that it permits `action`: in the tenant, or anywhere if `tenant_id` is None.
 
-    A handler without a tenant in its path must narrow what it lists by the access, or `require` the action for the tenant of
-    the row that it finds. Raises InvalidApiKey, RoleNotAllowed, NotFound for a tenant that the caller may not see, and what
+    A handler without a tenant in its path must filter its list by the access, or `require` the action for the tenant of the row
+    that it finds. Raises InvalidApiKey, RoleNotAllowed, NotFound for a tenant that the caller may not see, and what
     `check_query` raises.
 
-    A browser's session can write only with its CSRF token, and never from another site.
+    A browser session may write only with its CSRF token, and never from another site.
     """
     access = await _authenticate(connection)
     if tenant_id is None:
@@ -77,16 +77,16 @@ async def authenticate_administrator(connection: Connection, action: Action, ten
 
 
 async def authenticate_anybody(connection: Connection) -> Access:
-    """Return what the caller may see and do, however little. Raises InvalidApiKey, and then what `check_query` raises."""
+    """Return the access of any authenticated caller, however little it permits. Raises InvalidApiKey and as `check_query`."""
     access = await _authenticate(connection)
     check_query(connection)
     return access
 
 
 async def authenticate_reader(connection: Connection) -> Access:
-    """Return what the caller may read, like `authenticate_administrator` with `Action.READ`.
+    """Return the caller's access, like `authenticate_administrator` with `Action.READ`.
 
-    Also accepts a tenant's API key with the scope `usage`, which may read what belongs to its tenant.
+    Also accepts a tenant's API key with the scope `usage`, which may read its own tenant's data.
     """
     secret = _bearer(connection) or connection.headers.get("x-api-key")
     if not secret or api_key_prefix(secret) is None:
@@ -103,34 +103,34 @@ async def authenticate_reader(connection: Connection) -> Access:
 
 async def _authenticate(connection: Connection) -> Access:
     secret = _bearer(connection)
-    access = await _by_token(connection, secret) if secret else await _by_session(connection)
+    access = await _access_of_token(connection, secret) if secret else await _access_of_session(connection)
     act_as(access.actor)
     structlog.contextvars.bind_contextvars(administrator=access.actor.name)
     return access
 
 
-async def _by_token(connection: Connection, secret: str) -> Access:
+async def _access_of_token(connection: Connection, secret: str) -> Access:
     services = services_of(connection)
     if hmac.compare_digest(secret.encode(), services.control_token.encode()):
         return Access(role=Role.OWNER, actor=_actor("cli", _operator(connection)))
     if api_key_prefix(secret) is not None:
-        raise InvalidApiKey("this is a tenant's API key, for /v1; here it takes an administrator token, gha_...")
+        raise InvalidApiKey("this is a tenant's API key, for /v1; this path needs an administrator token, gha_...")
     token = await services.admin_tokens.authenticate(secret, _address(connection))
     return Access(role=token.role, actor=_actor("token", token.name, token.id))
 
 
 def _operator(connection: Connection) -> str:
-    """Return the user of this machine named by our command line. Only for requests with the control token: others could lie."""
+    """Return the user name that our command line sent. Only for requests with the control token: others could forge it."""
     return unquote(connection.headers.get(OPERATOR_HEADER, ""))[:OPERATOR_CHARS_MAX].strip() or "command line"
 
 
 def _actor(kind: ActorKind, name: str, id_: str | None = None) -> Actor:
-    """Return the actor of this request; its request id and address are already set."""
+    """Return the actor of this request, with the request id and address that are already set."""
     return dataclasses.replace(current_actor(), kind=kind, name=name, id=id_)
 
 
 def is_from_this_machine(connection: Connection) -> bool:
-    """Return whether the caller runs on this machine. A proxy on it does not count: it passes on anybody's requests."""
+    """Return whether the caller runs on this machine. Requests through a proxy do not count: they may come from anywhere."""
     if any(header in connection.headers for header in PROXY_HEADERS):
         return False
     try:
@@ -142,32 +142,32 @@ def is_from_this_machine(connection: Connection) -> bool:
 
 
 async def session_of(connection: Connection) -> Session | None:
-    """Return the console session whose cookie the browser sent; None when a token was sent, or nobody is signed in."""
+    """Return the console session of the browser's cookie; None if a token was sent or nobody is signed in."""
     cookie = None if _bearer(connection) else _session_cookie(connection)
     return await services_of(connection).sessions.resolve(cookie) if cookie else None
 
 
-async def _by_session(connection: Connection) -> Access:
+async def _access_of_session(connection: Connection) -> Access:
     session = await session_of(connection)
     if session is None:
         raise InvalidApiKey("no administrator token was sent: use the header Authorization: Bearer gha_...")
     if connection.scope.get("method") not in SAFE_METHODS:
-        _check_own_pages(connection, session)
+        _check_same_site(connection, session)
     if session.must_change_password:
-        raise PasswordChangeNeeded("choose a password of your own first, on the console's account page")
+        raise PasswordChangeNeeded("change the temporary password first, on the console's account page")
     member = session.member
     return await services_of(connection).memberships.access(member, _actor("member", member.email, member.id))
 
 
 def _session_cookie(connection: Connection) -> str | None:
-    """Return the cookie that the console would have set on this connection."""
+    """Return the session cookie, under the name that the console uses on this connection."""
     secure = is_secure(connection.scope["scheme"], services_of(connection).settings)
     return connection.cookies.get(session_cookie_name(secure=secure))
 
 
-def _check_own_pages(connection: Connection, session: Session) -> None:
+def _check_same_site(connection: Connection, session: Session) -> None:
     if not is_from_own_site(connection.headers) or not is_csrf_token_of(session, connection.headers.get(CSRF_HEADER, "")):
-        raise RoleNotAllowed(f"a session may change things only from its own pages, with the header {CSRF_HEADER}")
+        raise RoleNotAllowed(f"a console session may write only from the console's pages, with the header {CSRF_HEADER}")
 
 
 def _bearer(connection: Connection) -> str | None:

@@ -33,7 +33,7 @@ COLLECT_WAIT_S = 3600.0
     summary="Create a chat completion",
     opt={
         "body": ChatCompletionRequest,
-        "answer": ChatCompletion,
+        "response": ChatCompletion,
         "text": EVENT_STREAM,
         "errors": (404, 429, 503),
     },

@@ -1,4 +1,4 @@
-"""Health for load balancers and people (does the process answer, would a request be served), and the metrics."""
+"""Liveness, readiness and metrics, for load balancers, monitoring and people."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"  # the framework adds the chars
 
 
 class LiveShape(msgspec.Struct, kw_only=True):
-    """The answer of a live process."""
+    """The response of a live process."""
 
     status: str
     version: str
 
 
 class HealthShape(msgspec.Struct, kw_only=True):
-    """Whether the appliance is ready, part by part."""
+    """The readiness of the appliance and of each of its parts."""
 
     status: str
     version: str
@@ -32,7 +32,7 @@ class HealthShape(msgspec.Struct, kw_only=True):
 
 @get("/health/live", summary="Check that the process is alive")
 async def check_live(request: Request[Any, Any, Any]) -> LiveShape:
-    """Answer 200 as long as the process runs, even while models load."""
+    """Return 200 as long as the process runs, even while models load."""
     return LiveShape(status="ok", version=services_of(request).version)
 
 
@@ -42,7 +42,7 @@ async def check_live(request: Request[Any, Any, Any]) -> LiveShape:
     opt={"errors": (503,), "error_body": HealthShape},
 )
 async def check_ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
-    """Answer 200 when every part is ready, else 503 with the reason for each part that is not."""
+    """Return 200 if every part is ready, else 503 with the reason for each part that is not."""
     services = services_of(request)
     parts = await _parts(services)
     is_ready = all(state == "ok" for state in parts.values())
@@ -50,16 +50,20 @@ async def check_ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     return Response(body, status_code=200 if is_ready else 503, headers={} if is_ready else {"retry-after": "1"})
 
 
-@get("/metrics", summary="Read the metrics", opt={"text": "text/plain", "errors": (401, 403)})
+@get(
+    "/metrics",
+    summary="Read the metrics",
+    opt={"text": "text/plain", "security": (None, "administrator"), "errors": (401, 403)},
+)
 async def read_metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Return all metrics in Prometheus' text format. Callers on other machines need an administrator token."""
+    """Return all metrics in the Prometheus text format. Callers on other machines need an administrator token."""
     if not is_from_this_machine(request):
         await authenticate_administrator(request, Action.READ_BOX)
     return Response(services_of(request).metrics.render(), media_type=METRICS_MEDIA_TYPE)
 
 
 async def _parts(services: Services) -> dict[str, str]:
-    """Return each part with `ok` or a short reason. Everybody may read this, so paths and errors stay in the log."""
+    """Return `ok` or a short reason for each part. Anyone may read this, so paths and error details stay in the log."""
     parts = {
         "gateway": "draining" if services.generations.draining else "ok",
         "database": "ok" if await services.database_watch.problem() is None else "takes no writes",

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the models on offer, with their longest context. Never rate-limited: clients call it all the time."""
+"""`GET /v1/models`: the available models with their context length. Never rate-limited, because clients call it often."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWNER = "gatehouse"
 
 
 class ModelShape(msgspec.Struct, kw_only=True):
-    """A model that is served."""
+    """An available model."""
 
     id: str
     created: int
@@ -42,7 +42,7 @@ async def list_models(request: Request[Any, Any, Any]) -> ModelListShape:
 
 @get(["/v1/models/{model_id:path}", "/models/{model_id:path}"], summary="Retrieve a model")
 async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> ModelShape:
-    """Return one model. A model that this key may not use is answered with 404."""
+    """Return one model. 404 for a model that this key may not use."""
     principal = await authenticate_tenant(request)
     name = model_id.removeprefix("/")
     model = services_of(request).models.get(name)
@@ -52,5 +52,5 @@ async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str
 
 
 def model_shape(model: ServedModel) -> ModelShape:
-    """Return `model` as clients read it."""
+    """Return the JSON of `model`."""
     return ModelShape(id=model.name, created=int(model.created.timestamp()), max_model_len=model.max_model_len)

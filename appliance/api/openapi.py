@@ -1,14 +1,16 @@
 """`/schema/openapi.json`: the schema that the framework derives from the handlers, completed with what it cannot see.
 
-A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, `answer` the type of the
-response that it encodes itself, `text` the media type of a response that is not JSON, `query` its query parameters,
-`repeatable` those that take several values, `required` those that must be sent, and `errors` the error statuses that
+A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, which may be left out if
+`optional_body` is true, `response` the type of the response that it encodes itself, `text` the media type of a response that is
+not JSON, `query` its query parameters, `repeatable` those that take several values, `required` those that must be sent,
+`security` the ways to authenticate (None: without) if they are not those of its tag, and `errors` the error statuses that
 `_error_statuses` cannot derive.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -19,6 +21,7 @@ from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Tag
 from litestar.routes import HTTPRoute
 
 from appliance.api.descriptions import describe_fields
@@ -32,6 +35,22 @@ ContentOf = Callable[[Any], dict[str, Any]]
 """Returns the OpenAPI `content` of a body of the given type."""
 
 _PATH = "/schema/openapi.json"
+_DESCRIPTION = """\
+Tenants' programs call `/v1`, which is compatible with OpenAI's API, with an API key (`gh_...`); the same paths without `/v1`
+work too. Administrators call `/admin/v1`, and OpenAI's organization API under `/v1/organization`, with an administrator token
+(`gha_...`).
+
+Every response has the header `x-request-id`. Every error has the body `{"error": {"message", "type", "param", "code"}}`.
+Unknown fields of a request body are refused, not ignored.
+
+Under `/admin/v1`, times are RFC 3339 in UTC, and lists come in pages: pass the `next_cursor` of a page as `cursor` to get the
+next one.
+"""
+_TAGS = (
+    Tag(name="inference", description="Chat completions and models, for programs with an API key. OpenAI-compatible."),
+    Tag(name="administration", description="Tenants, keys, members, limits, usage, billing and the state of the appliance."),
+    Tag(name="health", description="Health checks for load balancers, and metrics for Prometheus."),
+)
 _REFERENCE = "#/components/schemas/{name}"
 _SECURITY_SCHEMES = {
     "api_key": {"type": "http", "scheme": "bearer", "description": "A tenant's API key: gh_..."},
@@ -45,7 +64,7 @@ _ERRORS = {
     404: "The object or path does not exist",
     409: "The request conflicts with the current state on the server",
     413: "The request body is too large",
-    429: "A limit has been reached; `retry-after` says when to retry",
+    429: "A limit has been reached; `retry-after` says when to retry, if that can help",
     503: "Temporarily unavailable: an engine is down or loading, the queue is full, or the appliance is shutting down",
 }
 _SUCCESSES = {200: "OK", 201: "Created", 204: "Done; the response has no body"}
@@ -59,7 +78,7 @@ class Document:
         self._json: bytes | None = None
         self._building = asyncio.Lock()
 
-    async def answer(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
+    async def respond(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
         """Respond in place of the framework's handler, which would build its schema in the event loop. None for other paths."""
         if request.url.path != _PATH:
             return None
@@ -74,6 +93,8 @@ def openapi_config(version: str) -> OpenAPIConfig:
     return OpenAPIConfig(
         title="Gatehouse",
         version=version,
+        description=_DESCRIPTION,
+        tags=list(_TAGS),
         use_handler_docstrings=True,
         openapi_router=_router(),
         render_plugins=[JsonRenderPlugin(path="/openapi.json")],
@@ -88,7 +109,7 @@ def _router() -> Router:
         include_in_schema=False,
         dto=None,
         return_dto=None,
-        before_request=Document().answer,
+        before_request=Document().respond,
         after_request=_raise_not_found,
     )
 
@@ -125,12 +146,13 @@ def _build(app: Litestar) -> bytes:
 
 
 def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: ContentOf) -> None:
-    body, answer, text = (handler.opt.get(name) for name in ("body", "answer", "text"))
+    body, response, text = (handler.opt.get(name) for name in ("body", "response", "text"))
     operation["responses"][str(handler.status_code)]["description"] = _SUCCESSES[handler.status_code]
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": content_of(body)}
-    if answer is not None or text is not None:
-        content = {} if answer is None else content_of(answer)
+        required = not handler.opt.get("optional_body", False)
+        operation["requestBody"] = {"required": required, "content": content_of(body)}
+    if response is not None or text is not None:
+        content = {} if response is None else content_of(response)
         texts = {} if text is None else {text: {"schema": {"type": "string"}}}
         operation["responses"][str(handler.status_code)]["content"] = {**content, **texts}
     for name in handler.opt.get("query", ()):
@@ -138,7 +160,8 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: 
             continue  # OpenAI's spelling of the same parameter: in generated clients the two names would collide
         required = name in handler.opt.get("required", ())
         operation.setdefault("parameters", []).append({"name": name, "in": "query", "required": required})
-    operation["security"] = [{name: []} for name in _security(operation)]
+    schemes = handler.opt.get("security", _security_of_tag(operation))
+    operation["security"] = [{} if scheme is None else {scheme: []} for scheme in schemes]
 
 
 def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler, content_of: ContentOf) -> None:
@@ -153,9 +176,10 @@ def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPR
 
 def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler) -> set[int]:
     statuses = set(handler.opt.get("errors", ()))
-    if _security(operation):
+    schemes = _security_of_tag(operation)
+    if schemes:
         statuses |= {401, 403}
-    if handler.opt.get("query") or "administrator" in _security(operation):
+    if handler.opt.get("query") or "administrator" in schemes:
         statuses.add(400)  # every administrator path refuses unknown query parameters
     if handler.opt.get("body") is not None:
         statuses |= {400, 413}
@@ -177,7 +201,7 @@ def _describe_parameters(operation: dict[str, Any], route: HTTPRoute, handler: H
 
 
 def _describe_structs(app: Litestar, schemas: dict[str, Any]) -> None:
-    """Add to the components of responses the docstrings of their structs, which the framework leaves out."""
+    """Describe all components by the docstrings of their structs, which the framework leaves out for those of responses."""
     routes = (route for route in app.routes if isinstance(route, HTTPRoute))
     handlers = [handler for route in routes for handler, _ in route.route_handler_map.values()]
     return_types = [handler.parsed_fn_signature.return_type for handler in handlers]
@@ -188,9 +212,10 @@ def _describe_structs(app: Litestar, schemas: dict[str, Any]) -> None:
         text = texts.get(name.partition("_")[0])
         if text is not None:
             schema.setdefault("description", text)
+        schema["description"] = inspect.cleandoc(schema.get("description", ""))
 
 
-def _security(operation: dict[str, Any]) -> tuple[str, ...]:
+def _security_of_tag(operation: dict[str, Any]) -> tuple[str, ...]:
     return _SECURITY_BY_TAG.get((operation.get("tags") or [""])[0], ())
 
 

@@ -11,7 +11,7 @@ from appliance.api.admin.usage import EVENT_ID_DIGITS_MAX
 from appliance.api.descriptions.parameters import lookup_keys
 from appliance.api.organization import queries, usage
 from appliance.api.organization.admin import BOUNDS
-from appliance.api.organization.limits import ID_PREFIX, LISTED_MAX
+from appliance.api.organization.limits import ID_PREFIX, PAGE_MAX
 from appliance.api.organization.projects import ACCESSES
 from appliance.api.queries import ORDERS
 from appliance.metering.alerts.outbox import STATES as DELIVERY_STATES
@@ -58,7 +58,7 @@ SCHEMAS: dict[str, Schema] = {
     "/admin/v1/webhooks/{webhook_id}/deliveries state": _enum(*DELIVERY_STATES),
     # /v1/organization
     f"{_ORGANIZATION} limit": _integer(1, queries.LIMIT_MAX),
-    f"{_ORGANIZATION}/projects/{{project_id}}/rate_limits limit": _integer(1, LISTED_MAX),
+    f"{_ORGANIZATION}/projects/{{project_id}}/rate_limits limit": _integer(1, PAGE_MAX),
     f"{_ORGANIZATION}/usage limit": _integer(1, max(maximum for _default, maximum in usage.LIMITS_OF_WIDTH.values())),
     f"{_ORGANIZATION}/costs limit": _integer(1, usage.COST_LIMITS[1]),
     f"{_ORGANIZATION}/usage bucket_width": _enum(*usage.LIMITS_OF_WIDTH),

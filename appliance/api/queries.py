@@ -1,4 +1,4 @@
-"""Query parameters of the administrators' API: checked, with errors in our own words. An unknown one is an error too."""
+"""Reads and checks the query parameters of the administrator API, with our own error messages. Unknown ones are errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ AdminRequest = Request[Any, Any, Any]
 Connection = ASGIConnection[Any, Any, Any, Any]
 PAGING = ("limit", "cursor")
 ORDERS = ("asc", "desc")
-VALUES_MAX = 1000  # of a parameter that may be given several times
+VALUES_MAX = 1000  # of a repeatable parameter
 
 T = TypeVar("T")
 
 
 def check_query(connection: Connection) -> None:
-    """Raise UnknownParameter for a query parameter that the handler does not name in its `opt["query"]`, and InvalidValue for
-    one that was given several times and is not in its `opt["repeatable"]`. `auth` calls this for every handler."""
+    """Raise UnknownParameter for a query parameter that is not in the handler's `opt["query"]`, and InvalidValue for a repeated
+    one that is not in its `opt["repeatable"]`. `auth` calls this for every handler."""
     options = connection.route_handler.opt
     known, repeatable = options.get("query", ()), options.get("repeatable", ())
     for name in connection.query_params:
@@ -35,13 +35,13 @@ def check_query(connection: Connection) -> None:
 
 
 def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> tuple[int, str | None]:
-    """Return the limit and the cursor of a request for a list. Raises InvalidValue."""
-    limit = whole(request, "limit", 1, PAGE_ROWS_MAX)
+    """Return `limit` and `cursor` of a request for a list. Raises InvalidValue."""
+    limit = integer(request, "limit", 1, PAGE_ROWS_MAX)
     return limit_default if limit is None else limit, request.query_params.get("cursor")
 
 
-def whole(request: AdminRequest, name: str, low: int, high: int) -> int | None:
-    """Return a whole number from `low` to `high`, None when it was not given. Raises InvalidValue."""
+def integer(request: AdminRequest, name: str, low: int, high: int) -> int | None:
+    """Return an integer from `low` to `high`, or None if the parameter is missing. Raises InvalidValue."""
     text = request.query_params.get(name)
     if text is None:
         return None
@@ -51,8 +51,8 @@ def whole(request: AdminRequest, name: str, low: int, high: int) -> int | None:
     return number
 
 
-def short_page(request: AdminRequest, rows: Iterable[T], name: str, position_of: Callable[[T], str]) -> Page[T]:
-    """Return a page of the list `name`; `rows` is the whole list. Without a `limit` it is as long as a page may be."""
+def page_of_list(request: AdminRequest, rows: Iterable[T], name: str, position_of: Callable[[T], str]) -> Page[T]:
+    """Return a page of `rows`, the complete list called `name`, sorted by `position_of`. The default `limit` is the maximum."""
     limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
     ordered = sorted(rows, key=position_of)
     if cursor is not None:
@@ -61,15 +61,15 @@ def short_page(request: AdminRequest, rows: Iterable[T], name: str, position_of:
     return page_of(ordered, limit, name, lambda row: [position_of(row)])
 
 
-def moment(request: AdminRequest, name: str) -> datetime | None:
-    """Return an RFC 3339 time, None when it was not given."""
+def timestamp(request: AdminRequest, name: str) -> datetime | None:
+    """Return an RFC 3339 time, or None if the parameter is missing. Raises InvalidValue."""
     text = request.query_params.get(name)
-    return None if text is None else parse_moment(text, name)
+    return None if text is None else parse_timestamp(text, name)
 
 
-def parse_moment(text: str, param: str) -> datetime:
-    """Return `text`, an RFC 3339 time with a zone, as UTC. Lower-case letters are accepted, and a plus sign that a form turned
-    into a space."""
+def parse_timestamp(text: str, param: str) -> datetime:
+    """Return the RFC 3339 time `text`, which must have a UTC offset, as UTC. Accepts lower-case letters, and a space instead of
+    a plus sign, which form encoding makes of it. Raises InvalidValue."""
     text = text.upper()
     try:
         parsed = datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
@@ -81,7 +81,7 @@ def parse_moment(text: str, param: str) -> datetime:
 
 
 def choice(request: AdminRequest, name: str, choices: Collection[str], default: str | None) -> str | None:
-    """Return one of `choices`, or `default` when it was not given."""
+    """Return one of `choices`, or `default` if the parameter is missing. Raises InvalidValue."""
     value = request.query_params.get(name)
     if value is None:
         return default
@@ -91,18 +91,18 @@ def choice(request: AdminRequest, name: str, choices: Collection[str], default: 
 
 
 def flag(request: AdminRequest, name: str) -> bool:
-    """Return a true/false parameter; false when it was not given."""
+    """Return a true/false parameter; false if it is missing. Raises InvalidValue."""
     return choice(request, name, ("true", "false"), "false") == "true"
 
 
-def both(*names: str) -> tuple[str, ...]:
-    """Return both ways to write each repeated parameter: `name` and `name[]`."""
-    return tuple(form for name in names for form in (name, f"{name}[]"))
+def both_spellings(*names: str) -> tuple[str, ...]:
+    """Return both spellings of each repeatable parameter: `name` and `name[]`."""
+    return tuple(spelling for name in names for spelling in (name, f"{name}[]"))
 
 
-def many(request: AdminRequest, name: str) -> frozenset[str] | None:
-    """Return every value of a repeated parameter, None when it was not given. Raises InvalidValue for too many."""
-    values = [value for form in both(name) for value in request.query_params.getall(form, [])]
-    if len(values) > VALUES_MAX:
+def values(request: AdminRequest, name: str) -> frozenset[str] | None:
+    """Return all values of a repeatable parameter, or None if it is missing. Raises InvalidValue for too many."""
+    given = [value for spelling in both_spellings(name) for value in request.query_params.getall(spelling, [])]
+    if len(given) > VALUES_MAX:
         raise InvalidValue(f"{name} takes at most {VALUES_MAX} values", param=name)
-    return frozenset(values) if values else None
+    return frozenset(given) if given else None

@@ -1,4 +1,4 @@
-"""The `x-ratelimit-*` headers: the limit, what remains of it, and how long until the bucket is full again."""
+"""The `x-ratelimit-*` headers: the limit, what remains of it, and the time until the bucket is full again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rate_limit_headers(state: RateLimitState) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as clients of this interface know it: `250ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`."""
+    """Return a duration in the notation of OpenAI's headers: `250ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`."""
     milliseconds = round(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds else "0s"

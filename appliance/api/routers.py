@@ -44,5 +44,5 @@ def api_routers() -> Sequence[Router]:
 
 
 def _handlers(*modules: ModuleType) -> list[HTTPRouteHandler]:
-    """Return every handler that these modules define, in the order of their lines."""
-    return [each for module in modules for each in vars(module).values() if isinstance(each, HTTPRouteHandler)]
+    """Return the handlers that these modules define, in source order."""
+    return [value for module in modules for value in vars(module).values() if isinstance(value, HTTPRouteHandler)]

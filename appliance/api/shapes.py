@@ -1,7 +1,7 @@
-"""The JSON of the administrators' API, one struct per noun, each built from a type of another layer.
+"""The JSON of the administrator API: one struct per noun, each built from a type of another layer.
 
-Times are RFC 3339 in UTC, costs are integers in pico-units, lists are pages. `Shape.of` fills every struct by field name; its
-further arguments are the fields that the answer names or shows differently.
+Times are RFC 3339 in UTC, costs are integers in pico-units, lists are pages. `Shape.of` fills a struct by field name; its
+keyword arguments are the fields whose name or value differs from that of the source.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ T = TypeVar("T")
 
 
 class Shape(msgspec.Struct):
-    """The JSON of one object: a value of another layer, as callers see it."""
+    """The JSON of one object: a value of another layer as clients see it."""
 
     @classmethod
-    def of(cls, source: object, **given: object) -> Self:
-        """Return the JSON of `source`: every field is its attribute of the same name, unless it is `given`."""
-        return cls(**{name: _plain(given[name] if name in given else getattr(source, name)) for name in cls.__struct_fields__})
+    def of(cls, source: object, **overrides: object) -> Self:
+        """Return the JSON of `source`: each field is in `overrides`, or is the source's attribute of the same name."""
+        fields = cls.__struct_fields__
+        return cls(**{name: _to_json(overrides[name] if name in overrides else getattr(source, name)) for name in fields})
 
 
 class PageShape(msgspec.Struct, Generic[S], kw_only=True):
@@ -91,13 +92,13 @@ class KeyShape(Shape, kw_only=True):
 
 
 class NewKeyShape(KeyShape, kw_only=True):
-    """An API key with its secret, shown only in this answer."""
+    """An API key with its secret, which is returned only in this response."""
 
     key: str
 
 
 class LedgerEventShape(Shape, kw_only=True):
-    """A usage event of the ledger: a request, or a correction of one (an adjustment) with signed counts and cost."""
+    """A usage event of the ledger: a request, or an adjustment, which corrects one with signed counts and cost."""
 
     id: str
     request_id: str
@@ -157,7 +158,7 @@ class RequestShape(Shape, kw_only=True):
 
 
 class PriceShape(Shape, kw_only=True):
-    """A price of a model, in micro-units of money per million tokens."""
+    """A price of a model, in micro-units of the currency per million tokens."""
 
     id: str
     model: str
@@ -172,7 +173,7 @@ class PriceShape(Shape, kw_only=True):
 
 
 class UsageRowShape(Shape, kw_only=True, omit_defaults=True):
-    """Usage and cost of one period and group."""
+    """Usage and cost of one group in one period."""
 
     start: str
     end: str
@@ -188,22 +189,27 @@ class UsageRowShape(Shape, kw_only=True, omit_defaults=True):
     model: str | msgspec.UnsetType = msgspec.UNSET
 
 
-def _plain(value: Any) -> Any:
-    form = _FORMS.get(type(value))
-    return value if form is None else form(value)
+def _to_json(value: Any) -> Any:
+    convert = _CONVERTERS.get(type(value))
+    return value if convert is None else convert(value)
 
 
-_FORMS: dict[type, Callable[[Any], object]] = {datetime: rfc3339, date: date.isoformat, tuple: list, Limits: LimitsShape.of}
-"""Converts the types that JSON does not have."""
+_CONVERTERS: dict[type, Callable[[Any], object]] = {
+    datetime: rfc3339,
+    date: date.isoformat,
+    tuple: list,
+    Limits: LimitsShape.of,
+}
+"""For types that JSON does not have."""
 
 
 def page_shape(page: Page[T], shape: Callable[[T], S]) -> PageShape[S]:
-    """Return `page` with each row as `shape` makes it."""
+    """Return the JSON of `page`, each row converted by `shape`."""
     return PageShape(data=[shape(row) for row in page.data], has_more=page.has_more, next_cursor=page.next_cursor)
 
 
-def _model_limits(limits: ModelLimits) -> dict[str, LimitsShape]:
-    return {model: LimitsShape.of(each) for model, each in sorted(limits.items())}
+def _model_limits(limits_by_model: ModelLimits) -> dict[str, LimitsShape]:
+    return {model: LimitsShape.of(limits) for model, limits in sorted(limits_by_model.items())}
 
 
 def tenant_shape(tenant: Tenant) -> TenantShape:
@@ -223,17 +229,17 @@ def new_key_shape(key: ApiKey, secret: str) -> NewKeyShape:
 
 
 def ledger_event_shape(event: UsageEvent) -> LedgerEventShape:
-    """Return `event` as JSON; the order of its id is the order of the ledger."""
+    """Return `event` as JSON. Ids increase in the order of the ledger."""
     corrects_id = None if event.corrects_id is None else str(event.corrects_id)
     return LedgerEventShape.of(event, id=str(event.id), corrects_id=corrects_id)
 
 
 def usage_row_shape(row: UsageRow) -> UsageRowShape:
-    """Return sums as JSON."""
-    owner = {name: getattr(row, name) for name in ("tenant_id", "key_id", "model")}
-    return UsageRowShape.of(row, **{name: msgspec.UNSET if value is None else value for name, value in owner.items()})
+    """Return `row` as JSON, without the group fields that are None."""
+    group = {name: getattr(row, name) for name in ("tenant_id", "key_id", "model")}
+    return UsageRowShape.of(row, **{name: msgspec.UNSET if value is None else value for name, value in group.items()})
 
 
 def past_request_shape(row: RequestRow) -> RequestShape:
-    """Return a past request as JSON: finished even if its row has no end, which only a process that died leaves behind."""
+    """Return a past request as JSON. Its state is `finished` even if its row has no end, as after a crash of the process."""
     return RequestShape.of(row, state="finished", queue_position=None, explanation=explain_past(row))

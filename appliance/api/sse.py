@@ -56,7 +56,7 @@ async def chat_frames(
         yield LastPiece(framer.last(outcome)) if outcome.error is None else _error_frame(outcome.error)
     except Exception:  # HTTP edge: a stream that just stopped would look like a complete response
         log.exception("stream failed", request_id=generation.request_id)
-        yield _error_frame(InternalError("the answer could not be sent"))
+        yield _error_frame(InternalError("the response could not be sent"))
 
 
 def _split(ready: Sequence[Chunk]) -> list[list[Chunk]]:

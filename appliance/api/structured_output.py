@@ -36,7 +36,7 @@ def find_constraint(body: ChatCompletionRequest) -> Constraint | None:
     found += _structured_constraints(body.structured_outputs)
     if len(found) > 1:
         first, second = found[0].client_field, found[1].client_field
-        raise InvalidValue(f"{second} cannot be combined with {first}: an answer can have only one constraint", param=second)
+        raise InvalidValue(f"{second} cannot be combined with {first}: the output can have only one constraint", param=second)
     return found[0] if found else None
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from appliance.api.admin import system
 from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
-from appliance.api.queries import parse_moment
+from appliance.api.queries import parse_timestamp
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
@@ -281,7 +281,7 @@ async def test_wrong_report_queries_are_named(box: ApiBox, query: str) -> None:
      "2026-01-31t13:00:00 01:00"],
 )  # fmt: skip
 def test_a_time_is_understood_in_every_form_of_rfc_3339(text: str) -> None:
-    assert parse_moment(text, "start") == datetime(2026, 1, 31, 12, tzinfo=UTC)
+    assert parse_timestamp(text, "start") == datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
 async def test_a_price_is_added_with_the_boxs_currency(box: ApiBox) -> None:

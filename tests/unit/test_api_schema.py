@@ -195,7 +195,7 @@ async def test_the_text_of_an_operation_begins_with_a_verb(box: ApiBox) -> None:
         ("get", "/v1/models", {"200", "401", "403"}),
         ("get", "/admin/v1/tenants", {"200", "400", "401", "403"}),
         ("post", "/admin/v1/tenants", {"201", "400", "401", "403", "409", "413"}),
-        ("patch", "/admin/v1/keys/{key_id}", {"200", "400", "401", "403", "404", "413"}),
+        ("patch", "/admin/v1/keys/{key_id}", {"200", "400", "401", "403", "404", "409", "413"}),
         ("get", "/admin/v1/requests/{request_id}", {"200", "400", "401", "403", "404"}),
         ("get", "/admin/v1/events", {"200", "400", "401", "403", "503"}),
         ("get", "/health/ready", {"200", "503"}),

@@ -1,4 +1,4 @@
-"""`/admin/v1/audit`: who changed what, the newest first. There is no way to change or remove an entry."""
+"""`/admin/v1/audit`: the audit log, newest first. Entries cannot be changed or removed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from litestar import get
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.connection_services import services_of
-from appliance.api.queries import PAGING, AdminRequest, many, moment, paging
+from appliance.api.queries import PAGING, AdminRequest, paging, timestamp, values
 from appliance.api.shapes import PageShape, Shape, page_shape
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.audit_chain import AuditEntry, decode_fields, rfc3339_micros
@@ -35,7 +35,7 @@ class AuditTargetShape(msgspec.Struct, kw_only=True):
 
 
 class AuditEntryShape(Shape, kw_only=True):
-    """An entry of the audit log. Each entry's `hash` covers the entry and the hash before it, so that the log is a chain."""
+    """An entry of the audit log. Its `hash` covers the entry and the previous entry's hash, so that the log is a hash chain."""
 
     id: str
     at: str
@@ -56,12 +56,12 @@ async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
     """Return entries of the audit log, newest first. A tenant's manager sees the entries of that tenant only."""
     access = await authenticate_administrator(request, Action.AUDIT)
     filters = AuditFilter(
-        actors=many(request, "actor"),
-        actions=many(request, "action"),
-        targets=many(request, "target"),
-        tenant_ids=many(request, "tenant_id"),
-        start=moment(request, "start"),
-        end=moment(request, "end"),
+        actors=values(request, "actor"),
+        actions=values(request, "action"),
+        targets=values(request, "target"),
+        tenant_ids=values(request, "tenant_id"),
+        start=timestamp(request, "start"),
+        end=timestamp(request, "end"),
     )
     page = await services_of(request).audit.page(*paging(request), filters, access=access)
     return page_shape(page, audit_entry_shape)

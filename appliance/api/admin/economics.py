@@ -1,4 +1,4 @@
-"""`/admin/v1/economics`: what a million tokens cost on this box, next to the prices of hosted models."""
+"""`/admin/v1/economics`: the cost of a million tokens on this appliance, compared with the prices of hosted models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Power = Annotated[int, within(0, POWER_W_MAX)]
 
 
 class HostedPriceShape(Shape, kw_only=True, forbid_unknown_fields=True):
-    """The price of a hosted model, to compare with: micro-units of money per million tokens."""
+    """The price of a hosted model for comparison, in micro-units of the currency per million tokens."""
 
     name: Name
     prompt: UnitPrice
@@ -29,7 +29,7 @@ class HostedPriceShape(Shape, kw_only=True, forbid_unknown_fields=True):
 
 
 class HardwareShape(Shape, kw_only=True, forbid_unknown_fields=True):
-    """What the appliance's hardware and its power cost. Amounts are in micro-units of money."""
+    """The cost of the appliance's hardware and power. Amounts are in micro-units of the currency."""
 
     cost_micros: Amount
     months: Annotated[int, within(1, MONTHS_MAX)]
@@ -42,7 +42,7 @@ class HardwareShape(Shape, kw_only=True, forbid_unknown_fields=True):
 
 
 class FigureShape(Shape, kw_only=True):
-    """One figure of the report, with its unit and its source."""
+    """A figure of the report, with its unit and source."""
 
     name: str
     value: int | None
@@ -62,7 +62,7 @@ class BreakEvenShape(Shape, kw_only=True):
 
 
 class EconomicsShape(msgspec.Struct, kw_only=True):
-    """The cost of a million tokens on this appliance: figures come in the order in which they follow from each other."""
+    """The cost of a million tokens on this appliance, as a list of figures, each after those from which it is computed."""
 
     currency: str
     hardware: HardwareShape
@@ -72,7 +72,7 @@ class EconomicsShape(msgspec.Struct, kw_only=True):
 
 @get("/economics", summary="Retrieve the cost of a million tokens", opt={"errors": (404,)})
 async def retrieve_economics(request: AdminRequest) -> EconomicsShape:
-    """Return the figures computed from the hardware, the power and the usage of the last 30 days. 404 before a cost is set."""
+    """Return the figures computed from the hardware, the power and the usage of the last 30 days; 404 until a cost is set."""
     await authenticate_administrator(request, Action.READ_BOX)
     return await _report(request)
 

@@ -1,4 +1,4 @@
-"""The JSON of invoices, allowances and the seller, each built from metering's own type."""
+"""The JSON of invoices, allowances and the seller, built from the types of metering."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class InvoiceShape(Shape, kw_only=True):
 
 
 class InvoiceHeadShape(Shape, kw_only=True):
-    """An invoice without its lines. The sums of a draft are null here; retrieve the draft to have them computed."""
+    """An invoice without its lines. For a draft the sums are null; retrieve the draft to get them."""
 
     id: str
     number: str | None
@@ -73,7 +73,7 @@ class InvoiceHeadShape(Shape, kw_only=True):
 
 
 class AllowanceShape(Shape, kw_only=True):
-    """An amount that a tenant need not pay each month, from `first_month` until a later allowance replaces it."""
+    """An amount that is free for a tenant each month, from `first_month` until a later allowance replaces it."""
 
     id: str
     tenant_id: str
@@ -101,7 +101,7 @@ class SellerShape(msgspec.Struct, kw_only=True):
 
 
 def invoice_shape(invoice: Invoice) -> InvoiceShape:
-    """Return a whole invoice as JSON."""
+    """Return an invoice with its lines as JSON."""
     head, totals = invoice.head, invoice.totals
     seller = {name: value for name, value in invoice.seller.items() if name != TIME_ZONE}
     return InvoiceShape.of(
@@ -125,11 +125,11 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
 
 
 def invoice_head_shape(head: InvoiceHead) -> InvoiceHeadShape:
-    """Return a row of the list of all invoices as JSON."""
+    """Return an invoice without its lines as JSON."""
     unknown = {"total_micros": None, "tax_micros": None} if head.state == "draft" else {}
     return InvoiceHeadShape.of(head, **unknown)
 
 
 def _exact(picos: int) -> int:
-    """Return `picos` for the encoder, which takes 64 bits: a larger amount is put into the JSON as its digits."""
+    """Return `picos` in a form that the encoder accepts: integers beyond 64 bits become raw JSON."""
     return picos if abs(picos) <= _INT64_MAX else msgspec.Raw(str(picos).encode())  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""`/admin/v1` invoices, free allowances and the seller of invoices. Metering has the rules; this module, JSON and files."""
+"""Invoices, free allowances and the seller under `/admin/v1`. This module handles JSON and files; the rules are in metering."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Amount, Month, Name, items, one_of, within
-from appliance.api.queries import PAGING, AdminRequest, choice, paging, short_page
+from appliance.api.queries import PAGING, AdminRequest, choice, page_of_list, paging
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
 from appliance.base.money import BASIS_POINTS
@@ -37,7 +37,7 @@ from appliance.tenancy.roles import Action
 NO_SELLER = (
     "the seller has not been entered yet: use gatehouse invoices seller --file, PUT /admin/v1/seller or the console's settings"
 )
-_FILES: dict[str, tuple[str, Callable[[Invoice], bytes]]] = {
+_FORMATS: dict[str, tuple[str, Callable[[Invoice], bytes]]] = {
     "json": ("application/json", lambda invoice: msgspec.json.encode(invoice_shape(invoice))),
     "csv": ("text/csv", render_csv),
     "pdf": ("application/pdf", render_pdf),
@@ -48,7 +48,7 @@ SellerLines = Annotated[list[Name], items(0, LINES_MAX)]
 
 
 class DraftBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The month to draft an invoice for."""
+    """The month for which to draft an invoice."""
 
     month: Month
     only: Annotated[str, one_of(DRAFT_CONDITIONS)] | None = None
@@ -62,7 +62,7 @@ class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SellerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The seller named on new invoices. It replaces the previous one as a whole."""
+    """The seller named on new invoices. It replaces all fields of the previous one."""
 
     name: Name
     address: SellerLines = []
@@ -97,7 +97,7 @@ async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
 
 @get("/tenants/{tenant_id:str}/invoices", summary="List a tenant's invoices", opt={"query": PAGING})
 async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[InvoiceShape]:
-    """Return invoices with their lines, newest month first. Drafts show what would be billed now, or their `problem`."""
+    """Return invoices with their lines, newest month first. Drafts show what would be billed now, or a `problem`."""
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     services = services_of(request)
     await services.tenants.get(tenant_id, access=access)
@@ -116,27 +116,27 @@ async def draft_invoice(request: AdminRequest, tenant_id: FromPath[str]) -> Invo
 @get(
     "/invoices/{invoice_id:str}",
     summary="Retrieve an invoice as JSON, CSV or PDF",
-    opt={"answer": InvoiceShape, "errors": (409,)},
+    opt={"response": InvoiceShape, "errors": (409,)},
 )
 async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> Response[bytes]:
     """Return an invoice. Add `.json`, `.csv` or `.pdf` to its id to choose the format; JSON is the default."""
     access = await authenticate_administrator(request, Action.INVOICES)
-    wanted, _, ending = invoice_id.partition(".")
+    base_id, _, extension = invoice_id.partition(".")
     invoices = services_of(request).invoices
-    head = await invoices.head(wanted, access=access)
-    if ending and ending not in _FILES:
-        raise NotFound(f"an invoice has no form .{ending}; there are .json, .csv and .pdf", param="invoice_id")
-    media_type, render = _FILES[ending or "json"]
-    invoice = await invoices.get(wanted, access=access)
+    head = await invoices.head(base_id, access=access)
+    if extension and extension not in _FORMATS:
+        raise NotFound(f"invoices are not available as .{extension}, only as .json, .csv and .pdf", param="invoice_id")
+    media_type, render = _FORMATS[extension or "json"]
+    invoice = await invoices.get(base_id, access=access)
     body = await asyncio.to_thread(render, invoice)
     name = f"invoice-{head.number}" if head.number else f"draft-{head.month}-{head.tenant_id}"
-    headers = {"content-disposition": f'inline; filename="{name}.{ending}"'} if ending else {}
+    headers = {"content-disposition": f'inline; filename="{name}.{extension}"'} if extension else {}
     return Response(body, media_type=media_type, headers=headers)
 
 
 @get("/invoices/{invoice_id:str}/events", summary="List the usage events behind an invoice", opt={"query": PAGING})
 async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) -> PageShape[LedgerEventShape]:
-    """Return the usage events that the lines of the invoice add up, in the order in which they were posted."""
+    """Return the usage events that make up the lines of the invoice, in the order in which they were posted."""
     access = await authenticate_administrator(request, Action.INVOICES)
     invoices = services_of(request).invoices
     return page_shape(await invoices.events(invoice_id, *paging(request), access=access), ledger_event_shape)
@@ -144,7 +144,7 @@ async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) 
 
 @post("/invoices/{invoice_id:str}/close", status_code=200, summary="Close an invoice permanently", opt={"errors": (409,)})
 async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> InvoiceShape:
-    """Number the invoice and freeze it for good. Its month must be over, and a tenant's months are closed in order."""
+    """Assign a number and freeze the invoice permanently. Its month must be over, and a tenant's months are closed in order."""
     access = await authenticate_administrator(request, Action.BILLING)
     return invoice_shape(await services_of(request).invoices.close(invoice_id, access=access))
 
@@ -158,17 +158,17 @@ async def discard_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> N
 
 @get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", opt={"query": PAGING})
 async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[AllowanceShape]:
-    """Return a tenant's free allowances in the order of the months in which they start."""
+    """Return a tenant's free allowances in the order of their first months."""
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     services = services_of(request)
     await services.tenants.get(tenant_id, access=access)
     rows = await services.free_allowances.list(tenant_id, access=access)
-    return page_shape(short_page(request, rows, "allowances", lambda row: row.first_month), AllowanceShape.of)
+    return page_shape(page_of_list(request, rows, "allowances", lambda row: row.first_month), AllowanceShape.of)
 
 
 @post("/tenants/{tenant_id:str}/allowances", summary="Set a free allowance", opt={"body": AllowanceBody, "errors": (409,)})
 async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> AllowanceShape:
-    """Set the amount that is free each month, from a month that is not closed on. Setting the same month again replaces it."""
+    """Set the amount that is free each month, starting with a month that is not closed. Setting a month again replaces it."""
     access = await authenticate_administrator(request, Action.BILLING, tenant_id)
     body = decode_body(await request.body(), AllowanceBody)
     services = services_of(request)
@@ -179,7 +179,7 @@ async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> Allo
 
 @get("/seller", summary="Retrieve the seller", opt={"errors": (404,)})
 async def retrieve_seller(request: AdminRequest) -> SellerShape:
-    """Return the seller named on new invoices. 404 before one is set."""
+    """Return the seller named on new invoices; 404 until one is set."""
     await authenticate_administrator(request, Action.READ_BOX)
     seller = await read_seller(services_of(request).box_records)
     if seller is None:

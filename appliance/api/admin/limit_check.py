@@ -1,4 +1,4 @@
-"""`POST /admin/v1/limits/check`: would this request pass, and what does each limit say to it? Takes nothing."""
+"""`POST /admin/v1/limits/check`: dry run of a request against the limits. Reserves nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from appliance.serving.dry_runs import DryRunRequest, DryRunResult
 from appliance.tenancy.fields import LIMIT_MAX, check_name, check_whole
 from appliance.tenancy.roles import Action
 
-ANSWERS_MAX = 128
+CHOICES_MAX = 128
 
 
 class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -30,12 +30,12 @@ class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_tokens: Limit
     key_id: Name | None = None
     max_tokens: Annotated[int, within(1, LIMIT_MAX)] | None = None
-    n: Annotated[int, within(1, ANSWERS_MAX)] = 1
+    n: Annotated[int, within(1, CHOICES_MAX)] = 1
     service_tier: Annotated[str, one_of(SERVICE_TIERS)] | None = None
 
 
 class LimitDecisionShape(Shape, kw_only=True):
-    """The decision of one limit. For a budget, `need`, `limit` and `level` are in pico-units of money."""
+    """The decision of one limit. For a budget, `need`, `limit` and `level` are in pico-units of the currency."""
 
     scope: str
     model: str | None
@@ -52,7 +52,7 @@ class LimitDecisionShape(Shape, kw_only=True):
 
 
 class LimitErrorShape(Shape, kw_only=True):
-    """The error that the client would get."""
+    """The error that the client would receive."""
 
     status: int
     type: str
@@ -62,7 +62,7 @@ class LimitErrorShape(Shape, kw_only=True):
 
 
 class LimitCheckShape(Shape, kw_only=True):
-    """The outcome: the request would begin at once, wait for room, or be refused with `error`."""
+    """The outcome: the request would be admitted immediately, wait for room, or be refused with `error`."""
 
     allowed: bool
     would_wait: bool
@@ -73,9 +73,14 @@ class LimitCheckShape(Shape, kw_only=True):
     decisions: list[LimitDecisionShape]
 
 
-@post("/limits/check", status_code=200, summary="Check a request against the limits", opt={"body": LimitCheckBody})
+@post(
+    "/limits/check",
+    status_code=200,
+    summary="Check a request against the limits",
+    opt={"body": LimitCheckBody, "errors": (404,)},
+)
 async def check_limits(request: AdminRequest) -> LimitCheckShape:
-    """Return whether a request of this size would pass now, with the decision of every limit. Nothing is reserved."""
+    """Return whether a request of this size would be admitted now, with the decision of each limit. Nothing is reserved."""
     access = await authenticate_administrator(request, Action.READ)
     body = decode_body(await request.body(), LimitCheckBody)
     services = services_of(request)
@@ -89,7 +94,7 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
         model=check_name(body.model, "model"),
         prompt_tokens=check_whole(body.prompt_tokens, "prompt_tokens", 0, LIMIT_MAX),
         max_tokens=None if body.max_tokens is None else check_whole(body.max_tokens, "max_tokens", 1, LIMIT_MAX),
-        answers=check_whole(body.n, "n", 1, ANSWERS_MAX),
+        answers=check_whole(body.n, "n", 1, CHOICES_MAX),
         batch=body.service_tier is not None and is_batch_work(body.service_tier),
     )
     return _shape(await services.dry_runs.run(question))

@@ -1,4 +1,4 @@
-"""`/admin/v1/tiers` and `/admin/v1/model-limits`: limits that belong to no tenant."""
+"""`/admin/v1/tiers` and `/admin/v1/model-limits`: limits that are not those of a single tenant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body, given_fields
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import LimitMode, within
-from appliance.api.queries import PAGING, AdminRequest, short_page
+from appliance.api.queries import PAGING, AdminRequest, page_of_list
 from appliance.api.shapes import LimitsShape, PageShape, Shape, page_shape
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.principals import Limits
@@ -35,7 +35,7 @@ class TierPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelLimitsShape(Shape, kw_only=True):
-    """The limits of a model, for all tenants together."""
+    """The limits of a model for all tenants together."""
 
     model: str
     limits: LimitsShape
@@ -55,7 +55,7 @@ async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
     """Return the three tiers, most urgent first."""
     await authenticate_administrator(request, Action.READ_BOX)
     tiers = await services_of(request).tiers.list()
-    return page_shape(short_page(request, tiers, "tiers", lambda tier: str(TIERS.index(tier.name))), TierShape.of)
+    return page_shape(page_of_list(request, tiers, "tiers", lambda tier: str(TIERS.index(tier.name))), TierShape.of)
 
 
 @patch("/tiers/{name:str}", summary="Change a tier", opt={"body": TierPatch})
@@ -70,8 +70,8 @@ async def change_tier(request: AdminRequest, name: FromPath[str]) -> TierShape:
 async def list_model_limits(request: AdminRequest) -> PageShape[ModelLimitsShape]:
     """Return the models that have limits for all tenants together, sorted by name."""
     await authenticate_administrator(request, Action.READ_BOX)
-    found = await services_of(request).model_policies.list()
-    return page_shape(short_page(request, found, "model-limits", lambda policy: policy.model), ModelLimitsShape.of)
+    policies = await services_of(request).model_policies.list()
+    return page_shape(page_of_list(request, policies, "model-limits", lambda policy: policy.model), ModelLimitsShape.of)
 
 
 @put("/model-limits/{model:path}", status_code=200, summary="Set a model's limits", opt={"body": ModelLimitsBody})

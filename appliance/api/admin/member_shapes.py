@@ -1,4 +1,4 @@
-"""The JSON of people: members, memberships and the caller. The only secret it sees is a password that was just created."""
+"""The JSON of members, memberships and the caller. The only secret here is a password that was just created."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemberShape(Shape, kw_only=True):
 
 
 class NewMemberShape(MemberShape, kw_only=True):
-    """A member with a new password, shown only in this answer."""
+    """A member with a new password, which is returned only in this response."""
 
     password: str
 
@@ -46,7 +46,7 @@ class MembershipShape(Shape, kw_only=True):
 
 
 class NewMembershipShape(MembershipShape, kw_only=True):
-    """A membership with the password of a member created for it, shown only in this answer."""
+    """A membership, with the password if its member was created with it. The password is returned only in this response."""
 
     password: str | None
 
@@ -62,8 +62,8 @@ class MeShape(Shape, kw_only=True):
 
 
 def member_shape(member: Member, memberships: Sequence[Membership]) -> MemberShape:
-    """Return a member as JSON; `memberships` are his own."""
-    return MemberShape.of(member, memberships=[TenantRoleShape.of(each) for each in memberships])
+    """Return a member with the member's `memberships` as JSON."""
+    return MemberShape.of(member, memberships=[TenantRoleShape.of(membership) for membership in memberships])
 
 
 def me_shape(access: Access) -> MeShape:

@@ -1,4 +1,4 @@
-"""`/admin/v1/members`, `/admin/v1/tenants/{id}/members` and `/admin/v1/me`: who signs in, and who belongs to which tenant."""
+"""`/admin/v1/members`, `/admin/v1/tenants/{id}/members` and `/admin/v1/me`: members, and their roles in tenants."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
     access = await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
     page = await services.members.list(*paging(request))
-    found = await services.memberships.of_members([member.id for member in page.data], access=access)
-    return page_shape(page, lambda member: member_shape(member, [each for each in found if each.member_id == member.id]))
+    memberships = await services.memberships.of_members([member.id for member in page.data], access=access)
+    return page_shape(page, lambda member: member_shape(member, [row for row in memberships if row.member_id == member.id]))
 
 
 @post("/members", summary="Create a member", opt={"body": NewMemberBody, "errors": (409,)})
 async def create_member(request: AdminRequest) -> NewMemberShape:
-    """Create a member with a role on the appliance. The temporary `password` is shown only in this answer."""
+    """Create a member with a role on the appliance. The temporary `password` is returned only in this response."""
     await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), NewMemberBody)
     password = new_password()
@@ -88,7 +88,7 @@ async def retrieve_member(request: AdminRequest, member_id: FromPath[str]) -> Me
 
 @patch("/members/{member_id:str}", summary="Change a member", opt={"body": MemberPatch, "errors": (409,)})
 async def change_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
-    """Change a member's role on the appliance, or disable them. A disabled member is signed out everywhere at once."""
+    """Change a member's role on the appliance, or disable the member, who is then signed out everywhere at once."""
     access = await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), MemberPatch)
     await services_of(request).members.change(member_id, **given_fields(body))
@@ -97,7 +97,7 @@ async def change_member(request: AdminRequest, member_id: FromPath[str]) -> Memb
 
 @post("/members/{member_id:str}/reset-password", status_code=200, summary="Reset a member's password")
 async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> NewMemberShape:
-    """Replace a member's password with a temporary one, shown only in this answer, and end the member's sessions."""
+    """Set a temporary password, which is returned only in this response, and end the member's sessions."""
     await authenticate_administrator(request, Action.MEMBERS)
     members = services_of(request).members
     member = await members.get(member_id)
@@ -118,8 +118,8 @@ async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> P
 
 @post("/tenants/{tenant_id:str}/members", summary="Add a member to a tenant", opt={"body": NewMembershipBody, "errors": (409,)})
 async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewMembershipShape:
-    """Add a member to a tenant. Only an owner of the appliance can invite an unknown address, which gets a temporary
-    `password`, shown only in this answer."""
+    """Add a member to a tenant. Only an owner of the appliance can add an unknown address: this creates a member with a
+    temporary `password`, which is returned only in this response."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
     body = decode_body(await request.body(), NewMembershipBody)
     services = services_of(request)
@@ -141,7 +141,7 @@ async def change_membership(request: AdminRequest, tenant_id: FromPath[str], mem
 
 @delete("/tenants/{tenant_id:str}/members/{member_id:str}", status_code=200, summary="Remove a member from a tenant")
 async def remove_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
-    """End a membership and return it. The member can still sign in."""
+    """Remove a member from a tenant and return the ended membership. The member can still sign in."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
     return MembershipShape.of(await services_of(request).memberships.remove(tenant_id, member_id, access=access))
 

@@ -1,4 +1,4 @@
-"""`/admin/v1/requests`: live and past requests as one list, the newest first; DELETE ends a live one."""
+"""`/admin/v1/requests`: live and past requests in one list, newest first; DELETE aborts a live one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.tenancy.roles import Action
 
 @get("/requests", summary="List requests", opt={"query": (*PAGING, "tenant_id", "key_id", "model")})
 async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
-    """Return live and past requests, most recently admitted first. Figures of live requests are current."""
+    """Return live and past requests, most recently admitted first, with current figures for live ones."""
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     filters = RequestFilter(
@@ -44,14 +44,14 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
 
 @delete("/requests/{request_id:str}", status_code=200, summary="Abort a request")
 async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
-    """End a live request and return it in its final state. Its client gets an error; what was used so far is billed."""
+    """Abort a live request and return it in its final state. Its client receives an error; tokens used so far are billed."""
     access = await authenticate_administrator(request, Action.ABORT)
     services = services_of(request)
     generations = services.generations
     live = generations.find(request_id, access=access, action=Action.ABORT)
     if live is None:
         raise NotFound("no such live request", param="request_id")
-    if live.state != "finished":  # otherwise it has ended by itself, and its usage is being recorded
+    if live.state != "finished":  # else it has ended on its own, and its usage is being recorded
         await services.audit.record("request.abort", "request", request_id, tenant_id=live.tenant_id)
     return RequestShape.of(await generations.abort_and_wait(request_id, access=access))
 

@@ -1,4 +1,4 @@
-"""`/admin/v1/system` and `/admin/v1/events`: the box at this moment, and as a stream, one event a second."""
+"""`/admin/v1/system` and `/admin/v1/events`: the current state of the appliance, and a stream of it, one event a second."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from appliance.tenancy.roles import Action
 
 RETRY_AFTER_S = 15.0
 CREDENTIAL_CHECKED_EVERY_TICKS = 10
-STREAMS_MAX = 192  # open at once, the console's live pages among them; those have places that programs cannot take
+STREAMS_MAX = 192  # open at once, counting the console's live pages, which have a limit of their own
 
 
 @get("/system", summary="Retrieve the state of the appliance")
 async def retrieve_system(request: AdminRequest) -> SystemShape:
-    """Return the latest readings of processes, engines, GPUs, host and database. They are taken once a second."""
+    """Return the latest readings of processes, engines, GPUs, host and database, which are taken once a second."""
     await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
     return system_shape(services.sampler.latest, services.version)
@@ -36,7 +36,7 @@ async def retrieve_system(request: AdminRequest) -> SystemShape:
 
 @get("/events", summary="Stream the state of the appliance", opt={"text": EVENT_STREAM, "errors": (503,)})
 async def stream_events(request: AdminRequest) -> Stream:
-    """Send the answer of `/admin/v1/system` as an event named `system` with each new reading. Slow readers skip readings."""
+    """Send the response of `/admin/v1/system` as an event named `system` for each new reading. Slow clients miss readings."""
     await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
     snapshots = services.sampler.subscribe(at_most=STREAMS_MAX)
@@ -51,9 +51,9 @@ async def stream_events(request: AdminRequest) -> Stream:
 async def _frames(
     request: AdminRequest, first: SystemSnapshot, snapshots: AsyncGenerator[SystemSnapshot, None]
 ) -> AsyncIterator[bytes]:
-    """Yield frames until the appliance drains or the caller is no longer an administrator.
+    """Yield frames until the appliance drains or the caller loses access.
 
-    The sampler sends one every second, so the connection needs no other ping.
+    There is a frame every second, so the connection needs no pings.
     """
     services = services_of(request)
     count = 0

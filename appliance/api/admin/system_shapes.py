@@ -1,4 +1,4 @@
-"""The JSON of `/admin/v1/system` and of each event of `/admin/v1/events`."""
+"""The JSON of `/admin/v1/system` and of the events of `/admin/v1/events`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KvBlocksShape(msgspec.Struct, kw_only=True):
 
 
 class HostBlocksShape(msgspec.Struct, kw_only=True):
-    """The blocks in host memory that take KV blocks evicted from the device."""
+    """KV blocks in host memory, which hold blocks evicted from the device."""
 
     total: int
     used: int
@@ -37,7 +37,7 @@ class HostBlocksShape(msgspec.Struct, kw_only=True):
 
 
 class MemoryPartShape(Shape, kw_only=True):
-    """The device memory of one part of an engine, as predicted before loading and as measured."""
+    """The device memory of one part of an engine, predicted before loading and measured."""
 
     name: str
     predicted_bytes: int
@@ -47,7 +47,7 @@ class MemoryPartShape(Shape, kw_only=True):
 
 
 class TenantLoadShape(Shape, kw_only=True):
-    """The load of a tenant with live requests. If a request asks for several answers (`n`), each of them counts."""
+    """The load of a tenant with live requests. If a request generates several choices (`n`), each of them counts."""
 
     tenant_id: str
     name: str

@@ -1,4 +1,4 @@
-"""`/admin/v1/tenants` and their keys. The rules live in the tenancy layer; this module only handles JSON."""
+"""`/admin/v1/tenants` and their keys. This module handles JSON; the rules are in the tenancy layer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from appliance.api.field_types import (
     Limit,
     LimitMode,
     Lines,
-    Moment,
     Name,
     Names,
     Networks,
     Scopes,
     TierName,
+    Timestamp,
     Weight,
     email_address,
     within,
 )
-from appliance.api.queries import PAGING, AdminRequest, flag, paging, parse_moment
+from appliance.api.queries import PAGING, AdminRequest, flag, paging, parse_timestamp
 from appliance.api.shapes import (
     KeyShape,
     NewKeyShape,
@@ -47,7 +47,7 @@ from appliance.tenancy.roles import Action
 
 
 class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Limits to set, each 0 to 10¹⁵. A limit left out of a change keeps its value; null removes it."""
+    """Limits to set, each 0 to 10¹⁵. In an update, a limit left out keeps its value; null removes it."""
 
     tokens_per_minute: Limit | Omittable | None = OMITTED
     requests_per_minute: Limit | Omittable | None = OMITTED
@@ -56,7 +56,7 @@ class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     monthly_budget: Limit | Omittable | None = OMITTED
 
 
-ModelLimitsOfOwner = Annotated[dict[str, LimitsBody], MODELS_LIMITED]
+LimitsByModel = Annotated[dict[str, LimitsBody], MODELS_LIMITED]
 
 
 class BillingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +77,7 @@ class NewTenantBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tier: TierName = "standard"
     weight: Weight = 1
     limits: LimitsBody | None = None
-    model_limits: ModelLimitsOfOwner | None = None
+    model_limits: LimitsByModel | None = None
     limit_mode: LimitMode = "enforce"
     cut_at_budget: bool = False
     currency: Currency | None = None
@@ -94,7 +94,7 @@ class TenantPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tier: TierName | Omittable = OMITTED
     weight: Weight | Omittable = OMITTED
     limits: LimitsBody | Omittable = OMITTED
-    model_limits: ModelLimitsOfOwner | Omittable | None = OMITTED
+    model_limits: LimitsByModel | Omittable | None = OMITTED
     limit_mode: LimitMode | Omittable = OMITTED
     cut_at_budget: bool | Omittable = OMITTED
     currency: Currency | Omittable | None = OMITTED
@@ -109,11 +109,11 @@ class NewKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: Name
     scopes: Scopes = msgspec.field(default_factory=lambda: list(DEFAULT_SCOPES))
-    expires_at: Moment | None = None
+    expires_at: Timestamp | None = None
     allowed_models: Names | None = None
     allowed_networks: Networks | None = None
     limits: LimitsBody | None = None
-    model_limits: ModelLimitsOfOwner | None = None
+    model_limits: LimitsByModel | None = None
     limit_mode: LimitMode = "enforce"
 
 
@@ -122,11 +122,11 @@ class KeyPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: Name | Omittable = OMITTED
     scopes: Scopes | Omittable = OMITTED
-    expires_at: Moment | Omittable | None = OMITTED
+    expires_at: Timestamp | Omittable | None = OMITTED
     allowed_models: Names | Omittable | None = OMITTED
     allowed_networks: Networks | Omittable | None = OMITTED
     limits: LimitsBody | Omittable = OMITTED
-    model_limits: ModelLimitsOfOwner | Omittable | None = OMITTED
+    model_limits: LimitsByModel | Omittable | None = OMITTED
     limit_mode: LimitMode | Omittable = OMITTED
 
 
@@ -150,7 +150,7 @@ async def create_tenant(request: AdminRequest) -> TenantShape:
     """Create a tenant and return it."""
     access = await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), NewTenantBody)
-    terms = TenantChanges(**_given(body))
+    terms = TenantChanges(**_changes(body))
     return tenant_shape(await services_of(request).tenants.create(body.name, terms, access=access))
 
 
@@ -163,16 +163,16 @@ async def retrieve_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Te
 
 @patch("/tenants/{tenant_id:str}", summary="Change a tenant", opt={"body": TenantPatch, "errors": (409,)})
 async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
-    """Change the given fields. Changes apply at once; those of limits also to running and waiting requests."""
+    """Change the given fields. Changes apply at once; changed limits also apply to running and waiting requests."""
     access = await authenticate_administrator(request, Action.WRITE, tenant_id)
     body = decode_body(await request.body(), TenantPatch)
     services = services_of(request)
-    return tenant_shape(await services.tenants.update(tenant_id, TenantChanges(**_given(body)), access=access))
+    return tenant_shape(await services.tenants.update(tenant_id, TenantChanges(**_changes(body)), access=access))
 
 
 @delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant")
 async def archive_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
-    """Archive a tenant for good: its keys are refused from now on; usage and invoices are kept."""
+    """Archive a tenant permanently: its keys are refused from now on; usage and invoices are kept."""
     access = await authenticate_administrator(request, Action.WRITE, tenant_id)
     return tenant_shape(await services_of(request).tenants.archive(tenant_id, access=access))
 
@@ -186,12 +186,12 @@ async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShap
     return page_shape(await services.keys.list(tenant.id, *paging(request), access=access), key_shape)
 
 
-@post("/tenants/{tenant_id:str}/keys", summary="Create a key", opt={"body": NewKeyBody})
+@post("/tenants/{tenant_id:str}/keys", summary="Create a key", opt={"body": NewKeyBody, "errors": (409,)})
 async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyShape:
-    """Create a key. Its secret, `key`, is shown only in this answer."""
+    """Create a key. Its secret, `key`, is returned only in this response."""
     access = await authenticate_administrator(request, Action.KEYS, tenant_id)
     body = decode_body(await request.body(), NewKeyBody)
-    terms = KeyChanges(**_given(body))
+    terms = KeyChanges(**_changes(body))
     key, secret = await services_of(request).keys.create(tenant_id, body.name, terms, access=access)
     return new_key_shape(key, secret)
 
@@ -203,9 +203,14 @@ async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape
     return key_shape(await services_of(request).keys.get(key_id, access=access))
 
 
-@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", opt={"body": RotationBody})
+@post(
+    "/keys/{key_id:str}/rotate",
+    status_code=200,
+    summary="Rotate a key",
+    opt={"body": RotationBody, "optional_body": True, "errors": (409,)},
+)
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
-    """Create a successor of a key, with the same rights and a new secret. The old secret works until the grace period ends."""
+    """Replace a key with one that has the same rights and a new secret. The old secret works until the grace period ends."""
     access = await authenticate_administrator(request, Action.KEYS)
     content = await request.body()
     body = decode_body(content, RotationBody) if content else RotationBody()
@@ -213,23 +218,23 @@ async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShap
     return new_key_shape(key, secret)
 
 
-@patch("/keys/{key_id:str}", summary="Change a key", opt={"body": KeyPatch})
+@patch("/keys/{key_id:str}", summary="Change a key", opt={"body": KeyPatch, "errors": (409,)})
 async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change the given fields. Changes apply at once."""
     access = await authenticate_administrator(request, Action.KEYS)
     body = decode_body(await request.body(), KeyPatch)
-    return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**_given(body)), access=access))
+    return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**_changes(body)), access=access))
 
 
 @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key")
 async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
-    """Revoke a key at once and for good. Its running requests end."""
+    """Revoke a key at once and permanently, and stop its running requests."""
     access = await authenticate_administrator(request, Action.KEYS)
     return key_shape(await services_of(request).keys.revoke(key_id, access=access))
 
 
-def _given(body: NewTenantBody | TenantPatch | NewKeyBody | KeyPatch) -> dict[str, Any]:
-    """Return the fields that a body names, as the tenancy layer takes them."""
+def _changes(body: NewTenantBody | TenantPatch | NewKeyBody | KeyPatch) -> dict[str, Any]:
+    """Return the fields that a body contains, in the form that the tenancy layer takes."""
     fields = given_fields(body)
     if (limits := fields.pop("limits", None)) is not None:
         fields["limits"] = given_fields(limits)
@@ -238,5 +243,5 @@ def _given(body: NewTenantBody | TenantPatch | NewKeyBody | KeyPatch) -> dict[st
     if fields.get("billing") is not None:
         fields["billing"] = msgspec.structs.asdict(fields["billing"])
     if fields.get("expires_at") is not None:
-        fields["expires_at"] = parse_moment(fields["expires_at"], "expires_at")
+        fields["expires_at"] = parse_timestamp(fields["expires_at"], "expires_at")
     return fields

@@ -1,4 +1,4 @@
-"""`/admin/v1/usage`, `/costs`, `/ledger`, `/prices`: what was used, what it cost, at what price, and what was corrected."""
+"""`/admin/v1/usage`, `/costs`, `/ledger` and `/prices`: usage reports, usage events and their corrections, prices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
-from appliance.api.field_types import Currency, Moment, Name, Percent, UnitPrice, chars, entries, within
-from appliance.api.queries import ORDERS, PAGING, AdminRequest, choice, many, moment, paging, parse_moment
+from appliance.api.field_types import Currency, Name, Percent, Timestamp, UnitPrice, chars, entries, within
+from appliance.api.queries import ORDERS, PAGING, AdminRequest, choice, paging, parse_timestamp, timestamp, values
 from appliance.api.shapes import (
     LedgerEventShape,
     PageShape,
@@ -45,13 +45,13 @@ SignedTokens = Annotated[int, within(-TOKENS_MAX, TOKENS_MAX)]
 
 
 class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A price to add. Prices are in micro-units of money per million tokens: 150000 is 0.15 per million."""
+    """A price to add, in micro-units of the currency per million tokens: 150000 is 0.15 per million."""
 
     model: Name
     prompt: UnitPrice
     completion: UnitPrice
     cached_prompt: UnitPrice | None = None
-    effective_from: Moment | None = None
+    effective_from: Timestamp | None = None
     currency: Currency | None = None
     rejected_draft: UnitPrice = 0
     batch_percent: Percent = PERCENT_MAX
@@ -72,7 +72,7 @@ class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @get("/usage", summary="List usage and cost by period", opt=USAGE_OPTIONS)
 async def list_usage(request: AdminRequest) -> PageShape[UsageRowShape]:
-    """Return tokens, requests and cost by period and group. The default is the last 30 days by day, without groups."""
+    """Return tokens, requests and cost by period and group; by default for the last 30 days, by day and without groups."""
     return await _usage(request)
 
 
@@ -84,7 +84,7 @@ async def list_costs(request: AdminRequest) -> PageShape[UsageRowShape]:
 
 @get("/ledger", summary="List usage events", opt={"query": LEDGER_QUERY})
 async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
-    """Return the usage events of the ledger in the order they were opened, oldest first unless `order` is `desc`."""
+    """Return the usage events of the ledger in the order in which they were created, oldest first unless `order` is `desc`."""
     access = await authenticate_administrator(request, Action.READ)
     filters = LedgerFilter(
         tenant_id=request.query_params.get("tenant_id"),
@@ -93,8 +93,8 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
         kind=choice(request, "kind", KINDS, None),
         status=choice(request, "status", STATUSES, None),  # type: ignore[arg-type]
         request_id=request.query_params.get("request_id"),
-        start=moment(request, "start"),
-        end=moment(request, "end"),
+        start=timestamp(request, "start"),
+        end=timestamp(request, "end"),
     )
     newest_first = choice(request, "order", ORDERS, "asc") == "desc"
     reports = services_of(request).reports
@@ -130,7 +130,7 @@ async def create_price(request: AdminRequest) -> PriceShape:
         prompt=body.prompt,
         cached_prompt=body.prompt if body.cached_prompt is None else body.cached_prompt,
         completion=body.completion,
-        effective_from=None if body.effective_from is None else parse_moment(body.effective_from, "effective_from"),
+        effective_from=None if body.effective_from is None else parse_timestamp(body.effective_from, "effective_from"),
         rejected_draft=body.rejected_draft,
         batch_percent=body.batch_percent,
         tier_percents=body.tier_percents,
@@ -138,9 +138,9 @@ async def create_price(request: AdminRequest) -> PriceShape:
     return PriceShape.of(price)
 
 
-@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a future price")
+@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a future price", opt={"errors": (409,)})
 async def withdraw_price(request: AdminRequest, price_id: FromPath[str]) -> PriceShape:
-    """Withdraw a price that takes effect in a minute or later, and return it. Any other is refused with 409 `price_begun`."""
+    """Withdraw a price that takes effect in a minute or later, and return it. Otherwise 409 `price_begun`."""
     await authenticate_administrator(request, Action.BILLING)
     return PriceShape.of(await services_of(request).prices.withdraw(price_id))
 
@@ -149,12 +149,12 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     start, end = _period(request, services.clock.now())
-    groups = [name for text in many(request, "group_by") or () for name in text.split(",")]
+    groups = [name for text in values(request, "group_by") or () for name in text.split(",")]
     tenant_id = request.query_params.get("tenant_id")
     filters = UsageFilter(
         tenant_ids=None if tenant_id is None else [tenant_id],
-        key_ids=many(request, "key_id"),
-        models=many(request, "model"),
+        key_ids=values(request, "key_id"),
+        models=values(request, "model"),
     )
     limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
     page = await services.reports.usage_page(
@@ -178,9 +178,9 @@ def _event_number(event_id: str) -> int:
 
 
 def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
-    """Return the period that was asked for; without a start, PERIOD_DEFAULT before its end."""
-    end = moment(request, "end") or now
-    start = moment(request, "start")
+    """Return the start and end of the report. The default start is PERIOD_DEFAULT before the end."""
+    end = timestamp(request, "end") or now
+    start = timestamp(request, "start")
     if start is None:
         earliest = datetime.min.replace(tzinfo=UTC)
         start = end - PERIOD_DEFAULT if end - earliest > PERIOD_DEFAULT else earliest

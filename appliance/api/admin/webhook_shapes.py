@@ -23,7 +23,7 @@ class WebhookShape(Shape, kw_only=True):
 
 
 class NewWebhookShape(WebhookShape, kw_only=True):
-    """A webhook with its signing secret, shown only in this answer."""
+    """A webhook with its signing secret, which is returned only in this response."""
 
     secret: str | None
 
@@ -43,7 +43,7 @@ class DeliveryShape(Shape, kw_only=True):
     created_at: str
 
 
-def webhook_shape(webhook: Webhook, *, whole: bool = True) -> WebhookShape:
-    """Return the JSON of `webhook`, with its whole target or only the part that everybody may read."""
-    target = webhook.target if whole else redact_target(webhook.kind, webhook.target)
+def webhook_shape(webhook: Webhook, *, full_target: bool = True) -> WebhookShape:
+    """Return the JSON of `webhook`, with its full target or only the part that is not secret."""
+    target = webhook.target if full_target else redact_target(webhook.kind, webhook.target)
     return WebhookShape.of(webhook, target=target)

@@ -1,4 +1,4 @@
-"""`/admin/v1/webhooks`: where alerts go, what was delivered, and what to send again. Rules live in metering."""
+"""`/admin/v1/webhooks`: webhooks, their deliveries, tests and retries. The rules are in metering."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WebhookRotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     grace_s: Annotated[int, within(0, GRACE_S_MAX)] = GRACE_S_DEFAULT
 
 
-@get("/webhooks", summary="List webhooks", opt={"query": (*PAGING, "tenant_id")})
+@get("/webhooks", summary="List webhooks", opt={"query": (*PAGING, "tenant_id"), "errors": (404,)})
 async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
     """Return webhooks in the order they were created, without their secrets."""
     access = await _reader(request)
@@ -59,9 +59,9 @@ async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
     return page_shape(page, lambda webhook: _shape(access, webhook))
 
 
-@post("/webhooks", summary="Create a webhook", opt={"body": NewWebhookBody, "errors": (404,)})
+@post("/webhooks", summary="Create a webhook", opt={"body": NewWebhookBody, "errors": (404, 409)})
 async def create_webhook(request: AdminRequest) -> NewWebhookShape:
-    """Create a webhook. The secret that signs its messages, `secret`, is shown only in this answer."""
+    """Create a webhook. `secret`, which signs its messages, is returned only in this response."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body(), NewWebhookBody)
     webhook, secret = await services_of(request).alerts.webhooks.create(
@@ -79,7 +79,7 @@ async def retrieve_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> 
 
 @patch("/webhooks/{webhook_id:str}", summary="Change a webhook", opt={"body": WebhookPatch})
 async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
-    """Change the given fields. A disabled webhook receives nothing; its pending messages wait."""
+    """Change the given fields. A disabled webhook receives nothing; its pending messages are kept."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body(), WebhookPatch)
     changes = WebhookChanges(**given_fields(body))
@@ -88,7 +88,7 @@ async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
 
 @delete("/webhooks/{webhook_id:str}", status_code=200, summary="Remove a webhook")
 async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
-    """Remove a webhook and drop its pending messages."""
+    """Remove a webhook and its pending messages."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     return webhook_shape(await services_of(request).alerts.webhooks.remove(webhook_id, access=access))
 
@@ -97,26 +97,26 @@ async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
     "/webhooks/{webhook_id:str}/rotate",
     status_code=200,
     summary="Rotate a webhook's secret",
-    opt={"body": WebhookRotationBody},
+    opt={"body": WebhookRotationBody, "optional_body": True},
 )
 async def rotate_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> NewWebhookShape:
-    """Create a new signing secret, shown only in this answer. During the grace period both secrets sign each message."""
+    """Create a new signing secret, returned only in this response. During the grace period messages are signed with both."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body() or b"{}", WebhookRotationBody)
     webhook, secret = await services_of(request).alerts.webhooks.rotate(webhook_id, body.grace_s, access=access)
     return NewWebhookShape.of(webhook, secret=secret)
 
 
-@post("/webhooks/{webhook_id:str}/test", summary="Send a test message to a webhook", opt={"errors": (400, 429)})
+@post("/webhooks/{webhook_id:str}/test", summary="Send a test message to a webhook", opt={"errors": (400, 409, 429)})
 async def send_test(request: AdminRequest, webhook_id: FromPath[str]) -> DeliveryShape:
-    """Queue a message of the event `webhook.test`. Retrieve the returned delivery to see how it went."""
+    """Queue a message with the event `webhook.test`. Retrieve the returned delivery to see the outcome."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     return DeliveryShape.of(await services_of(request).alerts.outbox.send_test(webhook_id, access=access))
 
 
 @get("/webhooks/{webhook_id:str}/deliveries", summary="List a webhook's deliveries", opt={"query": (*PAGING, "state")})
 async def list_deliveries(request: AdminRequest, webhook_id: FromPath[str]) -> PageShape[DeliveryShape]:
-    """Return the messages to a webhook, newest first."""
+    """Return the messages sent or to be sent to a webhook, newest first."""
     access = await _reader(request)
     state = choice(request, "state", STATES, None)
     page = await services_of(request).alerts.outbox.list(webhook_id, *paging(request), state=state, access=access)
@@ -134,20 +134,20 @@ async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], de
     "/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}/retry",
     status_code=200,
     summary="Retry a delivery",
-    opt={"errors": (400, 429)},
+    opt={"errors": (400, 409, 429)},
 )
 async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
-    """Send a message again under the same id, whatever its state."""
+    """Send a message again with the same id, whatever its state."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     return DeliveryShape.of(await services_of(request).alerts.outbox.retry(webhook_id, delivery_id, access=access))
 
 
 async def _reader(request: AdminRequest) -> Access:
-    """Return what the caller may see. Raises RoleNotAllowed unless that includes webhooks of some tenant or of the box."""
+    """Return the caller's access. Raises RoleNotAllowed unless it permits reading webhooks of a tenant or the appliance."""
     access = await authenticate_administrator(request, Action.READ)
     access.require_somewhere(read_action(access))
     return access
 
 
 def _shape(access: Access, webhook: Webhook) -> WebhookShape:
-    return webhook_shape(webhook, whole=access.may(Action.WEBHOOKS, webhook.tenant_id))
+    return webhook_shape(webhook, full_target=access.may(Action.WEBHOOKS, webhook.tenant_id))

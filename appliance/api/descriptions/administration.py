@@ -29,8 +29,8 @@ FIELDS = {
     "limit_mode": "`enforce`, or `shadow`: requests over a limit are counted but still served.",
     "cut_at_budget": "Whether running requests are stopped when a monthly budget is used up. If false, they run to completion.",
     "Tenant.currency": (
-        "The currency in which the tenant is billed, as three capital letters; null: the appliance's currency. Cannot be "
-        "changed after the tenant's first request."
+        "The currency in which the tenant is billed, as three capital letters; null: the appliance's currency. After the "
+        "tenant's first request it can only be changed from null to a currency in which the tenant has usage."
     ),
     "billing": "The buyer named on the tenant's invoices; null: only the tenant's name. An update replaces the whole object.",
     "alert_percents": (
@@ -77,7 +77,7 @@ FIELDS = {
     "LimitCheck.prompt_tokens": "The length of the prompt in tokens.",
     "LimitCheck.max_tokens": "The maximum number of output tokens of each choice; null: the rest of the model's context.",
     "LimitCheck.n": "The number of choices to generate, 1 to 128.",
-    "LimitCheck.service_tier": "`auto` or `default`, or `flex` for batch work, which takes less of a budget.",
+    "LimitCheck.service_tier": "`auto` or `default`, or `flex` for batch work, which uses budgets at the batch price.",
     "LimitCheck.allowed": "Whether the request would be admitted immediately.",
     "would_wait": "Whether the request would wait for room and then probably be admitted.",
     "LimitCheck.wait_s": "Seconds until the limits have room; null if waiting cannot help.",
@@ -111,7 +111,7 @@ FIELDS = {
     "NewMembership.password": "The temporary password if this call created the member; null for an existing member.",
     "TenantRole.role": "The role in the tenant: `manager`, `developer` or `viewer`.",
     "Membership.role": "The role in the tenant: `manager`, `developer` or `viewer`.",
-    "Membership.disabled": "Whether the member can no longer sign in.",
+    "Membership.disabled": "Whether the member is barred from signing in.",
     "Me.kind": "`member`, `token` (an administrator token) or `cli` (the command line).",
     "Me.id": "The id of the member or token; null for the command line.",
     "Me.name": "The e-mail address of the member, the name of the token, or the user of the command line.",

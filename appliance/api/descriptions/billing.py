@@ -28,7 +28,7 @@ FIELDS = {
     "LedgerEvent.status": (
         "`pending` (still running), `posted`, `voided` (costs nothing) or `recovered` (settled after the gateway crashed)."
     ),
-    "LedgerEvent.estimated": "Whether the counts are those of the last checkpoint before the gateway crashed.",
+    "LedgerEvent.estimated": "Whether the counts are estimates, from the last checkpoint before the gateway crashed.",
     "price_id": "The id of the price in force at admission; null if the model had none.",
     "price_basis_points": "The share of the price charged after tier and batch discounts: 10000 is the full price.",
     "cause": "Why the request ended early, such as `client` or `budget_exceeded`; null if it did not.",

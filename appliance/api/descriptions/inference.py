@@ -45,7 +45,7 @@ FIELDS = {
     "stop_token_ids": "At most 256 token ids at which generation of a choice stops.",
     "ignore_eos": "Continue after the model's end-of-sequence token, until `max_tokens` or a stop string. Default: false.",
     "presence_penalty": "Penalty for tokens that are already in the output, -2 to 2; negative: a bonus. Default: 0.",
-    "frequency_penalty": "Penalty for tokens, times how often they are already in the output, -2 to 2. Default: 0.",
+    "frequency_penalty": "Penalty for each time that a token is already in the output, -2 to 2; negative: a bonus. Default: 0.",
     "repetition_penalty": (
         "Penalty factor for tokens that the prompt or the output already contains: 0.01 to 10; above 1 discourages repetition. "
         "Default: the model's, else 1."

@@ -1,4 +1,4 @@
-"""OpenAI's organization API, audit log and admin keys: our log entries, and our administrator tokens as its admin keys."""
+"""OpenAI's organization API, audit log and admin API keys. An admin key is an administrator token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name
 from appliance.api.organization.audit_log_shapes import ENTRY_PREFIX, TYPE_OF, AuditLogShape, audit_log_shape
-from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, after, count, list_shape, unix
-from appliance.api.queries import ORDERS, AdminRequest, both, choice, many, whole
+from appliance.api.organization.queries import SECONDS_MAX, DeletedShape, ListShape, after_cursor, list_shape, page_limit, unix
+from appliance.api.queries import ORDERS, AdminRequest, both_spellings, choice, integer, values
 from appliance.base.digits import whole_number
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
@@ -23,8 +23,8 @@ from appliance.tenancy.pages import encode_cursor
 from appliance.tenancy.roles import Action, Role
 
 ENTRY_ID_MAX = 2**63 - 1
-BOUNDS = {"gte": (0, "start"), "gt": (1, "start"), "lt": (0, "end"), "lte": (1, "end")}
-AUDIT_LISTS = both("actor_emails", "actor_ids", "event_types", "project_ids", "resource_ids")
+BOUNDS = {"gte": (0, "start"), "gt": (1, "start"), "lt": (0, "end"), "lte": (1, "end")}  # seconds to add; sets `start` or `end`
+AUDIT_LISTS = both_spellings("actor_emails", "actor_ids", "event_types", "project_ids", "resource_ids")
 AUDIT_PARAMETERS = (
     "limit",
     "after",
@@ -68,7 +68,7 @@ class AdminKeyShape(msgspec.Struct, kw_only=True):
 
 
 class NewAdminKeyShape(AdminKeyShape, kw_only=True):
-    """A new admin key with its secret, shown only in this answer."""
+    """A new admin key with its secret, which is returned only in this response."""
 
     value: str
 
@@ -77,15 +77,16 @@ class NewAdminKeyShape(AdminKeyShape, kw_only=True):
 async def list_audit_logs(request: AdminRequest) -> ListShape[AuditLogShape]:
     """Return entries of the audit log, newest first. The details of an entry are in a field named after its `type`.
 
-    Page to older entries with `after`. Page to newer ones with `before`, each time the first id of the last page, until a
-    page is empty. With both, pages run from `after` to `before`, and `has_more` refers to the entries up to `before`.
+    To page to older entries, pass the last id of a page as `after`. To page to newer ones, pass the first id of a page as
+    `before` until a page is empty. With both, pages run from `after` to `before`, and `has_more` refers to the entries up to
+    `before`.
     """
     access = await authenticate_administrator(request, Action.AUDIT)
     if "tenant_only" in request.query_params:
-        raise UnsupportedParameter("tenant_only is not supported: choose with project_ids", param="tenant_only")
+        raise UnsupportedParameter("tenant_only is not supported: filter with project_ids instead", param="tenant_only")
     after_id, before_id = (_entry_id(request, name) for name in ("after", "before"))
     page = await services_of(request).audit.page(
-        count(request),
+        page_limit(request),
         None if after_id is None else encode_cursor("audit", [after_id]),
         _filter(request),
         before=before_id,
@@ -99,8 +100,8 @@ async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
     """Return the administrator tokens that are not revoked, in the order they were created."""
     await authenticate_administrator(request, Action.MEMBERS)
     page = await services_of(request).admin_tokens.list(
-        count(request),
-        after(request, "admin_tokens"),
+        page_limit(request),
+        after_cursor(request, "admin_tokens"),
         include_revoked=False,
         newest_first=choice(request, "order", ORDERS, "asc") == "desc",
     )
@@ -109,7 +110,7 @@ async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
 
 @post("/admin_api_keys", status_code=200, summary="Create an admin key", opt={"body": NewAdminKeyBody})
 async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
-    """Create an administrator token with the role `owner`. Its secret, `value`, is shown only in this answer."""
+    """Create an administrator token with the role `owner`. Its secret, `value`, is returned only in this response."""
     await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), NewAdminKeyBody)
     if body.expires_in_seconds is not None:
@@ -129,47 +130,47 @@ async def retrieve_admin_key(request: AdminRequest, key_id: FromPath[str]) -> Ad
 
 @delete("/admin_api_keys/{key_id:str}", status_code=200, summary="Revoke an admin key")
 async def delete_admin_key(request: AdminRequest, key_id: FromPath[str]) -> DeletedShape:
-    """Revoke an administrator token at once and for good."""
+    """Revoke an administrator token at once and permanently."""
     await authenticate_administrator(request, Action.MEMBERS)
     token = await services_of(request).admin_tokens.revoke((await _token(request, key_id)).id)
     return DeletedShape(id=token.id, object="organization.admin_api_key.deleted")
 
 
 def _filter(request: AdminRequest) -> AuditFilter:
-    types = many(request, "event_types")
+    types = values(request, "event_types")
     period = _period(request)
     return AuditFilter(
-        actors=many(request, "actor_ids"),
-        actor_names=many(request, "actor_emails"),
+        actors=values(request, "actor_ids"),
+        actor_names=values(request, "actor_emails"),
         actions=None if types is None else _actions(types),
-        targets=many(request, "resource_ids"),
-        tenant_ids=many(request, "project_ids"),
+        targets=values(request, "resource_ids"),
+        tenant_ids=values(request, "project_ids"),
         start=period.get("start"),
         end=period.get("end"),
     )
 
 
 def _actions(types: frozenset[str]) -> frozenset[str]:
-    """Return our actions for OpenAI's `types`; our own names among them are kept."""
-    known = frozenset(action for action, kind in TYPE_OF.items() if kind in types)
-    return known | (types - frozenset(TYPE_OF.values()))
+    """Return our actions for OpenAI's event `types`. Types that are not OpenAI's are actions already."""
+    actions = frozenset(action for action, event_type in TYPE_OF.items() if event_type in types)
+    return actions | (types - frozenset(TYPE_OF.values()))
 
 
 def _period(request: AdminRequest) -> dict[str, datetime]:
-    """Return `start` and `end` from `effective_at`, which compares whole seconds; of two bounds the narrower one counts."""
+    """Return `start` and `end` from `effective_at`, which compares whole seconds. Of two bounds, the narrower one counts."""
     period: dict[str, datetime] = {}
-    for bound, (step, name) in BOUNDS.items():
-        value = whole(request, f"effective_at[{bound}]", 0, SECONDS_MAX - 1)
+    for bound, (step_s, name) in BOUNDS.items():
+        value = integer(request, f"effective_at[{bound}]", 0, SECONDS_MAX - 1)
         if value is None:
             continue
-        at = datetime.fromtimestamp(value + step, UTC)
+        at = datetime.fromtimestamp(value + step_s, UTC)
         narrower = max if name == "start" else min
         period[name] = narrower(period.get(name, at), at)
     return period
 
 
 def _entry_id(request: AdminRequest, name: str) -> int | None:
-    """Return the number of the entry that a cursor names, None when it was not given."""
+    """Return the number of the entry that the parameter `name` refers to, or None if it is missing. Raises InvalidValue."""
     text = request.query_params.get(name)
     if text is None:
         return None

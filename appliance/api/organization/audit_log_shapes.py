@@ -1,6 +1,6 @@
-"""The JSON of audit log entries as OpenAI's clients read it: the details of an entry are in a field with the name of its type.
+"""The JSON of audit log entries for OpenAI's clients: the details of an entry are in a field named after its type.
 
-An entry has OpenAI's name for its type; where OpenAI has none it keeps ours (`price.create`), so that none is left out.
+The type is OpenAI's name for the action. Where OpenAI has none it is ours (`price.create`), so that no entry is left out.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ LOGIN_FAILED = "login.failed"
 
 
 class AuditLogActorUserShape(msgspec.Struct, kw_only=True):
-    """The member who was signed in."""
+    """The signed-in member."""
 
     id: str | None
     email: str
 
 
 class AuditLogActorSessionShape(msgspec.Struct, kw_only=True):
-    """The session in which a change was made. A failed sign-in has one without a user."""
+    """The session in which a change was made. That of a failed sign-in has no user."""
 
     user: AuditLogActorUserShape | None
     ip_address: str | None
 
 
 class AuditLogActorServiceAccountShape(msgspec.Struct, kw_only=True):
-    """The service account that a key stands for, which is the key itself."""
+    """The service account for which a key acts, which is the key itself."""
 
     id: str
 
@@ -65,7 +65,7 @@ class AuditLogActorApiKeyShape(msgspec.Struct, kw_only=True):
 
 
 class AuditLogActorShape(msgspec.Struct, kw_only=True):
-    """Who made a change: a session or a key, as `type` says."""
+    """Who made a change: a session or a key, depending on `type`."""
 
     type: str
     session: AuditLogActorSessionShape | msgspec.UnsetType = msgspec.UNSET
@@ -79,7 +79,7 @@ class AuditLogProjectShape(msgspec.Struct, kw_only=True):
 
 
 class AuditLogDetailsShape(msgspec.Struct, kw_only=True):
-    """What was changed, and the fields that were set: `data` of something new, else `changes_requested`."""
+    """The object that was changed, and the fields that were set: in `data` for a new object, else in `changes_requested`."""
 
     id: str
     data: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
@@ -87,7 +87,7 @@ class AuditLogDetailsShape(msgspec.Struct, kw_only=True):
 
 
 class AuditLogLoginFailedShape(msgspec.Struct, kw_only=True):
-    """Why somebody could not sign in."""
+    """Why a sign-in failed."""
 
     error_code: str
     error_message: str
@@ -101,8 +101,8 @@ def _named(kind: str) -> Any:
 
 
 class AuditLogShape(msgspec.Struct, kw_only=True):
-    """An entry of the audit log. Its details are in the field named after its `type`; types that OpenAI does not have, such as
-    `price.create`, have a field of their own too."""
+    """An entry of the audit log. Its details are in the field named after its `type`, also for types that OpenAI does not have,
+    such as `price.create`."""
 
     object: str = "organization.audit_log"
     id: str
@@ -147,14 +147,14 @@ def _attribute(kind: str) -> str:
 
 @cache
 def _shape_with(kind: str) -> type[AuditLogShape]:
-    """Return the shape of entries of this type: of one that is ours alone, with a field for its details."""
+    """Return the shape of entries of this type. For a type that is not OpenAI's, it has an additional field for the details."""
     if kind in TYPE_OF.values():
         return AuditLogShape
-    made = msgspec.defstruct(
+    extended = msgspec.defstruct(
         AuditLogShape.__name__, [(_attribute(kind), Details, _named(kind))], bases=(AuditLogShape,), kw_only=True
     )
-    assert issubclass(made, AuditLogShape)
-    return made
+    assert issubclass(extended, AuditLogShape)
+    return extended
 
 
 def _details(entry: AuditEntry, kind: str) -> AuditLogDetailsShape | AuditLogLoginFailedShape:
@@ -170,7 +170,7 @@ def _details(entry: AuditEntry, kind: str) -> AuditLogDetailsShape | AuditLogLog
 
 
 def _actor(entry: AuditEntry) -> AuditLogActorShape:
-    """Return the actor: a member as a session, any other (the command line and the appliance too) as a key of its own."""
+    """Return the actor: a member as a session, any other (including the command line and the appliance) as a key."""
     if entry.actor_kind == "member" or entry.action == "session.refuse":
         is_member = entry.actor_kind == "member"
         user = AuditLogActorUserShape(id=entry.actor_id, email=entry.actor_name) if is_member else None

@@ -1,6 +1,6 @@
-"""OpenAI's organization API, rate limits of a project: the limits per minute of a tenant, for each model and for all together.
+"""OpenAI's organization API, project rate limits: a tenant's limits per minute, for each model and for all models together.
 
-The client's type cannot express "no limit": it is shown and set as the largest number that a limit can have.
+OpenAI's type cannot express "no limit", so the largest possible limit stands for it, in responses and in requests.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Limit
-from appliance.api.organization.queries import ListShape, count, list_shape
+from appliance.api.organization.queries import ListShape, list_shape, page_limit
 from appliance.api.queries import AdminRequest
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.fields import LIMIT_MAX, check_whole
 from appliance.tenancy.principals import Limits, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
-EVERY_MODEL = "*"
+ALL_MODELS = "*"
 ID_PREFIX = "rl-"
-LISTED = 100
-LISTED_MAX = 1000
-LIMIT_OF = {"max_requests_per_1_minute": "requests_per_minute", "max_tokens_per_1_minute": "tokens_per_minute"}
+PAGE_DEFAULT = 100
+PAGE_MAX = 1000
+LIMIT_NAMES = {"max_requests_per_1_minute": "requests_per_minute", "max_tokens_per_1_minute": "tokens_per_minute"}
 
 
 class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,13 +40,13 @@ class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     batch_1_day_max_input_tokens: int | None = None
 
     def changes(self) -> dict[str, int | None]:
-        """Return the limits that were given, by our names. Raises UnsupportedParameter."""
+        """Return the given limits under our names. Raises UnsupportedParameter and InvalidValue."""
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
         for name, value in given.items():
-            if name not in LIMIT_OF:
-                raise UnsupportedParameter(f"{name} is not a limit of this appliance", param=name)
+            if name not in LIMIT_NAMES:
+                raise UnsupportedParameter(f"{name} is not supported by this appliance", param=name)
             check_whole(value, name, 0, LIMIT_MAX)
-        return {LIMIT_OF[name]: None if value == LIMIT_MAX else value for name, value in given.items()}
+        return {LIMIT_NAMES[name]: None if value == LIMIT_MAX else value for name, value in given.items()}
 
 
 class RateLimitShape(msgspec.Struct, kw_only=True):
@@ -65,33 +65,30 @@ class RateLimitShape(msgspec.Struct, kw_only=True):
     opt={"query": ("limit", "after", "before")},
 )
 async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> ListShape[RateLimitShape]:
-    """Return the limits of a tenant: first for all models together, then for each model that it may use or that has limits."""
+    """Return a tenant's limits: first for all models together, then for each model that it may use or that has limits."""
     access = await authenticate_administrator(request, Action.READ, project_id)
     services = services_of(request)
     tenant = await services.tenants.get(project_id, access=access)
     served = [model.name for model in services.models.list()]
-    models = [EVERY_MODEL, *sorted(_models_of(tenant, served))]
-    models = _between(request, models)
-    limit = count(request, LISTED, LISTED_MAX)
-    shown = models[-limit:] if "before" in request.query_params else models[:limit]
-    return list_shape(
-        shown, lambda model: rate_limit_shape(tenant, model), lambda row: row.id, has_more=len(models) > len(shown)
-    )
+    models = _between_cursors(request, [ALL_MODELS, *sorted(_models_of(tenant, served))])
+    limit = page_limit(request, PAGE_DEFAULT, PAGE_MAX)
+    page = models[-limit:] if "before" in request.query_params else models[:limit]
+    return list_shape(page, lambda model: rate_limit_shape(tenant, model), lambda row: row.id, has_more=len(models) > len(page))
 
 
 @post(
     "/projects/{project_id:str}/rate_limits/{rate_limit_id:str}",
     status_code=200,
     summary="Change a project's rate limit",
-    opt={"body": RateLimitBody},
+    opt={"body": RateLimitBody, "errors": (409,)},
 )
 async def change_rate_limit(request: AdminRequest, project_id: FromPath[str], rate_limit_id: FromPath[str]) -> RateLimitShape:
-    """Change limits per minute of a tenant. The change applies from the next request on."""
+    """Change a tenant's limits per minute. The change applies from the next request on."""
     access = await authenticate_administrator(request, Action.WRITE, project_id)
     changes = decode_body(await request.body(), RateLimitBody).changes()
     services = services_of(request)
     model = _model_of(rate_limit_id)
-    if model == EVERY_MODEL:
+    if model == ALL_MODELS:
         changed = await services.tenants.update(project_id, TenantChanges(limits=changes), access=access)
         return rate_limit_shape(changed, model)
     tenant = await services.tenants.get(project_id, access=access)
@@ -103,12 +100,12 @@ async def change_rate_limit(request: AdminRequest, project_id: FromPath[str], ra
 
 def rate_limit_shape(tenant: Tenant, model: str) -> RateLimitShape:
     """Return the limits of `tenant` for `model`."""
-    limits = tenant.limits if model == EVERY_MODEL else tenant.model_limits.get(model, Limits())
-    shown = {name: getattr(limits, ours) for name, ours in LIMIT_OF.items()}
-    shape = RateLimitShape(
+    limits = tenant.limits if model == ALL_MODELS else tenant.model_limits.get(model, Limits())
+    values = {name: getattr(limits, our_name) for name, our_name in LIMIT_NAMES.items()}
+    unlimited = RateLimitShape(
         id=_id_of(model), model=model, max_requests_per_1_minute=LIMIT_MAX, max_tokens_per_1_minute=LIMIT_MAX
     )
-    return msgspec.structs.replace(shape, **{name: value for name, value in shown.items() if value is not None})
+    return msgspec.structs.replace(unlimited, **{name: value for name, value in values.items() if value is not None})
 
 
 def _models_of(tenant: Tenant, served: list[str]) -> set[str]:
@@ -117,7 +114,7 @@ def _models_of(tenant: Tenant, served: list[str]) -> set[str]:
 
 
 def _id_of(model: str) -> str:
-    """Return an id that fits in one segment of a path, whatever the model is called."""
+    """Return an id that fits into one path segment, whatever the model's name."""
     return ID_PREFIX + quote(model, safe="*")
 
 
@@ -127,8 +124,8 @@ def _model_of(rate_limit_id: str) -> str:
     return unquote(rate_limit_id.removeprefix(ID_PREFIX))
 
 
-def _between(request: AdminRequest, models: list[str]) -> list[str]:
-    """Return the models that follow `after` and precede `before`."""
+def _between_cursors(request: AdminRequest, models: list[str]) -> list[str]:
+    """Return the models that follow `after` and precede `before`. Raises InvalidValue."""
     for name in ("after", "before"):
         rate_limit_id = request.query_params.get(name)
         if rate_limit_id is None:
@@ -136,6 +133,6 @@ def _between(request: AdminRequest, models: list[str]) -> list[str]:
         model = _model_of(rate_limit_id)
         if model not in models:
             raise InvalidValue(f"invalid {name} for this list", param=name)
-        place = models.index(model)
-        models = models[place + 1 :] if name == "after" else models[:place]
+        index = models.index(model)
+        models = models[index + 1 :] if name == "after" else models[:index]
     return models

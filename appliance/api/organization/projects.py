@@ -1,4 +1,4 @@
-"""OpenAI's organization API, projects and their keys: a project is a tenant. The rules live in the tenancy layer."""
+"""OpenAI's organization API, projects and their API keys. A project is a tenant. The rules are in the tenancy layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
 from appliance.api.field_types import Name, items, one_of, within
-from appliance.api.organization.queries import DeletedShape, ListShape, after, count, list_shape, optional_unix, unix
+from appliance.api.organization.queries import (
+    DeletedShape,
+    ListShape,
+    after_cursor,
+    list_shape,
+    optional_unix,
+    page_limit,
+    unix,
+)
 from appliance.api.queries import AdminRequest, choice, flag
 from appliance.base.errors import NotFound, UnsupportedParameter
 from appliance.tenancy.access import Access
@@ -42,7 +50,7 @@ class KeyPatchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ProjectShape(msgspec.Struct, kw_only=True):
-    """A project, which is a tenant. A suspended tenant is shown as active."""
+    """A project, which is a tenant. A suspended tenant is reported as active."""
 
     id: str
     name: str
@@ -53,7 +61,7 @@ class ProjectShape(msgspec.Struct, kw_only=True):
 
 
 class ServiceAccountShape(msgspec.Struct, kw_only=True):
-    """The service account that a key acts for, which is its project (tenant)."""
+    """The service account for which a key acts, which is its project (tenant)."""
 
     id: str
     name: str
@@ -87,7 +95,7 @@ async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
     """Return tenants in the order they were created."""
     access = await authenticate_administrator(request, Action.READ)
     page = await services_of(request).tenants.list(
-        count(request), after(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
+        page_limit(request), after_cursor(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
     )
     return list_shape(page.data, project_shape, lambda project: project.id, has_more=page.has_more)
 
@@ -122,7 +130,7 @@ async def change_project(request: AdminRequest, project_id: FromPath[str]) -> Pr
 
 @post("/projects/{project_id:str}/archive", status_code=200, summary="Archive a project (tenant)")
 async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
-    """Archive a tenant for good: its keys are refused from now on; usage and invoices are kept."""
+    """Archive a tenant permanently: its keys are refused from now on; usage and invoices are kept."""
     access = await authenticate_administrator(request, Action.WRITE, project_id)
     return project_shape(await services_of(request).tenants.archive(project_id, access=access))
 
@@ -137,11 +145,11 @@ async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) ->
     access = await authenticate_administrator(request, Action.READ, project_id)
     services = services_of(request)
     tenant = await services.tenants.get(project_id, access=access)
-    wanted = choice(request, "owner_project_access", ACCESSES, "any")
-    limit = count(request)
-    if wanted not in ("any", _owner_access(tenant)):
+    project_access = choice(request, "owner_project_access", ACCESSES, "any")
+    limit = page_limit(request)
+    if project_access not in ("any", _project_access(tenant)):
         return ListShape(data=[], first_id=None, last_id=None, has_more=False)
-    page = await services.keys.list(tenant.id, limit, after(request, "keys"), access=access, include_revoked=False)
+    page = await services.keys.list(tenant.id, limit, after_cursor(request, "keys"), access=access, include_revoked=False)
     return list_shape(page.data, lambda key: key_shape(key, tenant), lambda key: key.id, has_more=page.has_more)
 
 
@@ -157,7 +165,7 @@ async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str],
     "/projects/{project_id:str}/api_keys/{key_id:str}",
     status_code=200,
     summary="Change a project's key",
-    opt={"body": KeyPatchBody},
+    opt={"body": KeyPatchBody, "errors": (409,)},
 )
 async def change_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
     """Change a key's expiry and scopes."""
@@ -167,7 +175,7 @@ async def change_project_key(request: AdminRequest, project_id: FromPath[str], k
     key = await _key(request, project_id, key_id, access)
     changes = KeyChanges(
         scopes=UNSET if body.scopes is None else body.scopes or SCOPES,
-        expires_at=UNSET if body.expires_in_seconds is None else services.clock.now() + _life(body.expires_in_seconds),
+        expires_at=UNSET if body.expires_in_seconds is None else services.clock.now() + _lifetime(body.expires_in_seconds),
     )
     changed = await services.keys.update(key.id, changes, access=access)
     return key_shape(changed, await services.tenants.get(project_id, access=access))
@@ -175,7 +183,7 @@ async def change_project_key(request: AdminRequest, project_id: FromPath[str], k
 
 @delete("/projects/{project_id:str}/api_keys/{key_id:str}", status_code=200, summary="Revoke a project's key")
 async def delete_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> DeletedShape:
-    """Revoke a key at once and for good. Its running requests end."""
+    """Revoke a key at once and permanently, and stop its running requests."""
     access = await authenticate_administrator(request, Action.KEYS, project_id)
     key = await _key(request, project_id, key_id, access)
     await services_of(request).keys.revoke(key.id, access=access)
@@ -204,23 +212,23 @@ def key_shape(key: ApiKey, tenant: Tenant) -> ProjectKeyShape:
         last_used_at=optional_unix(key.last_used_at),
         expires_at=optional_unix(key.expires_at),
         owner=KeyOwnerShape(service_account=owner),
-        owner_project_access=_owner_access(tenant),
+        owner_project_access=_project_access(tenant),
     )
 
 
 async def _key(request: AdminRequest, project_id: str, key_id: str, access: Access) -> ApiKey:
-    """Return a live key of this tenant. Raises NotFound, also for another tenant's."""
+    """Return a key of this tenant that is not revoked. Raises NotFound, also for another tenant's key."""
     key = await services_of(request).keys.get(key_id, access=access)
     if key.tenant_id != project_id or key.revoked_at is not None:
         raise NotFound("no such key", param="key_id")
     return key
 
 
-def _owner_access(tenant: Tenant) -> str:
+def _project_access(tenant: Tenant) -> str:
     return "inactive" if tenant.archived else "active"
 
 
-def _life(seconds: int) -> timedelta:
+def _lifetime(seconds: int) -> timedelta:
     return timedelta(seconds=check_whole(seconds, "expires_in_seconds", 1, EXPIRES_IN_S_MAX))
 
 

@@ -1,4 +1,4 @@
-"""Query parameters and lists of OpenAI's organization API: Unix seconds, and ids as cursors."""
+"""Query parameters and lists of OpenAI's organization API, which uses Unix seconds, and ids as cursors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from appliance.api.queries import AdminRequest, whole
+from appliance.api.queries import AdminRequest, integer
 from appliance.tenancy.pages import encode_cursor
 
 SECONDS_MAX = 253_402_300_799  # the last second of the year 9999
@@ -38,27 +38,27 @@ class DeletedShape(msgspec.Struct, kw_only=True):
 
 
 def list_shape(rows: Sequence[T], shape: Callable[[T], S], id_of: Callable[[S], str], *, has_more: bool) -> ListShape[S]:
-    """Return `rows` as a list with the ids of its first and last row."""
+    """Return a page of `rows`, each converted by `shape`, with the ids of the first and last row."""
     data = [shape(row) for row in rows]
     first, last = (id_of(data[0]), id_of(data[-1])) if data else (None, None)
     return ListShape(data=data, first_id=first, last_id=last, has_more=has_more)
 
 
-def count(request: AdminRequest, default: int = LIMIT_DEFAULT, most: int = LIMIT_MAX) -> int:
-    """Return `limit`. Raises InvalidValue unless it is from 1 to `most`."""
-    limit = whole(request, "limit", 1, most)
+def page_limit(request: AdminRequest, default: int = LIMIT_DEFAULT, maximum: int = LIMIT_MAX) -> int:
+    """Return the parameter `limit`. Raises InvalidValue unless it is from 1 to `maximum`."""
+    limit = integer(request, "limit", 1, maximum)
     return default if limit is None else limit
 
 
-def after(request: AdminRequest, name: str) -> str | None:
-    """Return the cursor of the list `name` that continues after the row whose id was given as `after`."""
+def after_cursor(request: AdminRequest, name: str) -> str | None:
+    """Return the cursor of the list `name` after the row whose id is the parameter `after`, or None."""
     row_id = request.query_params.get("after")
     return None if row_id is None else encode_cursor(name, [row_id])
 
 
 def seconds(request: AdminRequest, name: str) -> datetime | None:
-    """Return a time that was given in Unix seconds."""
-    value = whole(request, name, 0, SECONDS_MAX)
+    """Return the time of a parameter in Unix seconds, or None if it is missing. Raises InvalidValue."""
+    value = integer(request, name, 0, SECONDS_MAX)
     return None if value is None else datetime.fromtimestamp(value, UTC)
 
 
@@ -68,5 +68,5 @@ def unix(moment: datetime) -> int:
 
 
 def optional_unix(moment: datetime | None) -> int | None:
-    """Return `moment` in Unix seconds, None for none."""
+    """Return `moment` in Unix seconds, or None."""
     return None if moment is None else unix(moment)

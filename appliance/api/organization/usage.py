@@ -1,8 +1,8 @@
 """OpenAI's organization API, usage and costs: the same sums as `/admin/v1/usage`, in buckets that may be empty.
 
-Days are days of the billing time zone. OpenAI also groups by users, batch and service tiers; our sums are not kept by these, so
-they are refused by name. Events do know batch work, but a report from events would have to read every one of them. Knows
-nothing of how the sums are made.
+Days are those of the billing time zone. OpenAI also groups by user, batch and service tier. Our sums are not kept by these, so
+they are refused by name: events record batch work, but a report from events would have to read all of them. Knows nothing of
+how the sums are computed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from litestar import get
 
 from appliance.api.auth import authenticate_reader
 from appliance.api.connection_services import services_of
-from appliance.api.organization.queries import count, seconds, unix
-from appliance.api.queries import AdminRequest, both, choice, many
+from appliance.api.organization.queries import page_limit, seconds, unix
+from appliance.api.queries import AdminRequest, both_spellings, choice, values
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.base.money import PICOS_PER_UNIT
 from appliance.metering.calendar import BillingCalendar
@@ -31,7 +31,7 @@ from appliance.tenancy.access import Access
 from appliance.tenancy.pages import decode_cursor, encode_cursor
 
 BUCKET_OF_WIDTH = {"1m": "minute", "1h": "hour", "1d": "day"}
-LIMITS_OF_WIDTH = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}  # buckets of a page: default, most
+LIMITS_OF_WIDTH = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}  # buckets per page: default, maximum
 COST_LIMITS = (7, 180)
 COST_WIDTHS = ("1d",)
 USAGE_GROUPS = ("project_id", "api_key_id", "model")
@@ -40,12 +40,15 @@ RESULTS_MAX = 3000  # on a page of several buckets
 GROUP_OF = {"project_id": "tenant", "api_key_id": "key", "model": "model", "line_item": "model"}
 FILTERS = ("project_ids", "api_key_ids")
 PERIOD = ("start_time", "end_time", "bucket_width", "limit", "page")
-NOT_COUNTED = ("user_ids", "batch")
-USAGE_LISTS = both(*FILTERS, "models", "user_ids", "group_by")
+UNSUPPORTED_FILTERS = ("user_ids", "batch")
+USAGE_LISTS = both_spellings(*FILTERS, "models", "user_ids", "group_by")
 REQUIRED = ("start_time",)
-USAGE_OPTIONS = {"query": (*PERIOD, *USAGE_LISTS, "batch"), "repeatable": USAGE_LISTS, "required": REQUIRED}
-COSTS_LISTS = both(*FILTERS, "line_items", "group_by")
-COSTS_OPTIONS = {"query": (*PERIOD, *COSTS_LISTS), "repeatable": COSTS_LISTS, "required": REQUIRED}
+SECURITY = ("administrator", "api_key", "api_key_header")  # as `authenticate_reader` accepts
+USAGE_OPTIONS = {
+    "query": (*PERIOD, *USAGE_LISTS, "batch"), "repeatable": USAGE_LISTS, "required": REQUIRED, "security": SECURITY,
+}  # fmt: skip
+COSTS_LISTS = both_spellings(*FILTERS, "line_items", "group_by")
+COSTS_OPTIONS = {"query": (*PERIOD, *COSTS_LISTS), "repeatable": COSTS_LISTS, "required": REQUIRED, "security": SECURITY}
 
 R = TypeVar("R")
 
@@ -124,7 +127,7 @@ class UsagePageShape(msgspec.Struct, Generic[R], kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """The checked query of a page of buckets."""
+    """The checked query parameters of a request for a page of buckets."""
 
     start: datetime
     end: datetime
@@ -137,33 +140,33 @@ class UsageQuery:
     def of(
         cls, request: AdminRequest, groups: tuple[str, ...], models_name: str, limits: dict[str, tuple[int, int]]
     ) -> UsageQuery:
-        """Return the question of `request`. Raises UnsupportedParameter or InvalidValue."""
-        for name in NOT_COUNTED:
-            if many(request, name) is not None:
-                narrowing = ", ".join((*FILTERS, models_name))
-                raise UnsupportedParameter(f"usage cannot be filtered by {name}; filter by {narrowing}", param=name)
+        """Return the query of `request`. Raises UnsupportedParameter or InvalidValue."""
+        for name in UNSUPPORTED_FILTERS:
+            if values(request, name) is not None:
+                supported = ", ".join((*FILTERS, models_name))
+                raise UnsupportedParameter(f"usage cannot be filtered by {name}; filter by {supported}", param=name)
         width = choice(request, "bucket_width", tuple(limits), "1d") or "1d"
         bucket, start = BUCKET_OF_WIDTH[width], seconds(request, "start_time")
         if start is None:
             raise InvalidValue("missing parameter: start_time", param="start_time")
-        end = seconds(request, "end_time") or max(start, _end_of_now(request, bucket))
+        end = seconds(request, "end_time") or max(start, _end_of_current_bucket(request, bucket))
         if end <= start and "end_time" in request.query_params:
             raise InvalidValue("end_time must be later than start_time", param="end_time")
         return cls(
-            start=_continued(request, start, end),
+            start=_page_start(request, start, end),
             end=end,
             bucket=bucket,
-            buckets_max=count(request, *limits[width]),
+            buckets_max=page_limit(request, *limits[width]),
             groups=_groups(request, groups),
             filters=UsageFilter(
-                tenant_ids=many(request, "project_ids"),
-                key_ids=many(request, "api_key_ids"),
-                models=many(request, models_name),
+                tenant_ids=values(request, "project_ids"),
+                key_ids=values(request, "api_key_ids"),
+                models=values(request, models_name),
             ),
         )
 
     def buckets(self, calendar: BillingCalendar, now: datetime) -> Iterator[tuple[datetime, datetime]]:
-        """Yield the buckets of the period, cut at its ends; none of them begins in the future."""
+        """Yield the start and end of each bucket, cut off at the ends of the period. None begins in the future."""
         start = self.start
         while start < self.end and start <= now:
             end = min(bucket_end(bucket_start(start, self.bucket, calendar), self.bucket, calendar), self.end)
@@ -173,57 +176,57 @@ class UsageQuery:
 
 @get("/usage/completions", summary="List token usage of chat completions", opt=USAGE_OPTIONS)
 async def list_completions_usage(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
-    """Return tokens and requests by bucket and group. An API key with the scope `usage` sees its own tenant."""
+    """Return tokens and requests by bucket and group. An API key with the scope `usage` sees only its own tenant."""
     access = await authenticate_reader(request)
-    question = UsageQuery.of(request, USAGE_GROUPS, "models", LIMITS_OF_WIDTH)
-    return await _page(request, access, question, _completions_results)
+    query = UsageQuery.of(request, USAGE_GROUPS, "models", LIMITS_OF_WIDTH)
+    return await _page(request, access, query, _completions_results)
 
 
 @get("/usage/embeddings", summary="List token usage of embeddings", opt=USAGE_OPTIONS)
 async def list_embeddings_usage(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
     """Return buckets without results: this version does not serve embeddings."""
     access = await authenticate_reader(request)
-    question = UsageQuery.of(request, USAGE_GROUPS, "models", LIMITS_OF_WIDTH)
-    return await _page(request, access, question, lambda _rows: [])
+    query = UsageQuery.of(request, USAGE_GROUPS, "models", LIMITS_OF_WIDTH)
+    return await _page(request, access, query, lambda _rows: [])
 
 
 @get("/costs", summary="List costs", opt=COSTS_OPTIONS)
 async def list_organization_costs(request: AdminRequest) -> UsagePageShape[CostsResult]:
     """Return the cost by day and group, with a separate result for each currency.
 
-    An API key with the scope `usage` sees its own tenant.
+    An API key with the scope `usage` sees only its own tenant.
     """
     access = await authenticate_reader(request)
-    question = UsageQuery.of(request, COST_GROUPS, "line_items", dict.fromkeys(COST_WIDTHS, COST_LIMITS))
-    return await _page(request, access, question, _costs_results)
+    query = UsageQuery.of(request, COST_GROUPS, "line_items", dict.fromkeys(COST_WIDTHS, COST_LIMITS))
+    return await _page(request, access, query, _costs_results)
 
 
 async def _page(
     request: AdminRequest,
     access: Access,
-    question: UsageQuery,
+    query: UsageQuery,
     results: Callable[[Iterable[UsageRow]], list[R]],
 ) -> UsagePageShape[R]:
-    """Return the requested buckets, always whole; fewer of them if together they have more than RESULTS_MAX results."""
+    """Return the requested buckets; fewer if together they have more than RESULTS_MAX results. No bucket is ever split."""
     services = services_of(request)
     calendar = services.reports.calendar
     read = partial(
         services.reports.usage,
-        bucket=question.bucket,
-        group_by=[GROUP_OF[name] for name in question.groups],
-        filters=question.filters,
+        bucket=query.bucket,
+        group_by=[GROUP_OF[name] for name in query.groups],
+        filters=query.filters,
         access=access,
     )
-    buckets = question.buckets(calendar, services.clock.now())
-    shown = list(islice(buckets, question.buckets_max))
-    after = next(buckets, None)
+    buckets = query.buckets(calendar, services.clock.now())
+    shown = list(islice(buckets, query.buckets_max))
+    following = next(buckets, None)
     rows = await read(shown[0][0], shown[-1][1], rows_max=RESULTS_MAX + 1) if shown else []
     if len(rows) > RESULTS_MAX:
-        # The last row belongs to the bucket with which the next page begins, unless a single bucket is too large.
-        fitting = sum(end <= rows[-1].start for _start, end in shown)
-        if fitting == 0:
-            fitting, rows = 1, await read(*shown[0])
-        shown, after = shown[:fitting], [*shown, after][fitting]
+        # The last row belongs to the first bucket of the next page, unless a single bucket is too large.
+        num_fitting = sum(end <= rows[-1].start for _start, end in shown)
+        if num_fitting == 0:
+            num_fitting, rows = 1, await read(*shown[0])
+        shown, following = shown[:num_fitting], [*shown, following][num_fitting]
     by_start: dict[datetime, list[UsageRow]] = {}
     for row in rows:
         by_start.setdefault(row.start, []).append(row)
@@ -231,12 +234,12 @@ async def _page(
         BucketShape(
             start_time=unix(start),
             end_time=unix(end),
-            results=results(by_start.get(bucket_start(start, question.bucket, calendar), ())),
+            results=results(by_start.get(bucket_start(start, query.bucket, calendar), ())),
         )
         for start, end in shown
     ]
-    next_page = None if after is None else encode_cursor("organization_usage", [unix(after[0])])
-    return UsagePageShape(data=data, has_more=after is not None, next_page=next_page)
+    next_page = None if following is None else encode_cursor("organization_usage", [unix(following[0])])
+    return UsagePageShape(data=data, has_more=following is not None, next_page=next_page)
 
 
 def _completions_results(rows: Iterable[UsageRow]) -> list[CompletionsResult]:
@@ -244,8 +247,8 @@ def _completions_results(rows: Iterable[UsageRow]) -> list[CompletionsResult]:
     sums: dict[tuple[str | None, ...], list[int]] = {}
     for row in rows:
         counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.requests)
-        known = sums.setdefault((row.tenant_id, row.key_id, row.model), [0, 0, 0, 0])
-        known[:] = [one + other for one, other in zip(known, counts, strict=True)]
+        totals = sums.setdefault((row.tenant_id, row.key_id, row.model), [0, 0, 0, 0])
+        totals[:] = [total + count for total, count in zip(totals, counts, strict=True)]
     return [
         CompletionsResult(
             input_tokens=prompt,
@@ -278,22 +281,22 @@ def _costs_results(rows: Iterable[UsageRow]) -> list[CostsResult]:
     ]
 
 
-def _end_of_now(request: AdminRequest, bucket: str) -> datetime:
-    """Return the end of the current bucket: the default end of a report, so that its buckets are whole."""
+def _end_of_current_bucket(request: AdminRequest, bucket: str) -> datetime:
+    """Return the end of the current bucket: the default end of a report, so that its last bucket is not cut off."""
     services = services_of(request)
     calendar = services.reports.calendar
     return bucket_end(bucket_start(services.clock.now(), bucket, calendar), bucket, calendar)
 
 
 def _groups(request: AdminRequest, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    given = many(request, "group_by") or frozenset()
+    given = values(request, "group_by") or frozenset()
     for name in sorted(given - set(allowed)):
         raise UnsupportedParameter(f"usage cannot be grouped by {name}; group_by takes {', '.join(allowed)}", param="group_by")
     return tuple(name for name in allowed if name in given)
 
 
-def _continued(request: AdminRequest, start: datetime, end: datetime) -> datetime:
-    """Return where the page begins: at `start`, or where the previous page ended."""
+def _page_start(request: AdminRequest, start: datetime, end: datetime) -> datetime:
+    """Return where the page begins: at `start`, or where the previous page ended. Raises InvalidValue."""
     cursor = request.query_params.get("page")
     if cursor is None:
         return start

@@ -1,0 +1,177 @@
+"""The API reference introduces itself, and says who may call an operation and which conflicts it can meet."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
+from appliance.tenancy.members import Member
+from tests.support.api_box import ApiBox, open_api_box
+from tests.support.cast import quick_hasher
+
+PASSWORD = "a password of tests"
+WEBHOOK = {"kind": "webhook", "target": "https://hooks.example.com/alerts"}
+REQUEST = {"tenant_id": "tn_unknown", "model": "tiny", "prompt_tokens": 1}
+
+
+class Objects(NamedTuple):
+    """Ids of objects whose state refuses changes."""
+
+    archived: str
+    key: str
+    active: str
+    rotated: str
+    price: str
+    webhook: str
+    delivery: str
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        opened.services.members._hasher = quick_hasher()
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "json", "status"),
+    [
+        ("POST", "/admin/v1/tenants/{archived}/keys", {"name": "new"}, 409),
+        ("PATCH", "/admin/v1/keys/{key}", {"name": "new"}, 409),
+        ("POST", "/admin/v1/keys/{key}/rotate", {}, 409),
+        ("DELETE", "/admin/v1/prices/{price}", None, 409),
+        ("POST", "/admin/v1/webhooks", {**WEBHOOK, "tenant_id": "{archived}"}, 409),
+        ("POST", "/admin/v1/webhooks/{webhook}/test", None, 409),
+        ("POST", "/v1/organization/projects/{archived}/rate_limits/rl-*", {"max_requests_per_1_minute": 1}, 409),
+        ("POST", "/admin/v1/webhooks/{webhook}/deliveries/{delivery}/retry", None, 409),
+        ("POST", "/v1/organization/projects/{active}/api_keys/{rotated}", {"expires_in_seconds": 60}, 409),
+        ("POST", "/admin/v1/limits/check", REQUEST, 404),
+    ],
+)
+async def test_the_reference_lists_the_status(
+    box: ApiBox, method: str, path: str, json: dict[str, Any] | None, status: int
+) -> None:
+    objects = (await create_objects(box))._asdict()
+    body = json and {name: value.format(**objects) if isinstance(value, str) else value for name, value in json.items()}
+    response = await box.client.request(method, path.format(**objects), json=body)
+    document = (await box.client.get("/schema/openapi.json")).json()
+
+    assert response.status_code == status, response.text
+    assert str(status) in documented_responses(document, method, path)
+
+
+async def test_the_reference_introduces_itself_and_each_group_of_operations(box: ApiBox) -> None:
+    document = (await box.client.get("/schema/openapi.json")).json()
+    described = {tag["name"] for tag in document["tags"] if tag["description"]}
+
+    assert "`x-request-id`" in document["info"]["description"]
+    assert described == {
+        tag for operations in document["paths"].values() for operation in operations.values() for tag in operation["tags"]
+    }
+
+
+async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_says_so(box: ApiBox) -> None:
+    tenant = await box.call("POST", "/tenants", status=201, json={"name": "alice"})
+    key = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "reports", "scopes": ["usage"]})
+    headers = {"authorization": f"Bearer {key['key']}"}
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+
+    for path in ("/v1/organization/usage/completions", "/v1/organization/usage/embeddings", "/v1/organization/costs"):
+        response = await box.client.get(path, headers=headers, params={"start_time": 1})
+        assert response.status_code == 200, response.text
+        assert paths[path]["get"]["security"] == [{"administrator": []}, {"api_key": []}, {"api_key_header": []}]
+    assert paths["/v1/organization/projects"]["get"]["security"] == [{"administrator": []}]
+
+
+async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(box: ApiBox) -> None:
+    active = await box.call("POST", "/tenants", status=201, json={"name": "active"})
+    key = await box.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
+    webhook = await box.call("POST", "/webhooks", status=201, json=WEBHOOK)
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+
+    await box.call("POST", f"/keys/{key['id']}/rotate")
+    await box.call("POST", f"/webhooks/{webhook['id']}/rotate")
+    for path in ("/admin/v1/keys/{key_id}/rotate", "/admin/v1/webhooks/{webhook_id}/rotate"):
+        assert paths[path]["post"]["requestBody"]["required"] is False
+    assert paths["/admin/v1/tenants"]["post"]["requestBody"]["required"] is True
+
+
+async def test_sessions_of_somebody_else_are_a_documented_404(box: ApiBox) -> None:
+    create = box.services.members.create
+    alice, bob = await create("alice@example.com", PASSWORD, "owner"), await create("bob@example.com", PASSWORD, "member")
+    headers = await browser(box, bob)
+    document = (await box.client.get("/schema/openapi.json")).json()
+
+    for method in ("GET", "DELETE"):
+        await box.call(method, "/sessions", status=404, params={"member_id": alice.id}, headers=headers)
+        assert "404" in documented_responses(document, method, "/admin/v1/sessions")
+
+
+async def test_webhooks_of_another_tenant_are_a_documented_404(box: ApiBox) -> None:
+    own, other = [await box.call("POST", "/tenants", status=201, json={"name": name}) for name in ("own", "other")]
+    bob = await box.services.members.create("bob@example.com", PASSWORD, "member")
+    await box.call("POST", f"/tenants/{own['id']}/members", status=201, json={"email": bob.email, "role": "manager"})
+    headers = await browser(box, bob)
+    document = (await box.client.get("/schema/openapi.json")).json()
+
+    await box.call("GET", "/webhooks", params={"tenant_id": own["id"]}, headers=headers)
+    await box.call("GET", "/webhooks", status=404, params={"tenant_id": other["id"]}, headers=headers)
+    assert "404" in documented_responses(document, "GET", "/admin/v1/webhooks")
+
+
+async def test_metrics_need_no_token_or_that_of_an_administrator(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+
+    assert paths["/metrics"]["get"]["security"] == [{}, {"administrator": []}]
+    assert paths["/health/live"]["get"]["security"] == []
+
+
+async def test_no_description_contains_the_indentation_of_its_docstring(box: ApiBox) -> None:
+    schemas = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+    assert [name for name, schema in schemas.items() if "\n " in schema["description"]] == []
+
+
+async def browser(box: ApiBox, member: Member) -> dict[str, str]:
+    """Return the headers of a browser in which `member` is signed in."""
+    token, session = await box.services.sessions.open(member.id, "Firefox", "192.0.2.7", method="password")
+    return {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}", CSRF_HEADER: session.csrf_token}
+
+
+async def create_objects(box: ApiBox) -> Objects:
+    archived = await box.call("POST", "/tenants", status=201, json={"name": "archived"})
+    key = await box.call("POST", f"/tenants/{archived['id']}/keys", status=201, json={"name": "revoked"})
+    price = await box.call("POST", "/prices", status=201, json={"model": "tiny", "prompt": 1, "completion": 1})
+    active = await box.call("POST", "/tenants", status=201, json={"name": "active"})
+    rotated = await box.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
+    await box.call("POST", f"/keys/{rotated['id']}/rotate", json={"grace_s": 600})
+    webhook = await box.call("POST", "/webhooks", status=201, json=WEBHOOK)
+    delivery = await box.call("POST", f"/webhooks/{webhook['id']}/test", status=201)
+    await box.call("PATCH", f"/webhooks/{webhook['id']}", json={"disabled": True})
+    await box.call("DELETE", f"/keys/{key['id']}")
+    await box.call("DELETE", f"/tenants/{archived['id']}")
+    return Objects(
+        archived=archived["id"],
+        key=key["id"],
+        active=active["id"],
+        rotated=rotated["id"],
+        price=price["id"],
+        webhook=webhook["id"],
+        delivery=delivery["id"],
+    )
+
+
+def documented_responses(document: dict[str, Any], method: str, path: str) -> dict[str, Any]:
+    """Return the responses of the operation whose path has the same segments as `path`, apart from parameters."""
+    segments = path.split("/")
+    for template, operations in document["paths"].items():
+        others = template.split("/")
+        pairs = zip(segments, others, strict=False)
+        fits = len(segments) == len(others) and all(own == other or "{" in other for own, other in pairs)
+        if fits and method.lower() in operations:
+            responses: dict[str, Any] = operations[method.lower()]["responses"]
+            return responses
+    raise AssertionError(f"no operation {method} {path}")
