@@ -1,4 +1,4 @@
-"""Would this request pass? Shows the decision of every limit of a tenant on a hypothetical request. Reserves nothing."""
+"""The limit check: shows what each limit would decide for a hypothetical request. Reserves nothing."""
 
 from __future__ import annotations
 

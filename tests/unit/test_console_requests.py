@@ -271,7 +271,7 @@ async def test_cancelling_what_is_being_settled_is_told_and_not_noted_as_an_abor
     answer = await (await box.alice()).post_htmx("/requests/cancel", request_id="req_over")
 
     assert (answer.status_code, box.engine_side.aborted) == (404, [])
-    assert "has ended" in answer.headers["hx-trigger"]
+    assert "has already finished" in answer.headers["hx-trigger"]
     noted = await box.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=WHOLE_BOX)
     assert noted.data == []
 
