@@ -69,10 +69,10 @@ async def test_blocks_that_the_engine_has_not_told_of_yet_are_not_none(box: Box)
 
 async def test_the_first_request_is_not_asked_for_while_one_is_in_flight(box: Box) -> None:
     alice = await box.alice()
-    assert "No request yet." in (await alice.get("/requests")).text
+    assert "No requests yet." in (await alice.get("/requests")).text
     box.engine_side.add(box.cast.bob, "req_first")
     for answer in (await alice.get("/requests"), await alice.fragment("/requests")):
-        assert "No request has ended yet." in answer.text
+        assert "No request has finished yet." in answer.text
         assert "curl" not in answer.text
 
 
@@ -120,7 +120,7 @@ async def test_a_first_visit_says_how_to_send_a_request(box: Box) -> None:
     page = (await (await box.alice()).get("/requests")).text
 
     assert "No requests in flight" in page
-    assert "No request yet" in page
+    assert "No requests yet" in page
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in page
 
 
