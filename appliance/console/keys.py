@@ -33,7 +33,7 @@ SCOPE_CHOICES = [
     for chosen in combinations(SCOPES, size)
 ]
 CONSEQUENCES = {
-    "rotate": "A key with a new secret and the same settings replaces it. When the old one expires, its running requests end.",
+    "rotate": "A key with a new secret and the same settings replaces it. When the old one expires, its requests are aborted.",
     "revoke": "Requests with this key are refused permanently. Running requests are aborted; their tokens are billed.",
 }
 

@@ -38,24 +38,22 @@ FIELDS = ("limit_mode", "currency", "alert_percents", *BILLING_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeAllowanceView:
+class FreeTerms:
     """The free allowance of a tenant, in micro-units per month: for this month, and `later` as (first month, amount)."""
 
     micros: int
     later: tuple[tuple[str, int], ...]
 
 
-async def free_allowance_view(services: Services, tenant_id: str, *, access: Access) -> FreeAllowanceView | None:
+async def free_terms(services: Services, tenant_id: str, *, access: Access) -> FreeTerms | None:
     """Return the free allowance of a tenant; None if there is none or the member may not read invoices."""
     if not access.may(Action.INVOICES, tenant_id):
         return None
     month = services.reports.calendar.month_of(services.clock.now())
     allowances = await services.free_allowances.list(tenant_id, access=access)
-    later = tuple(
-        (allowance.first_month, allowance.monthly_micros) for allowance in allowances if allowance.first_month > month
-    )
+    later = tuple((one.first_month, one.monthly_micros) for one in allowances if one.first_month > month)
     micros = free_in(allowances, month)
-    return FreeAllowanceView(micros=micros, later=later) if micros or later else None
+    return FreeTerms(micros=micros, later=later) if micros or later else None
 
 
 @get("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)])

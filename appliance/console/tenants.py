@@ -15,7 +15,7 @@ from appliance.console.people import people_of
 from appliance.console.prices import group_prices
 from appliance.console.rendering import Html
 from appliance.console.security import needs
-from appliance.console.tenant_terms import free_allowance_view, model_lines
+from appliance.console.tenant_terms import free_terms, model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
 from appliance.console.urls import next_page_url
 from appliance.metering.invoicing.wording import month_name
@@ -183,7 +183,7 @@ async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = Non
         month=month,
         tiers=TIERS,
         refuse_unpriced=services.settings.unpriced == "refuse",
-        free=await free_allowance_view(services, tenant.id, access=access),
+        free=await free_terms(services, tenant.id, access=access),
         month_name=month_name,
         form=form,
         **await _prices(services, tenant),
