@@ -66,7 +66,7 @@ async def check_request(context: ContextDependency, tenant_id: FromPath[str]) ->
 
 
 def headline(verdict: Verdict) -> tuple[str, str]:
-    """Return a tone and a sentence that summarise the verdict."""
+    """Return a tone and one sentence on what would happen to the request."""
     if verdict.allowed:
         return "ok", f"Admitted: {count(verdict.forecast.tokens)} tokens would be reserved."
     if verdict.would_wait:
@@ -77,7 +77,7 @@ def headline(verdict: Verdict) -> tuple[str, str]:
 
 
 async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey]) -> Verdict | None:
-    """Return the verdict, or None if the form has errors."""
+    """Return the verdict, or None if the form is wrong; its `errors` say how."""
     prompt_tokens = form.whole_number("prompt_tokens", most=LIMIT_MAX)
     max_tokens = form.whole_number("max_tokens", least=1, most=LIMIT_MAX)
     key = next((key for key in keys if key.id == form.raw("key")), None)
