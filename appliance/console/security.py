@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 Connection = ASGIConnection[Any, Any, Any, Any]
 ConsoleRequest = Request[Any, Any, Any]
 
-PASSWORD_CHANGE_PATHS = (
-    "/account",
-    "/logout",
-    "/theme",
-    "/login",
-)  # open to members who must first change a temporary password
+PASSWORD_CHANGE_PATHS = ("/account", "/logout", "/theme", "/login")  # open to members with a temporary password
 CSRF_FIELD = "csrf_token"
 # Names of the cookies between the steps of a sign-in.
 SECURE_STEP_COOKIE, PLAIN_STEP_COOKIE = "__Host-gatehouse-{step}", "gatehouse_{step}"
