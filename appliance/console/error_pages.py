@@ -14,7 +14,7 @@ from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, PasswordChangeNeeded, Unauthenticated
 from appliance.base.ids import new_id
 from appliance.console.forms import sentence
-from appliance.console.rendering import DONE_SHOWN_FOR_S, HTML, Html, Pages, done_cookie, is_fragment, toast_header
+from appliance.console.rendering import DONE_SHOWN_FOR_S, HTML, Html, Pages, done_cookie, is_fragment_request, toast_header
 from appliance.console.security import SECURITY_HEADERS, ConsoleRequest, login_path
 from appliance.tenancy.browser_rules import SAFE_METHODS
 
@@ -75,7 +75,7 @@ def _log_error(request: ConsoleRequest, error: Exception) -> str:
 
 def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, reference: str | None) -> Html:
     heading = HEADINGS.get(status, "Request refused")
-    template = "fragments/error.html" if is_fragment(request) else "pages/error.html"
+    template = "fragments/error.html" if is_fragment_request(request) else "pages/error.html"
     can_retry = status == 503 and request.method in SAFE_METHODS
     answer = pages.page(
         request,
@@ -88,7 +88,7 @@ def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, re
         can_retry=can_retry,
     )
     answer.headers.update(SECURITY_HEADERS)
-    if is_fragment(request):
+    if is_fragment_request(request):
         answer.headers["hx-trigger"] = toast_header(f"{heading}. {message}", "error")
     return answer
 
@@ -97,7 +97,7 @@ def _to_login(request: ConsoleRequest) -> Html:
     """Redirect to the sign-in page; htmx gets a 401 with `HX-Redirect`. After a request that would have changed something, that
     page says that nothing was changed."""
     headers = SECURITY_HEADERS | {"vary": "HX-Request, Cookie"}
-    if is_fragment(request):
+    if is_fragment_request(request):
         answer = Response("", status_code=401, media_type=HTML, headers=headers | {"hx-redirect": login_path(request)})
     else:
         answer = Response("", status_code=303, media_type=HTML, headers=headers | {"location": login_path(request)})

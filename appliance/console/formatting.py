@@ -171,7 +171,7 @@ def ago(moment: datetime | None, now: datetime, calendar: BillingCalendar = _UTC
 
 
 def when(moment: datetime, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:
-    """Like `ago` for the last 24 hours; earlier times as date and minute in the billing time zone, for lists sorted by time."""
+    """Like `ago` for the last 24 hours; earlier times as date and minute in the billing zone, for lists searched by time."""
     if (now - moment).total_seconds() < _DAY_S:
         return ago(moment, now, calendar)
     return _TIME.format(rfc3339(moment), exact_time(moment, calendar), f"{calendar.local(moment):{_MINUTE}}")

@@ -1,4 +1,4 @@
-"""Would this request pass? Shows the decision of every limit of a tenant on a hypothetical request. Reserves nothing."""
+"""The limit check: shows what each limit would decide for a hypothetical request. Reserves nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIELDS = {
 
 @get("/tenants/{tenant_id:str}/check")
 async def check_request(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """The form, and the verdict on the request that the address describes; htmx requests only the verdict."""
+    """The form, and the verdict on the request in the query string; htmx requests only the verdict."""
     access = context.access
     tenant = await context.services.tenants.get(tenant_id, access=access)
     page = await context.services.keys.list(tenant.id, KEYS_LISTED_MAX, None, access=access)

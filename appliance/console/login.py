@@ -35,9 +35,8 @@ async def sign_in(context: ContextDependency) -> Html:
     target = safe_next(str(form.get("next", "")))
     try:
         if len(email) > EMAIL_CHARS_MAX or len(password) > PASSWORD_CHARS_MAX:
-            context.attempts.count_address(
-                address=context.address
-            )  # counted for the address only: no account has such a long e-mail
+            # Counted for the address only: no account has so long an e-mail address.
+            context.attempts.count_address(address=context.address)
             raise InvalidCredentials(WRONG_CREDENTIALS)
         context.attempts.count(address=context.address, account=email)
         proven = await context.services.members.prove_password(email, password)

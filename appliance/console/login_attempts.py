@@ -15,7 +15,7 @@ ENTRIES_MAX = 10_000
 PER_ACCOUNT = Allowance(burst=8, refill_s=30.0)
 # Higher, because a whole office may share one address.
 PER_ADDRESS = Allowance(burst=30, refill_s=5.0)
-# Three of a million codes are valid at a time: who has the password and guesses for a month succeeds one time in forty.
+# Three of a million codes are valid at a time: if the password is known, a month of guessing succeeds one time in forty.
 PER_MEMBER_CODES = Allowance(burst=5, refill_s=300.0)
 
 

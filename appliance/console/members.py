@@ -1,6 +1,6 @@
-"""Members: who signs in, with which role on the box. Inviting, changing, and resetting a lost password or second factor.
+"""Members: who can sign in, with which role on the appliance. Invitations, changes, resets of password and second factor.
 
-A password created here is shown in one answer only. Roles in single tenants are given on the tenant's page.
+A password created here is shown in one response only. Roles in a tenant are set on the tenant's page.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ROLES = (
     (Role.VIEWER.value, "Viewer: reads everything"),
     (Role.MEMBER.value, "Member: only their own tenants"),
 )
-HELP = {
+CONFIRMATIONS = {
     "password": (
         "New password",
-        "The old password stops working and all devices are signed out. The new one is temporary: it is shown once, and "
-        "must be changed at first sign-in.",
+        "The old password stops working and all devices are signed out. The new one is temporary: it is shown once and must "
+        "be changed at the next sign-in.",
         "Create password",
     ),
     "second-factor": (
@@ -46,7 +46,7 @@ HELP = {
 
 @get("/members", guards=[needs(Action.READ_BOX)])
 async def list_members(context: ContextDependency) -> Html:
-    """All members, with roles, second factor, and when last seen."""
+    """All members with their roles, second factor and last activity."""
     services, access = context.services, context.access
     page = await services.members.list(PAGE_ROWS, context.query.get("cursor"))
     ids = [member.id for member in page.data]
@@ -55,7 +55,7 @@ async def list_members(context: ContextDependency) -> Html:
         members=page.data,
         factors=await services.second_factors.enabled_of(ids),
         last_seen=await services.sessions.last_seen_of(ids),
-        places=_places(
+        tenant_roles=_tenant_roles(
             await services.memberships.of_members(ids, access=access),
             await tenant_names(services, access),
         ),
@@ -65,13 +65,13 @@ async def list_members(context: ContextDependency) -> Html:
 
 @get("/members/new", guards=[needs(Action.MEMBERS)])
 async def new_member(context: ContextDependency) -> Html:
-    """The form of an invitation."""
+    """The form for an invitation."""
     return _invitation(context, None)
 
 
 @post("/members", guards=[needs(Action.MEMBERS)], status_code=200)
 async def invite_member(context: ContextDependency) -> Html:
-    """Create a member and show the password, or show the form again with what is wrong."""
+    """Create a member and show the password, or show the form again with the errors."""
     form = await context.form()
     email, role = form.text("email", chars_max=320), form.choice("role", [role for role, _ in ROLES])
     if not form.errors:
@@ -86,13 +86,13 @@ async def invite_member(context: ContextDependency) -> Html:
 
 @get("/members/{member_id:str}", guards=[needs(Action.MEMBERS)])
 async def edit_member(context: ContextDependency, member_id: FromPath[str]) -> Html:
-    """The form with role and state of a member."""
+    """The form for the role and state of a member."""
     return await _change_form(context, await context.services.members.get(member_id), None)
 
 
 @post("/members/{member_id:str}", guards=[needs(Action.MEMBERS)], status_code=200)
 async def change_member(context: ContextDependency, member_id: FromPath[str]) -> Html:
-    """Save role and state, or show the form again with what is wrong: the last owner stays one."""
+    """Save role and state, or show the form again with the errors, such as for the last owner."""
     member = await context.services.members.get(member_id)
     form = await context.form()
     role = form.choice("role", [role for role, _ in ROLES])
@@ -107,7 +107,7 @@ async def change_member(context: ContextDependency, member_id: FromPath[str]) ->
 
 @get("/members/{member_id:str}/password", guards=[needs(Action.MEMBERS)])
 async def confirm_password(context: ContextDependency, member_id: FromPath[str]) -> Html:
-    """Say what a new password does before it is made."""
+    """Confirm a password reset and explain its consequences."""
     return _confirm(context, await context.services.members.get(member_id), "password")
 
 
@@ -121,7 +121,7 @@ async def reset_password(context: ContextDependency, member_id: FromPath[str]) -
 
 @get("/members/{member_id:str}/second-factor", guards=[needs(Action.MEMBERS)])
 async def confirm_factor_reset(context: ContextDependency, member_id: FromPath[str]) -> Html:
-    """Say what a reset does before it is done."""
+    """Confirm a reset of the second factor and explain its consequences."""
     return _confirm(context, await context.services.members.get(member_id), "second-factor")
 
 
@@ -133,18 +133,19 @@ async def reset_factor(context: ContextDependency, member_id: FromPath[str]) -> 
 
 
 def show_password(context: Context, email: str, password: str, *, back: str) -> Html:
-    """Return the only answer that contains this password; `back` is the address to continue to."""
+    """Return the only page that shows this password; `back` is the path to continue to."""
     template = "fragments/member_password.html"
     title = f"Password of {email}"
     return context.sheet(template, title=title, email=email, password=password, back=back)
 
 
-def _places(memberships: list[Membership], names: dict[str, str]) -> dict[str, list[str]]:
-    """Return each member's roles in tenants, in words: `manager of acme`."""
-    places: dict[str, list[str]] = {}
-    for one in memberships:
-        places.setdefault(one.member_id, []).append(f"{one.role.value} of {names.get(one.tenant_id, one.tenant_id)}")
-    return places
+def _tenant_roles(memberships: list[Membership], names: dict[str, str]) -> dict[str, list[str]]:
+    """Return the tenant roles of each member as text: `manager of acme`."""
+    roles: dict[str, list[str]] = {}
+    for membership in memberships:
+        tenant = names.get(membership.tenant_id, membership.tenant_id)
+        roles.setdefault(membership.member_id, []).append(f"{membership.role.value} of {tenant}")
+    return roles
 
 
 def _invitation(context: Context, form: Form | None) -> Html:
@@ -163,7 +164,7 @@ async def _change_form(context: Context, member: Member, form: Form | None) -> H
 
 
 def _confirm(context: Context, member: Member, what: str) -> Html:
-    title, consequence, verb = HELP[what]
+    title, consequence, verb = CONFIRMATIONS[what]
     return context.sheet(
         "fragments/member_confirm.html",
         title=f"{title} of {member.email}",

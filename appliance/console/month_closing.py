@@ -1,4 +1,4 @@
-"""Closing all drafts of a month in one go, after their number and sums are confirmed. Each is closed as if it were alone."""
+"""Closes all drafts of a month together, after their number and totals were confirmed. Each is closed independently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REASONS_SHOWN_MAX = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenMonth:
-    """The drafts of a month as (tenant's name, invoice), by name; `unsummed` names the tenants whose draft has no sum."""
+    """The drafts of a month as (tenant name, invoice), by name. `unsummed`: tenants whose draft mixes currencies (no total)."""
 
     month: str
     drafts: Sequence[tuple[str, Invoice]]
@@ -44,23 +44,23 @@ class OpenMonth:
 
     @property
     def confirmation(self) -> str:
-        """Return what the form sends back, so that no other number and no other sums are closed than those it shows."""
+        """Return the value that the form sends back, so that exactly the number and totals that it showed are closed."""
         return " ".join(f"{currency}:{number}:{micros}" for currency, number, micros in self.sums)
 
 
 @get("/invoices/months/{month:str}/close", guards=[needs(Action.BILLING)])
 async def confirm_month(context: ContextDependency, month: FromPath[str]) -> Html:
-    """Say how many drafts of a month would be closed, and what is due in each currency."""
+    """Confirm closing: shows the number of drafts and the amount due in each currency."""
     return _form(context, await _open_month(context, month), None)
 
 
 @post("/invoices/months/{month:str}/close", guards=[needs(Action.BILLING)], status_code=200)
 async def close_month(context: ContextDependency, month: FromPath[str]) -> Html:
-    """Close the drafts as confirmed. Those that cannot be closed stay as they are; the form then says why."""
+    """Close the confirmed drafts. The form is shown again with the reasons if some cannot be closed."""
     form = await context.form()
     open_month = await _open_month(context, month)
     if form.raw("confirmed") != open_month.confirmation:
-        form.fail(FORM_ERROR, "The drafts have changed since. Check their number and sums again.")
+        form.fail(FORM_ERROR, "The drafts have changed in the meantime. Check their number and amounts again.")
         return _form(context, open_month, form)
     refused = await _close(context, open_month)
     if not refused:
@@ -69,12 +69,12 @@ async def close_month(context: ContextDependency, month: FromPath[str]) -> Html:
     form.fail(FORM_ERROR, f"{len(open_month.drafts) - len(refused)} closed, {len(refused)} not. {reasons}")
     try:
         return _form(context, await _open_month(context, month), form)
-    except NotFound:  # somebody else has closed or discarded those drafts meanwhile
+    except NotFound:  # the remaining drafts were closed or discarded concurrently
         return _closed(context)
 
 
 async def _open_month(context: Context, month: str) -> OpenMonth:
-    """Return the drafts of a month. Raises InvalidValue for what is not a month, and NotFound if none has a sum."""
+    """Return the drafts of a month. Raises InvalidValue for an invalid month, and NotFound if no draft has a total."""
     services, access = context.services, context.access
     first_day(month)
     names = await tenant_names(services, access)
@@ -91,12 +91,12 @@ async def _open_month(context: Context, month: str) -> OpenMonth:
 
 
 async def _close(context: Context, open_month: OpenMonth) -> list[str]:
-    """Close the drafts one after another; return a sentence for each that stays a draft."""
+    """Close the drafts one by one; return an error message for each that could not be closed."""
     refused = []
     for name, invoice in open_month.drafts:
         try:
             await context.services.invoices.close(invoice.head.id, access=context.access)
-        except (BadRequest, Conflict, NotFound) as error:  # NotFound: it has been discarded meanwhile
+        except (BadRequest, Conflict, NotFound) as error:  # NotFound: discarded concurrently
             refused.append(f"{name}: {sentence(error.message)}")
     return refused
 

@@ -1,4 +1,4 @@
-"""The overview: what the box does now. The same fragment serves the first paint and every tick."""
+"""The overview: the current state of the appliance. One fragment serves the first load and the live updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.tenancy.roles import Action
 
 @get("/")
 async def show_overview(context: ContextDependency) -> Html:
-    """The live board of the box; members without a role on the box are sent to their tenants."""
+    """The overview; members without a role on the appliance are redirected to their tenants."""
     if not context.access.may(Action.READ_BOX):
         return context.redirect("/tenants")
     view = await context.console.board.overview()
@@ -20,7 +20,7 @@ async def show_overview(context: ContextDependency) -> Html:
 
 
 async def overview_fragment(console: Console, access: Access) -> str:
-    """Return the live part of the page; it is the same for every role on the box."""
+    """Render the live part of the page, which is the same for every role on the appliance."""
     access.require(Action.READ_BOX)
     view = await console.board.overview()
     return console.pages.fragment("fragments/overview.html", view=view, **console.example())

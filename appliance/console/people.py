@@ -1,4 +1,4 @@
-"""The people of one tenant, a section of its page: who belongs to it with which role; inviting, changing and removing them."""
+"""The members of a tenant, a section of its page: their roles, invitations, changes and removals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLE_NAMES = [role for role, _ in ROLES]
 
 
 async def people_of(context: Context, tenant_id: str) -> dict[str, Any]:
-    """Return the values of the section on the tenant's page."""
+    """Return the template values of the section on the tenant's page."""
     page = await context.services.memberships.of_tenant(tenant_id, SHOWN_MAX, access=context.access)
     return {
         "people": page.data,
@@ -38,13 +38,13 @@ async def people_of(context: Context, tenant_id: str) -> dict[str, Any]:
 
 @get("/tenants/{tenant_id:str}/members/new", guards=[needs(Action.TENANT_MEMBERS)])
 async def new_person(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """The form of an invitation to a tenant."""
+    """The form to add somebody to a tenant."""
     return await _invitation(context, tenant_id, None)
 
 
 @post("/tenants/{tenant_id:str}/members", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
 async def invite_person(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Add somebody to the tenant; a new member gets a password, shown only in this answer."""
+    """Add somebody to the tenant; a new member gets a password, shown in this response only."""
     form, services = await context.form(), context.services
     email, role = form.text("email", chars_max=320), form.choice("role", ROLE_NAMES)
     if not form.errors:
@@ -64,13 +64,13 @@ async def invite_person(context: ContextDependency, tenant_id: FromPath[str]) ->
 
 @get("/tenants/{tenant_id:str}/members/{member_id:str}", guards=[needs(Action.TENANT_MEMBERS)])
 async def edit_person(context: ContextDependency, tenant_id: FromPath[str], member_id: FromPath[str]) -> Html:
-    """The form with the role of a member in the tenant."""
+    """The form for the role of a member in the tenant."""
     return _change_form(context, await _membership(context, tenant_id, member_id), None)
 
 
 @post("/tenants/{tenant_id:str}/members/{member_id:str}", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
 async def change_person(context: ContextDependency, tenant_id: FromPath[str], member_id: FromPath[str]) -> Html:
-    """Save the role, or show the form again with what is wrong."""
+    """Save the role, or show the form again with the errors."""
     membership, form = await _membership(context, tenant_id, member_id), await context.form()
     role = form.choice("role", ROLE_NAMES)
     if form.errors:
@@ -81,11 +81,11 @@ async def change_person(context: ContextDependency, tenant_id: FromPath[str], me
 
 @post("/tenants/{tenant_id:str}/members/{member_id:str}/remove", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
 async def remove_person(context: ContextDependency, tenant_id: FromPath[str], member_id: FromPath[str]) -> Html:
-    """Remove a member from the tenant. Members who remove themselves are sent to a page that they may still see."""
+    """Remove a member from the tenant. Members who remove themselves are redirected to a page that they may still see."""
     await context.services.memberships.remove(tenant_id, member_id, access=context.access)
     access = context.access
-    stays = access.sees_all or access.actor.id != member_id
-    return context.redirect(f"/tenants/{tenant_id}" if stays else "/tenants", done="person-removed")
+    still_sees_tenant = access.sees_all or access.actor.id != member_id
+    return context.redirect(f"/tenants/{tenant_id}" if still_sees_tenant else "/tenants", done="person-removed")
 
 
 async def _membership(context: Context, tenant_id: str, member_id: str) -> Membership:

@@ -1,5 +1,4 @@
-"""The price book: what a million tokens cost, from which moment on. Prices are added, never changed; a future one can be
-withdrawn."""
+"""Prices per million tokens, each valid from a given time. Prices are added, never changed; a future one can be withdrawn."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejecte
 
 @get("/prices", guards=[needs(Action.READ_BOX)])
 async def list_prices(context: ContextDependency) -> Html:
-    """Every price: for each model and currency the present, the future and the past ones."""
+    """All prices, grouped by model and currency: future, current and past."""
     services = context.services
     prices = await read_every_page(services.prices.list)
     currencies = await services.tenants.currencies(services.settings.currency)
     served = [(model.name, currency) for model in services.models.list() for currency in currencies]
     return context.page(
         "pages/prices.html",
-        books=books_of(prices, services.clock.now()),
+        groups=group_prices(prices, services.clock.now()),
         refuse_unpriced=services.settings.unpriced == "refuse",
         unpriced=await services.prices.unpriced(served, services.clock.now()),
     )
@@ -42,17 +41,17 @@ async def list_prices(context: ContextDependency) -> Html:
 
 @get("/prices/new", guards=[needs(Action.BILLING)])
 async def new_price(context: ContextDependency) -> Html:
-    """The form of a new price; a model in the address, and a currency, fill it with the price in force."""
+    """The form for a new price, filled in with the price in force for the model and currency in the query string."""
     services = context.services
     model = context.query.get("model", "")
     currency = context.query.get("currency") or services.settings.currency
     current = await services.prices.current(model, services.clock.now(), currency=currency) if model else None
-    return _form(context, None, model=model, priced_in=currency, current=current)
+    return _form(context, None, model=model, price_currency=currency, current=current)
 
 
 @post("/prices", guards=[needs(Action.BILLING)], status_code=200)
 async def add_price(context: ContextDependency) -> Html:
-    """Add a price, or show the form again with what is wrong."""
+    """Add a price, or show the form again with the errors."""
     form = await context.form()
     values = _read(form, context.services)
     if not form.errors:
@@ -61,7 +60,7 @@ async def add_price(context: ContextDependency) -> Html:
             return context.redirect("/prices", done="price-added")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, (*FIELDS, *(f"tier_{tier}" for tier in TIERS)))
-    return _form(context, form, model=form.raw("model"), priced_in=form.raw("currency"), current=None)
+    return _form(context, form, model=form.raw("model"), price_currency=form.raw("currency"), current=None)
 
 
 @get("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)])
@@ -72,7 +71,7 @@ async def confirm_withdrawal(context: ContextDependency, price_id: FromPath[str]
 
 @post("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)], status_code=200)
 async def withdraw_price(context: ContextDependency, price_id: FromPath[str]) -> Html:
-    """Withdraw a future price, or say why it stays."""
+    """Withdraw a future price, or show why it cannot be withdrawn."""
     form = await context.form()
     price = await _price(context.services, price_id)
     try:
@@ -83,17 +82,17 @@ async def withdraw_price(context: ContextDependency, price_id: FromPath[str]) ->
     return context.redirect("/prices", done="price-withdrawn")
 
 
-def books_of(prices: list[Price], now: datetime) -> list[tuple[str, str, list[tuple[Price, str]]]]:
-    """Return (model, currency, [(price, state)]) by model, the newest price first; a state is future, in force or past."""
-    books: dict[tuple[str, str], list[Price]] = {}
+def group_prices(prices: list[Price], now: datetime) -> list[tuple[str, str, list[tuple[Price, str]]]]:
+    """Return (model, currency, [(price, state)]), newest price first; the state is future, in force or past."""
+    by_model: dict[tuple[str, str], list[Price]] = {}
     for price in sorted(prices, key=lambda price: price.effective_from, reverse=True):
-        books.setdefault((price.model, price.currency), []).append(price)
-    made = []
-    for (model, currency), book in sorted(books.items()):
-        in_force = next((price.id for price in book if price.effective_from <= now), None)
-        states = ["future" if price.effective_from > now else "in force" if price.id == in_force else "past" for price in book]
-        made.append((model, currency, list(zip(book, states, strict=True))))
-    return made
+        by_model.setdefault((price.model, price.currency), []).append(price)
+    groups = []
+    for (model, currency), group in sorted(by_model.items()):
+        in_force = next((price.id for price in group if price.effective_from <= now), None)
+        states = ["future" if price.effective_from > now else "in force" if price.id == in_force else "past" for price in group]
+        groups.append((model, currency, list(zip(group, states, strict=True))))
+    return groups
 
 
 def _read(form: Form, services: Services) -> dict[str, Any]:
@@ -115,15 +114,15 @@ def _read(form: Form, services: Services) -> dict[str, Any]:
     }
 
 
-def _form(context: Context, form: Form | None, *, model: str, priced_in: str, current: Price | None) -> Html:
+def _form(context: Context, form: Form | None, *, model: str, price_currency: str, current: Price | None) -> Html:
     return context.sheet(
         "fragments/price_new.html",
         title="New price",
         form=form,
         model=model,
-        priced_in=priced_in,
+        price_currency=price_currency,
         current=current,
-        shows_discounts=current is not None and _has_discounts(current),
+        unfold_discounts=current is not None and _has_discounts(current),
         tiers=TIERS,
         discounts=("batch_percent", "rejected_draft", *(f"tier_{tier}" for tier in TIERS)),
         models=[served.name for served in context.services.models.list()],
@@ -132,7 +131,7 @@ def _form(context: Context, form: Form | None, *, model: str, priced_in: str, cu
 
 
 def _has_discounts(price: Price) -> bool:
-    """Return whether a price has what the form keeps folded."""
+    """Return whether a price has values in the folded section of the form."""
     return price.batch_percent != 100 or bool(price.tier_percents) or price.rejected_draft != 0
 
 

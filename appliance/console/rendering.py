@@ -1,4 +1,4 @@
-"""Turns a template and its values into an answer: page or fragment, redirect, message about a finished change."""
+"""Renders templates as pages or fragments, redirects, and shows messages about completed changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.console.charts import spark_area, spark_points, stack, timeline
 from appliance.console.formatting import template_filters
 from appliance.console.forms import names_text, sentence
 from appliance.console.sections import sections_of
-from appliance.console.security import ConsoleRequest, current_session, may, page_shown
+from appliance.console.security import ConsoleRequest, current_page_url, current_session, may
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -30,13 +30,13 @@ THEME_COOKIE, DONE_COOKIE = "gatehouse_theme", "gatehouse_done"
 THEMES = ("auto", "light", "dark")
 DONE_SHOWN_FOR_S = 30
 HTML = "text/html"
-# One file per component, in the order of the cascade layers that the first of them declares.
+# One file per component, in the order of the cascade layers that the first file declares.
 STYLES = (
     *("layers", "base", "shell", "buttons", "forms", "badges", "tiles"),
     *("cards", "charts", "tables", "audit", "dialog", "toasts", "login", "account", "print"),
 )
-SCRIPTS = ("live", "hold", "places", "dialog", "toasts", "keyboard", "copy")
-# Messages shown after a change, on the page it leads to. The cookie carries the name, never the text.
+SCRIPTS = ("live", "heights", "rows", "dialog", "toasts", "keyboard", "copy")
+# Messages about a completed change, shown on the page that follows it. The cookie carries the name, never the text.
 DONE = {
     "tenant-created": "Tenant created. Create an API key next.",
     "tenant-saved": "Tenant saved. New limits apply at once.",
@@ -81,23 +81,23 @@ DONE = {
 
 @lru_cache(maxsize=256)
 def asset(path: str) -> str:
-    """Return the address of a static file with a piece of its hash, so that a browser may keep it for ever."""
+    """Return the URL of a static file with part of its hash, so that browsers may cache it indefinitely."""
     digest = sha256((STATIC_DIR / path).read_bytes()).hexdigest()
     return f"/static/{path}?v={digest[:12]}"
 
 
-def is_fragment(request: ConsoleRequest) -> bool:
-    """Return whether htmx requests a part of a page; to restore history it needs the whole page."""
+def is_fragment_request(request: ConsoleRequest) -> bool:
+    """Return whether htmx requests a fragment. To restore history it needs the whole page."""
     return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
 
 
 def toast_header(text: str, kind: str) -> str:
-    """Return the value of `HX-Trigger` that makes the page show `text`; kind is `done` or `error`."""
+    """Return the `HX-Trigger` value that shows `text` as a toast; `kind` is `done` or `error`."""
     return json.dumps({"gatehouse:toast": {"text": text, "kind": kind}})
 
 
 class Pages:
-    """The templates and the values of every page: the signed-in member, the theme, the time, the last change's message."""
+    """Renders templates, adding the values common to all pages: member, theme, time, message about the last change."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -124,61 +124,61 @@ class Pages:
         )
 
     def now(self) -> datetime:
-        """Return the time from which pages measure distances."""
+        """Return the time to which relative times on pages refer."""
         return self._services.clock.now()
 
     def fragment(self, template: str, **values: Any) -> str:
-        """Return a rendered template that needs nothing from the request, for live streams."""
+        """Render a template that needs no values from the request, for live streams."""
         return self._templates.get_template(template).render(now=self.now(), **values)
 
     def page(
         self, request: ConsoleRequest, template: str, *, part: str | None = None, status: int | None = None, **values: Any
     ) -> Html:
-        """Return the whole page, or only its template `part` when htmx requests a fragment.
+        """Render the whole page, or only its template `part` if htmx requests a fragment.
 
-        The default `status` is 200, or 422 if the values have a `form`: one that was sent and is wrong.
+        The default `status` is 422 if the values contain a `form` (one that was sent and has errors), else 200.
         """
-        if part is not None and is_fragment(request):
+        if part is not None and is_fragment_request(request):
             template = part
-        return self._answer(request, template, status, values)
+        return self._respond(request, template, status, values)
 
     def sheet(self, request: ConsoleRequest, template: str, *, title: str, **values: Any) -> Html:
-        """Return a form, for a dialog when htmx requests it, otherwise on a page of its own.
+        """Render a form: for the dialog if htmx requests it, otherwise on a page of its own.
 
-        The status is 422 if the values have a `form`: one that was sent and is wrong.
+        The status is 422 if the values contain a `form` (one that was sent and has errors), else 200.
         """
         values |= {"title": title, "sheet": template, "scope": "sheet"}
-        return self._answer(request, template if is_fragment(request) else "pages/sheet.html", None, values)
+        return self._respond(request, template if is_fragment_request(request) else "pages/sheet.html", None, values)
 
     def redirect(self, request: ConsoleRequest, path: str, *, done: str | None = None) -> Html:
-        """Return the redirect after a change: 303 for a form, `HX-Redirect` for htmx. `done` names the message shown there."""
+        """Redirect after a change: 303 for a form, `HX-Redirect` for htmx. `done` is the key of a message in DONE."""
         headers = {"vary": "HX-Request, Cookie"}
-        headers["hx-redirect" if is_fragment(request) else "location"] = path
-        status = 200 if is_fragment(request) else 303
+        headers["hx-redirect" if is_fragment_request(request) else "location"] = path
+        status = 200 if is_fragment_request(request) else 303
         answer = Response("", status_code=status, media_type=HTML, headers=headers)
         if done is not None:
             assert done in DONE
             answer.set_cookie(done_cookie(done, DONE_SHOWN_FOR_S))
         return answer
 
-    def _answer(self, request: ConsoleRequest, template: str, status: int | None, values: dict[str, Any]) -> Html:
+    def _respond(self, request: ConsoleRequest, template: str, status: int | None, values: dict[str, Any]) -> Html:
         if status is None:
             status = 422 if values.get("form") else 200
         done = request.cookies.get(DONE_COOKIE)
-        text = self._templates.get_template(template).render(self._shared(request) | values)
+        text = self._templates.get_template(template).render(self._common_values(request) | values)
         answer = Response(text, status_code=status, media_type=HTML, headers={"vary": "HX-Request, Cookie"})
-        if done is not None and not is_fragment(request):
+        if done is not None and not is_fragment_request(request):
             answer.set_cookie(done_cookie("", 0))
         return answer
 
-    def _shared(self, request: ConsoleRequest) -> dict[str, Any]:
+    def _common_values(self, request: ConsoleRequest) -> dict[str, Any]:
         session = current_session(request)
         theme = request.cookies.get(THEME_COOKIE, "auto")
         return {
             "scope": "page",
             "now": self.now(),
             "path": request.scope["path"],
-            "here": page_shown(request),
+            "here": current_page_url(request),
             "theme": theme if theme in THEMES else "auto",
             "member": session.member if session else None,
             "csrf_token": session.csrf_token if session else "",
@@ -190,5 +190,5 @@ class Pages:
 
 
 def done_cookie(name: str, max_age_s: int) -> Cookie:
-    """Return the cookie that carries the name of a finished change to the next page."""
+    """Return the cookie that carries the key of a message to the next page."""
     return Cookie(key=DONE_COOKIE, value=name, path="/", httponly=True, samesite="lax", max_age=max_age_s)

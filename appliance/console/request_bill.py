@@ -1,4 +1,4 @@
-"""What one request cost: its tokens by kind, each with the price paid, and later corrections."""
+"""The bill of one request: its tokens by kind with their prices, and later corrections."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CAUSES = {
     "engine_ended": "the engine ended it",
     "engine_overloaded": "the engine was overloaded",
     "invalid_request": "invalid request",
-    "gateway_died": "the gateway died; what the ledger had recorded is billed",
+    "gateway_died": "the gateway died; only the usage already in the ledger is billed",
     "internal_error": "internal error",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLine:
-    """Tokens of one kind, their price per million after discount, and their cost; None if no price is known."""
+    """Tokens of one kind, their price per million after discounts, and their cost; None if the price is unknown."""
 
     label: str
     tokens: int
@@ -49,7 +49,7 @@ class CostLine:
 
 
 async def bill_of(services: Services, event: UsageEvent, access: Access) -> dict[str, Any]:
-    """Return the bill as the page of a request shows it."""
+    """Return the template values of the bill."""
     price = await _price(services, event)
     filters = LedgerFilter(request_id=event.request_id, kind="adjustment")
     corrections = await services.reports.ledger_page(CORRECTIONS_SHOWN_MAX, None, filters, access=access)
@@ -61,19 +61,19 @@ async def bill_of(services: Services, event: UsageEvent, access: Access) -> dict
         "discount": discount(event),
         "corrections": shown,
         "corrections_left": max(0, number - len(shown)),
-        "stands_picos": event.cost_picos + corrected_picos,
+        "corrected_cost_picos": event.cost_picos + corrected_picos,
     }
 
 
 def discount(event: UsageEvent) -> str | None:
-    """Return the share of the price that is paid, such as `50 %`; None for the full price."""
+    """Return the billed share of the price, such as `50 %`; None for the full price."""
     if event.price_basis_points == BASIS_POINTS:
         return None
     return format_percent(event.price_basis_points)
 
 
 def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:
-    """Return the tokens of the bill by kind; rejected drafts only if there are any."""
+    """Return the lines of the bill; rejected draft tokens only if there are any."""
     uncached, cached, rejected = event.prompt_tokens - event.cached_tokens, event.cached_tokens, event.rejected_tokens
     kinds = [("Prompt, computed", "prompt", uncached), ("Prompt, cached", "cached_prompt", cached)]
     kinds += [("Output", "completion", event.completion_tokens)]
@@ -83,12 +83,12 @@ def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:
 
 
 def _line(event: UsageEvent, label: str, tokens: int, unit_micros: int | None) -> CostLine:
-    """Return a line of the bill. Its cost is exact: micro-units per million tokens are pico-units per token."""
+    """Return one line. Its cost is exact, because micro-units per million tokens equal pico-units per token."""
     cost_picos = None if unit_micros is None else tokens * unit_micros
     return CostLine(label=label, tokens=tokens, unit_micros=unit_micros, cost_picos=cost_picos, currency=event.currency)
 
 
 async def _price(services: Services, event: UsageEvent) -> Price | None:
-    """Return the price with which the event was opened, None if it is no longer found by model and time."""
+    """Return the price of the event, None if the price found by model and time is another one."""
     price = await services.prices.current(event.model, event.admitted_at, currency=event.currency)
     return price if price is not None and price.id == event.price_id else None

@@ -1,4 +1,4 @@
-"""One row of a request table, with the same fields for live and past requests. Knows no page."""
+"""A row of the request tables, with the same fields for live and past requests. Knows no page."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from appliance.serving.explanation import explain_past
 if TYPE_CHECKING:
     from appliance.serving.live_requests import LiveRequest
 
-TAIL_CHARS = 8  # the random end of an id; its beginning is the time, which neighbours share
+TAIL_CHARS = 8  # the random end of an id; ids of neighbouring requests share the beginning, which is the time
 NOTICEABLE_END_S = 0.001
 _TONES = {"stop": "ok", "length": "ok", "error": "bad", "refused": "bad"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine:
-    """A request as tables and the detail page show it. `end` is empty while it is live."""
+    """A request as shown in tables and on its page. `end`, the finish reason, is empty while it is live."""
 
     id: str
     live: bool
@@ -55,7 +55,7 @@ class RequestLine:
 
     @property
     def short_id(self) -> str:
-        """Return the end of the id, enough to distinguish neighbours."""
+        """Return the end of the id, which distinguishes neighbouring rows."""
         return f"…{self.id[-TAIL_CHARS:]}"
 
     @property
@@ -67,9 +67,9 @@ class RequestLine:
 
     @property
     def phases(self) -> list[tuple[str, str, float | None]]:
-        """Return (name, label, seconds) of the phases, which add up to the total; None for one that was not reached.
+        """Return (name, label, seconds) of the phases, which add up to the total; None for a phase that was not reached.
 
-        What follows the last token is listed if it is noticeable: until an abort has reached the engine, say.
+        Time after the last token is listed if it is noticeable, for example until an abort has reached the engine.
         """
         phases = [("queue", "queue", self.queue_s), ("prefill", "prefill", self.prefill_s), ("decode", "decode", self.decode_s)]
         if self.live or self.ttft_s is None or self.total_s is None:
@@ -79,9 +79,9 @@ class RequestLine:
 
 
 def live_line(live: LiveRequest, now: datetime) -> RequestLine:
-    """Return the row of a request that is not settled yet; its total is its age."""
+    """Return the row of a request that is not settled yet; its total time is its age."""
     return RequestLine(
-        **_same(live),
+        **_shared_fields(live),
         live=True,
         state=live.state,
         state_text=_state_text(live),
@@ -104,7 +104,7 @@ def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str 
     """Return the row of a request that the ledger has settled."""
     end = row.finish_reason or "unsettled"
     return RequestLine(
-        **_same(row),
+        **_shared_fields(row),
         live=False,
         state="finished",
         state_text="finished",
@@ -117,9 +117,9 @@ def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str 
     )
 
 
-def _same(request: LiveRequest | RequestRow) -> dict[str, Any]:
-    """Return the fields that a row takes from the request unchanged."""
-    return {name: getattr(request, name) for name in _SAME}
+def _shared_fields(request: LiveRequest | RequestRow) -> dict[str, Any]:
+    """Return the fields that the row has in common with the request."""
+    return {name: getattr(request, name) for name in _SHARED_FIELDS}
 
 
-_SAME = {field.name for field in fields(RequestLine)} & {field.name for field in fields(RequestRow)}
+_SHARED_FIELDS = {field.name for field in fields(RequestLine)} & {field.name for field in fields(RequestRow)}

@@ -1,4 +1,4 @@
-"""Requests: those in flight, live, above the history; one request in detail; cancelling."""
+"""Requests: those in flight (live), the history, the page of one request, and cancelling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from litestar.params import FromPath
 from appliance.base.errors import NotFound
 from appliance.console.context import Console, ContextDependency
 from appliance.console.history import FINISH_REASONS, Filters, history_page
-from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
+from appliance.console.rendering import DONE, HTML, Html, is_fragment_request, toast_header
 from appliance.console.request_bill import bill_of
 from appliance.console.request_lines import RequestLine, live_line, past_line
 from appliance.console.security import needs
@@ -27,19 +27,19 @@ LIVE_ROWS_MAX = 100
 
 @get("/requests")
 async def list_requests(context: ContextDependency) -> Html:
-    """In flight above, history below; when a filter changes, htmx requests only the history."""
+    """Requests in flight above, history below; when a filter changes, htmx requests only the history."""
     filters, access = Filters.of(context.query), context.access
     tenants = await tenants_by_name(context.services, access)
     names = {tenant.id: tenant.name for tenant in tenants}
     history = await history_page(context.services, filters, names, access)
     live = live_rows(context.services, access)
-    known = {"history": history, "filters": filters, "in_flight": live["live_total"] > 0, **context.console.example()}
-    if is_fragment(context.request):
-        return context.page("fragments/request_history.html", **known)
+    history_values = {"history": history, "filters": filters, "in_flight": live["live_total"] > 0, **context.console.example()}
+    if is_fragment_request(context.request):
+        return context.page("fragments/request_history.html", **history_values)
     return context.page(
         "pages/requests.html",
         **live,
-        **known,
+        **history_values,
         may_abort=access.may_somewhere(Action.ABORT),
         tenants=tenants,
         finish_reasons=FINISH_REASONS,
@@ -47,14 +47,15 @@ async def list_requests(context: ContextDependency) -> Html:
 
 
 async def live_requests_fragment(console: Console, access: Access) -> str:
-    """Return the live part of the page, with cancel buttons for those who may use them."""
+    """Render the live part of the page, with cancel buttons for the requests that the member may cancel."""
     return console.pages.fragment("fragments/live_requests.html", **live_rows(console.services, access))
 
 
 def live_rows(services: Services, access: Access) -> dict[str, Any]:
-    """Return the requests in flight that may be seen, oldest first; only the first ones of a long queue, because the table is
-    sent once a second. `live_total` counts all of them as of `at`; `cancellable` are the tenants whose requests may be ended
-    here.
+    """Return the template values for the visible requests in flight, oldest first.
+
+    `live` has at most LIVE_ROWS_MAX rows, because the table is sent once a second; `live_total` counts all requests as of `at`.
+    `cancellable` are the tenants whose requests the member may cancel.
     """
     now = services.clock.now()
     seen = list(services.generations.live(access=access).values())
@@ -65,29 +66,29 @@ def live_rows(services: Services, access: Access) -> dict[str, Any]:
 
 @get("/requests/{request_id:str}")
 async def show_request(context: ContextDependency, request_id: FromPath[str]) -> Html:
-    """Where the time of one request went, and what it cost."""
+    """The timeline and the bill of one request."""
     row, event = await _find(context.services, request_id, context.access)
     return context.page("pages/request.html", row=row, event=event, **await bill_of(context.services, event, context.access))
 
 
 @post("/requests/cancel", guards=[needs(Action.ABORT)], status_code=200)
 async def cancel_request(context: ContextDependency) -> Html:
-    """End a request in flight; what it generated so far is billed."""
+    """Cancel a request in flight; the tokens generated so far are billed."""
     form, access, services = await context.form(), context.access, context.services
     request_id = form.raw("request_id")
     live = services.generations.find(request_id, access=access, action=Action.ABORT)
-    if live is not None and live.state == "finished":  # its usage is being recorded; nothing is left to end
-        raise NotFound(f"the request {request_id} has ended")
+    if live is not None and live.state == "finished":  # only its usage is still being recorded
+        raise NotFound(f"the request {request_id} has already finished")
     if live is not None:
         await services.audit.record("request.abort", "request", request_id, tenant_id=live.tenant_id)
     services.generations.abort(request_id, access=access)
-    if not is_fragment(context.request):
+    if not is_fragment_request(context.request):
         return context.redirect("/requests", done="request-cancelled")
     return Response("", media_type=HTML, headers={"hx-trigger": toast_header(DONE["request-cancelled"], "done")})
 
 
 async def _find(services: Services, request_id: str, access: Access) -> tuple[RequestLine, UsageEvent]:
-    """Return the request, live or past, and its event in the ledger. Raises NotFound, also for one that may not be seen."""
+    """Return a live or past request and its ledger event. Raises NotFound, also for an invisible request."""
     event = await services.reports.event(request_id, access=access)
     live = services.generations.find(request_id, access=access)
     if live is not None:

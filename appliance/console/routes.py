@@ -1,4 +1,4 @@
-"""Puts the console together: its routes, their guards, and the static files. The only module of it that `app.py` needs."""
+"""Assembles the console: routes, guards and static files."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ MODULES = (
 FORM_BYTES_MAX = 64 * 1024
 NAME_BYTES_MAX = 255
 PATH_CHARS_MAX = 1000
-# The address of a static file changes with its content, so a browser may keep it for ever.
+# The URL of a static file changes with its content, so browsers may cache it indefinitely.
 STATIC_KEPT = "public, max-age=31536000, immutable"
 
 
 def create_console_router(services: Services) -> Router:
-    """Return the router with every page of the console and its static files."""
+    """Return the router with all pages of the console and its static files."""
     console = Console(services)
 
     def provide_context(request: ConsoleRequest) -> Context:
@@ -64,7 +64,9 @@ def create_console_router(services: Services) -> Router:
 
     pages = Router(
         path="/",
-        route_handlers=[each for module in MODULES for each in vars(module).values() if isinstance(each, BaseRouteHandler)],
+        route_handlers=[
+            member for module in MODULES for member in vars(module).values() if isinstance(member, BaseRouteHandler)
+        ],
         dependencies={"context": Provide(provide_context, sync_to_thread=False)},
         guards=[session_guard(services)],
         before_request=require_csrf_token,
@@ -86,7 +88,7 @@ def _static_files() -> Router:
 
 
 def _check_path(connection: Connection, _handler: BaseRouteHandler) -> None:
-    """Raise NotFoundException for a path that no file can have: asking the file system for it would fail."""
+    """Raise NotFoundException for a path that the file system would reject with an error."""
     path = connection.scope["path"]
     if "\0" in path or len(path) > PATH_CHARS_MAX or any(len(part.encode()) > NAME_BYTES_MAX for part in path.split("/")):
         raise NotFoundException

@@ -1,6 +1,6 @@
-"""Setting up and removing the second factor, and new recovery codes: each asks for a proof of identity again.
+"""Enabling and disabling the second factor, and new recovery codes. Each requires the password or a code again.
 
-Secrets and codes are shown in one answer only. Knows no rule of codes: `SecondFactors` decides.
+Secrets and codes are shown in one response only. `SecondFactors` checks the codes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from appliance.tenancy.recovery_codes import normalise_code
 from appliance.tenancy.second_factor import Enrolment
 from appliance.tenancy.sessions import Session
 
-EXPIRED = "The setup took too long. Scan the new code."
-NO_PROOF = "Wrong password or code."
+EXPIRED = "The setup has expired. Scan the new QR code."
+WRONG_PROOF = "Wrong password or code."
 
 
 @get("/account/second-factor")
 async def new_second_factor(context: ContextDependency) -> Html:
-    """The QR code, and the fields that prove that the right person scanned it."""
+    """The QR code, with fields for a code from the app and the password."""
     member = context.session.member
     return _enrolment_form(context, context.services.second_factors.begin(member), None)
 
 
 @post("/account/second-factor", status_code=200)
 async def enable_second_factor(context: ContextDependency) -> Html:
-    """Check password and code, store the secret, and show the recovery codes in a new session."""
+    """Check password and code, enable the second factor, open a new session, and show the recovery codes."""
     session, form = context.session, await context.form()
     factors, member = context.services.second_factors, session.member
     enrolment = factors.resume(member, form.values.get("ticket", ""))
@@ -49,23 +49,23 @@ async def enable_second_factor(context: ContextDependency) -> Html:
         proven = await context.services.members.prove_password(member.email, form.values.get("password", ""))
         codes = await factors.enable(member, enrolment, form.raw("code"), proof=proven.still_valid)
     except (RateLimitExceeded, InvalidCredentials, Conflict) as error:
-        _explain(form, error)
+        _add_error(form, error)
         return _enrolment_form(context, enrolment, form)
     context.attempts.reset_account(account=member.email)
-    return await _codes_in_new_session(context, session, codes, proven.still_valid)
+    return await _show_codes_in_new_session(context, session, codes, proven.still_valid)
 
 
 @get("/account/second-factor/disable")
 async def confirm_disable(context: ContextDependency) -> Html:
-    """Ask for a proof before the second factor is removed."""
+    """The form to disable the second factor, which asks for the password or a code."""
     return _proof_form(context, "disable", None)
 
 
 @post("/account/second-factor/disable", status_code=200)
 async def disable_second_factor(context: ContextDependency) -> Html:
-    """Remove the second factor; every other device is signed out."""
+    """Disable the second factor; every other device is signed out."""
     session, form = context.session, await context.form()
-    proof = await _proven(context, session.member, form)
+    proof = await _verify_proof(context, session.member, form)
     if proof is None:
         return _proof_form(context, "disable", form)
     proof = await context.services.second_factors.disable(session.member.id, proof=proof)
@@ -77,15 +77,15 @@ async def disable_second_factor(context: ContextDependency) -> Html:
 
 @get("/account/recovery-codes")
 async def confirm_renew(context: ContextDependency) -> Html:
-    """Ask for a proof before the old codes are replaced."""
+    """The form for new recovery codes, which asks for the password or a code."""
     return _proof_form(context, "renew", None)
 
 
 @post("/account/recovery-codes", status_code=200)
 async def renew_recovery_codes(context: ContextDependency) -> Html:
-    """Show ten new codes; the old ones are refused from now on."""
+    """Replace the recovery codes and show the new ones."""
     session, form = context.session, await context.form()
-    proof = await _proven(context, session.member, form)
+    proof = await _verify_proof(context, session.member, form)
     if proof is None:
         return _proof_form(context, "renew", form)
     try:
@@ -93,52 +93,51 @@ async def renew_recovery_codes(context: ContextDependency) -> Html:
     except Conflict as error:
         form.fail_with(error, ())
         return _proof_form(context, "renew", form)
-    return _codes(context, codes)
+    return _show_codes(context, codes)
 
 
-async def _proven(context: Context, member: Member, form: Form) -> Proof | None:
-    """Return the proof in the field `proof`: the member's password or a valid code; None, with an error in the form, if it is
-    neither."""
+async def _verify_proof(context: Context, member: Member, form: Form) -> Proof | None:
+    """Check the field `proof`, the member's password or a code; return None, with a form error, if it is neither."""
     typed = form.values.get("proof", "")
-    for proven_by in _ways(typed):
+    for check in _candidate_checks(typed):
         try:
-            return await proven_by(context, member, typed)
+            return await check(context, member, typed)
         except RateLimitExceeded as error:
             form.fail("proof", wait_message(error))
             return None
         except InvalidCredentials:
             continue
-    form.fail("proof", NO_PROOF)
+    form.fail("proof", WRONG_PROOF)
     return None
 
 
-def _ways(typed: str) -> Sequence[Callable[[Context, Member, str], Awaitable[Proof]]]:
-    """Return the checks to try on `typed`: ten letters may be a recovery code, or a password that looks like one."""
+def _candidate_checks(typed: str) -> Sequence[Callable[[Context, Member, str], Awaitable[Proof]]]:
+    """Return the checks to try: a text in the form of a recovery code may also be a password."""
     digits = typed.replace(" ", "")
     if len(digits) == 6 and digits.isdigit():
-        return (_code_proven,)
-    return (_password_proven,) if normalise_code(typed) is None else (_code_proven, _password_proven)
+        return (_check_code,)
+    return (_check_password,) if normalise_code(typed) is None else (_check_code, _check_password)
 
 
-async def _code_proven(context: Context, member: Member, code: str) -> Proof:
+async def _check_code(context: Context, member: Member, code: str) -> Proof:
     factors = context.services.second_factors
     context.attempts.count_code(address=context.address, member_id=member.id)
     stamp = await factors.challenge(member.id)
     if stamp is None:
-        raise InvalidCredentials(NO_PROOF)
+        raise InvalidCredentials(WRONG_PROOF)
     await factors.check(member.id, code, stamp=stamp)
     context.attempts.reset_codes(member_id=member.id)
     return factors.proof_of(stamp)
 
 
-async def _password_proven(context: Context, member: Member, password: str) -> Proof:
+async def _check_password(context: Context, member: Member, password: str) -> Proof:
     context.attempts.count(address=context.address, account=member.email)
     proven = await context.services.members.prove_password(member.email, password)
     context.attempts.reset_account(account=member.email)
     return proven.still_valid
 
 
-def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:
+def _add_error(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:
     if isinstance(error, RateLimitExceeded):
         form.fail(FORM_ERROR, wait_message(error))
     elif isinstance(error, Conflict):
@@ -149,15 +148,15 @@ def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflic
         form.fail("password", WRONG_CREDENTIAL)
 
 
-async def _codes_in_new_session(context: Context, session: Session, codes: list[str], proof: Proof) -> Html:
+async def _show_codes_in_new_session(context: Context, session: Session, codes: list[str], proof: Proof) -> Html:
     method = f"{session.method.partition('+')[0]}+totp"
     cookie = await open_session(context, session.member, method=method, proof=proof)
-    answer = _codes(context, codes)
+    answer = _show_codes(context, codes)
     answer.set_cookie(cookie)
     return answer
 
 
-def _codes(context: Context, codes: list[str]) -> Html:
+def _show_codes(context: Context, codes: list[str]) -> Html:
     return context.sheet("fragments/recovery_codes.html", title="Recovery codes", codes=codes)
 
 
@@ -182,9 +181,9 @@ def _proof_form(context: Context, verb: str, form: Form | None) -> Html:
 
 
 def qr_code(text: str) -> Markup:
-    """Return `text` as a QR code: an SVG without styles of its own, dark on light whatever the colours of the page."""
+    """Return `text` as a QR code: an SVG without inline styles, dark on light in every theme."""
     image = io.BytesIO()
     segno.make(text, error="m", micro=False).save(
         image, kind="svg", xmldecl=False, svgns=True, omitsize=True, nl=False, svgclass="qr", lineclass=None, border=3
     )
-    return Markup(image.getvalue().decode())  # noqa: S704 - consists of modules; contains none of the text
+    return Markup(image.getvalue().decode())  # noqa: S704 - drawn by segno; contains no part of the text

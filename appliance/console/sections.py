@@ -1,4 +1,4 @@
-"""The sections of the console in the order of the menu, and who sees which. Knows no page."""
+"""The sections of the console in the order of the menu, and the actions that show them. Knows no page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from appliance.tenancy.roles import Action
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One entry of the menu, for members who may do one of `actions` somewhere. `icon` is a file in `fragments/icons`."""
+    """A menu entry, shown to members who may do one of `actions` anywhere. `icon` is a file in `fragments/icons`."""
 
-    address: str
+    path: str
     name: str
     icon: str
     actions: tuple[Action, ...]
@@ -34,7 +34,7 @@ SECTIONS = (
 
 
 def sections_of(access: Access | None) -> list[Section]:
-    """Return the sections that somebody with `access` can open; a visitor opens none."""
+    """Return the sections that `access` allows; none for visitors who are not signed in."""
     if access is None:
         return []
     return [section for section in SECTIONS if any(access.may_somewhere(action) for action in section.actions)]

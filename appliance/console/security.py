@@ -1,7 +1,7 @@
-"""Who may open a page and who may change something: session cookie, access, cross-site checks, security headers.
+"""Authentication and authorization of console requests: session cookie, access, cross-site checks, security headers.
 
-A guard resolves the session and its member's access before anything else runs: a page of another tenant does not exist for that
-member. A second check compares the session-bound token of every form. Knows no page.
+A guard resolves the session and the member's access before the handler runs; pages of invisible tenants do not exist for the
+member. A second check compares the CSRF token of every form with the session. Knows no page.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 Connection = ASGIConnection[Any, Any, Any, Any]
 ConsoleRequest = Request[Any, Any, Any]
 
-OWN_PATHS = ("/account", "/logout", "/theme", "/login")  # what members who must choose a password may still open
+PASSWORD_CHANGE_PATHS = ("/account", "/logout", "/theme", "/login")  # open to members with a temporary password
 CSRF_FIELD = "csrf_token"
-# The cookies between the steps of signing in, by the name of the step.
+# Names of the cookies between the steps of a sign-in.
 SECURE_STEP_COOKIE, PLAIN_STEP_COOKIE = "__Host-gatehouse-{step}", "gatehouse_{step}"
 
 CONTENT_SECURITY_POLICY = (
@@ -46,7 +46,7 @@ SECURITY_HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    # Not `no-referrer`: with it a browser sends `Origin: null` on our own forms, and the check below would refuse them.
+    # Not `no-referrer`: browsers would send `Origin: null` with our own forms, and `require_own_origin` would refuse them.
     "referrer-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -55,12 +55,12 @@ SECURITY_HEADERS = {
 
 
 class SecurityHeaders(ASGIMiddleware):
-    """Sets the security headers on every answer, errors included."""
+    """Adds the security headers to every response, errors included."""
 
     scopes = (ScopeType.HTTP,)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """Pass the request on and add the headers that the answer does not set itself."""
+        """Add the headers that the response does not set itself."""
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -73,7 +73,7 @@ class SecurityHeaders(ASGIMiddleware):
 
 
 def is_secure(connection: Connection, services: Services) -> bool:
-    """Return whether cookies of this connection travel over HTTPS."""
+    """Return whether this connection uses HTTPS."""
     return browser_rules.is_secure(connection.scope["scheme"], services.settings)
 
 
@@ -97,12 +97,12 @@ def session_cookie(connection: Connection, services: Services, token: str) -> Co
 
 
 def step_ticket(connection: Connection, services: Services, step: str) -> str | None:
-    """Return the ticket of a step of signing in that the browser sent, if any."""
+    """Return the ticket of a sign-in step from the browser's cookie, if any."""
     return connection.cookies.get(_step_cookie_name(connection, services, step))
 
 
 def step_cookie(connection: Connection, services: Services, step: str, ticket: str, *, life_s: int = 0) -> Cookie:
-    """Return the cookie that carries the ticket of a step; an empty ticket removes it."""
+    """Return the cookie with the ticket of a sign-in step; an empty ticket removes it."""
     return Cookie(
         key=_step_cookie_name(connection, services, step),
         value=ticket,
@@ -120,13 +120,13 @@ def _step_cookie_name(connection: Connection, services: Services, step: str) -> 
 
 
 def current_session(connection: Connection) -> Session | None:
-    """Return the session that the guard found for this request; may be None on pages that need none."""
+    """Return the session of this request, as resolved by the guard; may be None on public pages."""
     session: Session | None = connection.state.get("session")
     return session
 
 
 def access_of(connection: Connection) -> Access:
-    """Return what the signed-in member may see and do, as of this request. Raises Unauthenticated."""
+    """Return the access of the signed-in member. Raises Unauthenticated."""
     access: Access | None = connection.state.get("access")
     if access is None:
         raise Unauthenticated("Sign in first.")
@@ -134,18 +134,17 @@ def access_of(connection: Connection) -> Access:
 
 
 def may(connection: Connection, action: str, tenant_id: str | None = None) -> bool:
-    """Return whether the signed-in member may do `action` in this tenant, or on the box when None."""
+    """Return whether the signed-in member may do `action` in this tenant, or on the appliance when None."""
     access: Access | None = connection.state.get("access")
     return access is not None and access.may(Action(action), tenant_id)
 
 
 def session_guard(services: Services) -> Guard:
-    """Return the guard of the whole console, which resolves the session and refuses visitors without one where it is needed.
+    """Return the guard of the whole console, which resolves the session and requires one on pages that are not public.
 
-    A handler with `opt={"public": True}` is served to anybody, but still learns of a session if there is one. The guard raises
-    Unauthenticated without a live session, Forbidden for a change requested by another site, and NotFound if the path names a
-    tenant that the member may not see. (A function, not an object, because the framework makes deep copies of objects when it
-    registers them.)
+    Handlers with `opt={"public": True}` accept anybody; a session is resolved if there is one. The guard raises Unauthenticated
+    without a live session, PasswordChangeNeeded for a temporary password, Forbidden for a change requested by another site, and
+    NotFound if the path names an invisible tenant. (A closure, because Litestar deep-copies guards that are objects.)
     """
 
     async def guard(connection: Connection, handler: BaseRouteHandler) -> None:
@@ -155,7 +154,7 @@ def session_guard(services: Services) -> Guard:
         if session is not None:
             access = access_of(connection)
             act_as(access.actor)
-            if session.must_change_password and not connection.scope["path"].startswith(OWN_PATHS):
+            if session.must_change_password and not connection.scope["path"].startswith(PASSWORD_CHANGE_PATHS):
                 raise PasswordChangeNeeded("Choose a new password first.")
             if (tenant_id := connection.path_params.get("tenant_id")) is not None:
                 access.require(Action.READ, tenant_id)
@@ -166,8 +165,7 @@ def session_guard(services: Services) -> Guard:
 
 
 async def resolve_session(connection: Connection, services: Services) -> Session | None:
-    """Return the live session of a connection, if any, and store it, with its member's access, for `current_session` and
-    `access_of`."""
+    """Return the live session of a connection, if any. Stores it and its access for `current_session` and `access_of`."""
     token = session_token(connection, services)
     session = await services.sessions.resolve(token) if token else None
     connection.state["session"] = session
@@ -176,16 +174,16 @@ async def resolve_session(connection: Connection, services: Services) -> Session
 
 
 async def resolve_access(services: Services, session: Session) -> Access:
-    """Return what the member of `session` may see and do now."""
+    """Return the current access of the session's member."""
     member = session.member
     actor = dataclasses.replace(current_actor(), kind="member", id=member.id, name=member.email)
     return await services.memberships.access(member, actor)
 
 
 def needs(action: Action) -> Guard:
-    """Return a guard that raises RoleNotAllowed unless `action` is covered: in the tenant of the path, else anywhere.
+    """Return a guard that raises RoleNotAllowed unless `action` is allowed in the tenant of the path.
 
-    If the path names no tenant, the handler must check again for the tenant of the row it finds, or narrow what it lists.
+    If the path names no tenant, it must be allowed anywhere; the handler must then check the row or narrow the list.
     """
 
     def guard(connection: Connection, _: BaseRouteHandler) -> None:
@@ -199,13 +197,13 @@ def needs(action: Action) -> Guard:
 
 
 def require_own_origin(connection: Connection) -> None:
-    """Raise Forbidden when a browser says that the request began on another site."""
+    """Raise Forbidden if the request was started by another site, according to the browser's headers."""
     if not is_from_own_site(connection.headers):
-        raise Forbidden("This form was sent from another site, so nothing was changed.")
+        raise Forbidden("This form was sent from another site. Nothing was changed.")
 
 
 async def require_csrf_token(request: ConsoleRequest) -> None:
-    """Raise Forbidden unless a change carries the token of its session, in the form or in the header that htmx sends."""
+    """Raise Forbidden unless a change carries the CSRF token of its session, as a form field or in the header sent by htmx."""
     session = current_session(request)
     if request.method in SAFE_METHODS or session is None:
         return
@@ -215,8 +213,8 @@ async def require_csrf_token(request: ConsoleRequest) -> None:
 
 
 async def form_of(request: ConsoleRequest) -> FormMultiDict:
-    """Return the fields of a form as sent. Raises InvalidValue for undecodable bytes, an unknown character set, and U+0000,
-    with which PostgreSQL cannot even compare."""
+    """Return the form fields. Raises InvalidValue for undecodable bytes, an unknown charset, and U+0000, which PostgreSQL does
+    not accept even in comparisons."""
     try:
         form = await request.form()
     except (LookupError, UnicodeError) as error:
@@ -228,35 +226,32 @@ async def form_of(request: ConsoleRequest) -> FormMultiDict:
 
 
 def safe_next(target: str | None) -> str:
-    """Return `target` if it is a path of this site, else the overview: never a way to another host."""
+    """Return `target` if it is a path on this site, else `/`, to prevent open redirects."""
     if not target or not target.startswith("/") or target.startswith("//") or "\\" in target:
         return "/"
     if any(character < " " or character == "\x7f" for character in target):
         return "/"
-    return quote(target, safe=string.punctuation, errors="replace")  # headers are ASCII
+    return quote(target, safe=string.punctuation, errors="replace")  # headers must be ASCII
 
 
-def address_asked(request: ConsoleRequest) -> str:
-    """Return path and query of this request. Does not use the framework's URL, which fails for a bad Host header."""
+def requested_url(request: ConsoleRequest) -> str:
+    """Return path and query of this request. `request.url` would fail for an invalid Host header."""
     path, query = request.scope["path"], request.scope["query_string"].decode("ascii", "replace")
     return f"{path}?{query}" if query else path
 
 
 def login_path(request: ConsoleRequest) -> str:
-    """Return the address of the sign-in page, which leads back to the page in the browser."""
-    target = page_shown(request)
+    """Return the URL of the sign-in page, which leads back to the current page."""
+    target = current_page_url(request)
     return "/login" if target == "/" else f"/login?next={quote(target, safe='')}"
 
 
-def page_shown(request: ConsoleRequest) -> str:
-    """Return the address of the page that a browser shows or opens: the requested page, or the page that contains the form or
-    part.
-
-    Of the latter, which the browser sends, only path and query are used.
-    """
-    whole = request.method in SAFE_METHODS and "hx-request" not in request.headers
-    if whole:
-        return address_asked(request)
+def current_page_url(request: ConsoleRequest) -> str:
+    """Return path and query of the page in the browser: the requested page, or the one that contains the form or fragment,
+    according to the headers `HX-Current-URL` or `Referer`."""
+    is_whole_page = request.method in SAFE_METHODS and "hx-request" not in request.headers
+    if is_whole_page:
+        return requested_url(request)
     try:
         page = urlsplit(request.headers.get("hx-current-url") or request.headers.get("referer") or "")
     except ValueError:

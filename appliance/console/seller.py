@@ -1,4 +1,4 @@
-"""The form for the seller on invoices. `Seller` has the rules for its fields."""
+"""The form for the invoice issuer (seller). `Seller` validates its fields."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TEXTS = {
     "phone": "Telephone",
     "website": "Website",
     "tax_id": "Tax number",
-    "registration": "Registration",
-    "tax_label": "Tax name",
-    "tax_note": "Reason for no tax",
+    "registration": "Company registration",
+    "tax_label": "Name of the tax, like VAT",
+    "tax_note": "Note if no tax is charged",
     "payment_note": "Payment note",
 }
 FIELDS = ("name", "address", "bank", "payment_terms_days", "tax_basis_points", *TEXTS)
@@ -31,13 +31,13 @@ _MICROS_PER_BASIS_POINT = MICROS_PER_UNIT * 100 // BASIS_POINTS
 
 @get("/settings/seller", guards=[needs(Action.BILLING)])
 async def show_seller(context: ContextDependency) -> Html:
-    """The form with the seller's details on invoices."""
+    """The form with the issuer's details on invoices."""
     return await _form(context, None)
 
 
 @post("/settings/seller", guards=[needs(Action.BILLING)], status_code=200)
 async def save_seller(context: ContextDependency) -> Html:
-    """Save it for invoices that are closed from now on, or show the form again with what is wrong."""
+    """Save the issuer for invoices closed from now on, or show the form again with the errors."""
     form = await context.form()
     values = _read(form)
     if not form.errors:
@@ -66,7 +66,7 @@ def _lines(form: Form, field: str) -> tuple[str, ...]:
 
 
 def _read_tax(form: Form) -> int:
-    """Return, in basis points, a percentage with at most two decimals; an empty field is no tax."""
+    """Parse a percentage with at most two decimals into basis points; an empty field means no tax."""
     micros = form.amount_micros("tax_basis_points") or 0
     basis_points, rest = divmod(micros, _MICROS_PER_BASIS_POINT)
     if rest or basis_points > BASIS_POINTS:

@@ -1,6 +1,6 @@
-"""The tenants that the member may see, for lists of choices and to show names instead of ids. Knows no page.
+"""All visible tenants, for select fields and to show names instead of ids. Knows no page.
 
-Always all of them: a tenant left out would show as an id among names, and could not be chosen.
+Never only some of them: others would be shown by id and could not be selected.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 async def tenants_by_name(services: Services, access: Access) -> list[Tenant]:
-    """Return the tenants that `access` shows in the order of their names, archived ones too."""
+    """Return the tenants visible to `access`, archived ones too, sorted by name."""
     tenants = await read_every_page(partial(services.tenants.list, include_archived=True, access=access))
     return sorted(tenants, key=lambda tenant: tenant.name.casefold())
 
 
 async def tenant_names(services: Services, access: Access) -> dict[str, str]:
-    """Return names by tenant id."""
+    """Return the names of the visible tenants by id."""
     return {tenant.id: tenant.name for tenant in await tenants_by_name(services, access)}

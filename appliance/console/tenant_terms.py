@@ -1,4 +1,4 @@
-"""A tenant's terms beyond its limits: how limits are enforced, limits per model, currency, billing address, budget alerts."""
+"""A tenant's terms: limit mode, limits per model, currency, billing address, alert thresholds, free allowance."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ FIELDS = ("limit_mode", "currency", "alert_percents", *BILLING_FIELDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeTerms:
-    """What a tenant need not pay, in micro-units a month: in this month, and what replaces it from which later month on."""
+    """The free allowance of a tenant, in micro-units per month: for this month, and `later` as (first month, amount)."""
 
     micros: int
     later: tuple[tuple[str, int], ...]
 
 
 async def free_terms(services: Services, tenant_id: str, *, access: Access) -> FreeTerms | None:
-    """Return the free allowance of a tenant, now and later; None if there is none, or the reader may not read invoices."""
+    """Return the free allowance of a tenant; None if there is none or the member may not read invoices."""
     if not access.may(Action.INVOICES, tenant_id):
         return None
     month = services.reports.calendar.month_of(services.clock.now())
@@ -58,13 +58,13 @@ async def free_terms(services: Services, tenant_id: str, *, access: Access) -> F
 
 @get("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)])
 async def show_terms(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """The form with the terms of a tenant."""
+    """The form for the terms of a tenant."""
     return _terms_form(context, await context.services.tenants.get(tenant_id, access=context.access), None)
 
 
 @post("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)], status_code=200)
 async def save_terms(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Save the terms, or show the form again with what is wrong."""
+    """Save the terms, or show the form again with the errors."""
     form = await context.form()
     changes = _read_terms(form)
     if not form.errors:
@@ -78,14 +78,14 @@ async def save_terms(context: ContextDependency, tenant_id: FromPath[str]) -> Ht
 
 @get("/tenants/{tenant_id:str}/model-limits", guards=[needs(Action.WRITE)])
 async def show_model_limits(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """The form with the limits of a tenant for one model; the model in the address fills it."""
+    """The form for the limits of a tenant for one model, filled in for the model in the query string."""
     tenant = await context.services.tenants.get(tenant_id, access=context.access)
     return _model_form(context, tenant, context.query.get("model", ""), None)
 
 
 @post("/tenants/{tenant_id:str}/model-limits", guards=[needs(Action.WRITE)], status_code=200)
 async def save_model_limits(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Set the limits of a tenant for one model; if all are empty, its own limits are removed."""
+    """Set the limits of a tenant for one model, or remove them if every field is empty."""
     form = await context.form()
     model, limits = form.text("model"), read_limits(form)
     if not form.errors:
@@ -99,7 +99,7 @@ async def save_model_limits(context: ContextDependency, tenant_id: FromPath[str]
 
 
 def model_lines(limits_by_model: Mapping[str, Limits]) -> list[tuple[str, str, Limits]]:
-    """Return (model, its name in an address, limits) in the order of names."""
+    """Return (model, URL-encoded model, limits), sorted by model."""
     return [(model, quote(model, safe=""), limits) for model, limits in sorted(limits_by_model.items())]
 
 
@@ -114,7 +114,7 @@ def _read_terms(form: Form) -> dict[str, Any]:
 
 
 def _read_percents(form: Form) -> list[int] | None:
-    """Return the percentages, an empty list for `none`, or None for an empty field: the default of the box."""
+    """Return the percentages, an empty list for `none`, or None (the appliance's default) for an empty field."""
     typed = form.raw("alert_percents").casefold()
     if typed in ("", "none"):
         return [] if typed else None

@@ -1,4 +1,4 @@
-"""Tenants: the list, a new one, its page with limits and keys, suspension and archive."""
+"""Tenants: the list, creation, the page of a tenant with limits and keys, suspending and archiving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.people import people_of
-from appliance.console.prices import books_of
+from appliance.console.prices import group_prices
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_terms import free_terms, model_lines
@@ -34,7 +34,7 @@ FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 
 @get("/tenants")
 async def list_tenants(context: ContextDependency) -> Html:
-    """Every tenant that the member may see and whose name matches the search; archived ones on request."""
+    """The visible tenants whose name matches the search; archived ones on request."""
     query = context.query
     text, archived = query.get("q", "").strip()[:NAME_CHARS_MAX], query.get("archived") == "yes"
     page = await context.services.tenants.list(
@@ -53,13 +53,13 @@ async def list_tenants(context: ContextDependency) -> Html:
 
 @get("/tenants/new", guards=[needs(Action.WRITE)])
 async def new_tenant(context: ContextDependency) -> Html:
-    """The form of a new tenant."""
+    """The form for a new tenant."""
     return _new_form(context, None)
 
 
 @post("/tenants", guards=[needs(Action.WRITE)], status_code=200)
 async def create_tenant(context: ContextDependency) -> Html:
-    """Create a tenant, or show the form again with what is wrong."""
+    """Create a tenant, or show the form again with the errors."""
     form = await context.form()
     values = _read(form)
     if not form.errors:
@@ -79,11 +79,11 @@ async def show_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> H
 
 @post("/tenants/{tenant_id:str}", guards=[needs(Action.WRITE)], status_code=200)
 async def save_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Save name, tier, weight, limits and models, or show the page again with what is wrong."""
+    """Save name, tier, weight, limits and models, or show the page again with the errors."""
     form = await context.form()
     tenant = await context.services.tenants.get(tenant_id, access=context.access)
     changes = _read(form) | {"allowed_models": form.changed_names("allowed_models", tenant.allowed_models)}
-    if changes["name"] == tenant.name:  # an existing name may stay, even if it would be refused as a new one
+    if changes["name"] == tenant.name:  # an existing name may stay even if it is invalid for new tenants
         changes["name"] = UNSET
     if not form.errors:
         try:
@@ -96,27 +96,27 @@ async def save_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> H
 
 @post("/tenants/{tenant_id:str}/suspend", guards=[needs(Action.WRITE)], status_code=200)
 async def suspend_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Refuse the tenant's keys until it is resumed."""
+    """Suspend the tenant: refuse its keys until it is resumed."""
     await context.services.tenants.update(tenant_id, TenantChanges(suspended=True), access=context.access)
     return context.redirect(f"/tenants/{tenant_id}", done="tenant-suspended")
 
 
 @post("/tenants/{tenant_id:str}/resume", guards=[needs(Action.WRITE)], status_code=200)
 async def resume_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Serve the tenant again."""
+    """Resume a suspended tenant."""
     await context.services.tenants.update(tenant_id, TenantChanges(suspended=False), access=context.access)
     return context.redirect(f"/tenants/{tenant_id}", done="tenant-resumed")
 
 
 @get("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)])
 async def confirm_archive(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Ask for the tenant's name before it is archived."""
+    """Confirm archiving: asks for the tenant's name."""
     return _archive_form(context, await context.services.tenants.get(tenant_id, access=context.access), None)
 
 
 @post("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)], status_code=200)
 async def archive_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """Archive the tenant for good if its name was typed."""
+    """Archive the tenant permanently if its name was typed."""
     tenant = await context.services.tenants.get(tenant_id, access=context.access)
     form = await context.form()
     if form.raw("confirm") != tenant.name:
@@ -146,20 +146,20 @@ def _archive_form(context: Context, tenant: Tenant, form: Form | None) -> Html:
 
 
 async def _prices(services: Services, tenant: Tenant) -> dict[str, Any]:
-    """Return what a million tokens cost the tenant, now and later, with the discount of its tier, and the models that it may
-    use at no cost because they have no price in its currency."""
+    """Return the tenant's current and future prices per million tokens, including the discount of its tier, and the usable
+    models without a price in its currency."""
     currency, now = tenant.currency or services.settings.currency, services.clock.now()
     names = [model.name for model in services.models.list()]
-    mine = [name for name in names if tenant.allowed_models is None or name in tenant.allowed_models]
+    usable = [name for name in names if tenant.allowed_models is None or name in tenant.allowed_models]
     prices = [
-        price for price in await read_every_page(services.prices.list) if price.currency == currency and price.model in mine
+        price for price in await read_every_page(services.prices.list) if price.currency == currency and price.model in usable
     ]
     return {
-        "unpriced": await services.prices.unpriced([(name, currency) for name in mine], now),
+        "unpriced": await services.prices.unpriced([(name, currency) for name in usable], now),
         "prices": [
             (price, state, price.rate(tenant.tier))
-            for _, _, book in books_of(prices, now)
-            for price, state in reversed(book)
+            for _, _, group in group_prices(prices, now)
+            for price, state in reversed(group)
             if state != "past"
         ],
     }

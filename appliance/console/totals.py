@@ -1,4 +1,4 @@
-"""Sums of the ledger for the heads of pages. Knows no page."""
+"""Usage totals from the ledger for the tiles at the top of pages. Knows no page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums over a period. `cost_picos` is in the currency that was asked for; amounts in others are kept apart, never added."""
+    """Totals of a period. `cost_picos` is in the requested currency; `other_costs` are amounts in other currencies."""
 
     requests: int = 0
     tokens: int = 0
@@ -27,19 +27,19 @@ class Totals:
 async def totals_today(
     services: Services, tenant_id: str | None = None, *, currency: str | None = None, access: Access
 ) -> Totals:
-    """Return the sums since the billing day began, of one tenant or of all that `access` shows."""
+    """Return the totals since the start of the billing day, of one tenant or of all visible ones."""
     start = services.reports.calendar.day_start(services.clock.now())
     return await totals_since(services, start, tenant_id, currency=currency, access=access)
 
 
 async def totals_this_month(services: Services, tenant_id: str, *, currency: str | None = None, access: Access) -> Totals:
-    """Return the sums of one tenant since the billing month began, the month of its budget and its invoice."""
+    """Return the totals of a tenant since the start of the billing month, as for its budget and invoice."""
     start = services.reports.calendar.month_start(services.clock.now())
     return await totals_since(services, start, tenant_id, currency=currency, access=access)
 
 
 async def costs_this_month(services: Services, tenant_ids: Collection[str], *, access: Access) -> dict[str, list[UsageRow]]:
-    """Return the cost of each of these tenants since the billing month began, one row per currency; none without usage."""
+    """Return the cost of these tenants since the start of the billing month, one row per currency; no rows without usage."""
     now = services.clock.now()
     rows = await services.reports.totals(
         services.reports.calendar.month_start(now),
@@ -58,7 +58,7 @@ async def costs_this_month(services: Services, tenant_ids: Collection[str], *, a
 async def totals_since(
     services: Services, start: datetime, tenant_id: str | None, *, currency: str | None = None, access: Access
 ) -> Totals:
-    """Return the sums of usage admitted since `start` and already settled. `currency` None: the appliance's."""
+    """Return the totals of settled usage admitted since `start`. `currency` None is the appliance's currency."""
     end = services.clock.now() + timedelta(seconds=1)
     filters = UsageFilter(tenant_ids=None if tenant_id is None else [tenant_id])
     rows = await services.reports.usage(start, end, filters=filters, access=access)

@@ -1,4 +1,4 @@
-"""The page for a browser that requests an unknown path. No guard has run there, so the session is resolved when it is sent."""
+"""The error page for unknown paths. No guard runs for them, so the session is resolved when the response is sent."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from appliance.serving.services import Services
 
 API_PREFIXES = ("/v1", "/admin", "/health", "/metrics", "/schema")
-"""Paths below these answer in JSON, to browsers too."""
+"""Paths with these prefixes always answer in JSON, also to browsers."""
 
 ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 
 
 def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHandler:
-    """Return the handler of errors outside every route: a page for a browser that strayed, `otherwise` for programs."""
+    """Return the handler of errors outside of all routes: a page for browsers, `otherwise` for programs and API paths."""
     show_page = error_handler(Pages(services))
 
     def answer(request: ConsoleRequest, error: Exception) -> Response[Any]:
-        has_strayed = isinstance(error, NotFoundException | MethodNotAllowedException) and not _is_api_path(request)
-        if not has_strayed or "text/html" not in request.headers.get("accept", ""):
+        is_unknown_page = isinstance(error, NotFoundException | MethodNotAllowedException) and not _is_api_path(request)
+        if not is_unknown_page or "text/html" not in request.headers.get("accept", ""):
             return otherwise(request, error)
 
         async def page() -> Html:
@@ -50,7 +50,7 @@ def _is_api_path(request: ConsoleRequest) -> bool:
 
 
 class DeferredPage(Response[str]):
-    """An answer that is made when it is sent: error handlers are not coroutines and cannot wait for the database."""
+    """A response that is rendered when it is sent, because error handlers cannot await the database."""
 
     def __init__(self, page: Callable[[], Awaitable[Html]]) -> None:
         super().__init__("")

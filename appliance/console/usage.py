@@ -1,6 +1,6 @@
-"""Usage: what was used and what it cost over a period, day by day and by tenant, key or model. Reads only the reports.
+"""Usage and cost over a period, per day and by tenant, key or model. Reads only the reports.
 
-Takes three statements, however many tenants there are: the bars, the rows, and the names of the rows.
+Runs three queries, however many tenants there are: for the bars, the rows, and the names in the rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the page shows; every combination has its own address. `bucket` is that of the bars."""
+    """The choices on the page, all in its URL. `bucket` is the interval of one bar."""
 
     period: str
     group: str
@@ -54,7 +54,7 @@ class View:
 
     @classmethod
     def of(cls, query: Mapping[str, str], now: datetime, calendar: BillingCalendar) -> View:
-        """Return the view that the query string names; wrong values are ignored."""
+        """Parse the query string; invalid values are ignored."""
         period = query.get("period", "30d")
         period = period if period in PERIODS else "30d"
         group, measure = query.get("group", "tenant"), query.get("measure", "tokens")
@@ -71,30 +71,30 @@ class View:
 
     @property
     def filters(self) -> UsageFilter:
-        """Return whose usage is shown."""
+        """Return the filter for the queries."""
         return UsageFilter(tenant_ids=[self.tenant] if self.tenant else None)
 
-    def address(self, path: str = "/usage", **changes: str) -> str:
-        """Return the address of this view with `changes`."""
-        given = {"period": self.period, "group": self.group, "measure": self.measure, "tenant": self.tenant} | changes
-        return build_url(path, **given)
+    def url(self, path: str = "/usage", **changes: str) -> str:
+        """Return the URL of this view with `changes`."""
+        parameters = {"period": self.period, "group": self.group, "measure": self.measure, "tenant": self.tenant} | changes
+        return build_url(path, **parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageLine:
-    """One row of the table: its owner or model, its counts, and its share of the measure shown; a cost in another currency than
-    the one shown has none."""
+    """One row of the table: its tenant, key or model, its counts, and its share of the measure shown, None for a cost in
+    another currency than the one shown."""
 
     name: str
     note: str
-    address: str | None
+    url: str | None
     usage: UsageRow
     share: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """The counts of the whole period; costs by currency, the one of bars and shares first."""
+    """Totals of the whole period; `costs` by currency, that of bars and shares first."""
 
     requests: int
     prompt_tokens: int
@@ -104,7 +104,7 @@ class Sums:
 
 
 def bounds(period: str, now: datetime, calendar: BillingCalendar) -> tuple[datetime, datetime]:
-    """Return the beginning and the end of a period that ends with the current day, or of a month, in the billing time zone."""
+    """Return start and end of a period, in the billing time zone."""
     end = calendar.next_day_start(now)
     if period == "month":
         return calendar.month_start(now), end
@@ -117,12 +117,14 @@ def bounds(period: str, now: datetime, calendar: BillingCalendar) -> tuple[datet
 
 @get("/usage")
 async def show_usage(context: ContextDependency) -> Html:
-    """The page; when a choice changes, htmx requests only its lower part."""
+    """The page; when a choice changes, htmx requests only the part below the title."""
     services, access = context.services, context.access
     view = View.of(context.query, services.clock.now(), services.reports.calendar)
     bars = await services.reports.usage(view.start, view.end, view.bucket, filters=view.filters, access=access)
     tenants = await tenants_by_name(services, access)
-    sums = add_up(bars, _billed_in([one for one in tenants if view.tenant in ("", one.id)], services.settings.currency))
+    sums = add_up(
+        bars, _common_currency([tenant for tenant in tenants if view.tenant in ("", tenant.id)], services.settings.currency)
+    )
     currency, _ = sums.costs[0]
     rows = await services.reports.totals(
         view.start,
@@ -135,14 +137,14 @@ async def show_usage(context: ContextDependency) -> Html:
         access=access,
     )
     names = await _names(services, view.group, rows, {tenant.id: tenant.name for tenant in tenants}, access)
-    whole = sum(measured(row, view.measure, currency) for row in bars)
+    total = sum(measured_value(row, view.measure, currency) for row in bars)
     return context.page(
         "pages/usage.html",
         part="fragments/usage.html",
         view=view,
         sums=sums,
         bars=_bars(bars, view, services.reports.calendar, currency),
-        lines=lines_of(rows[:ROWS_MAX], names, view, currency, whole=whole),
+        lines=usage_lines(rows[:ROWS_MAX], names, view, currency, total=total),
         more=len(rows) > ROWS_MAX,
         tenants=tenants,
         periods=PERIODS,
@@ -154,7 +156,7 @@ async def show_usage(context: ContextDependency) -> Html:
 
 @get("/usage.csv")
 async def export_usage(context: ContextDependency) -> Response[str]:
-    """The rows of the table for a spreadsheet: exact integers, costs in pico-units of their currency."""
+    """The rows of the table as CSV: exact integers, costs in pico-units of their currency."""
     services, access = context.services, context.access
     view = View.of(context.query, services.clock.now(), services.reports.calendar)
     rows = await services.reports.totals(
@@ -176,14 +178,14 @@ async def export_usage(context: ContextDependency) -> Response[str]:
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers={"content-disposition": disposition})
 
 
-def _billed_in(tenants: Sequence[Tenant], default: str) -> str:
-    """Return the currency in which all `tenants` are billed; `default` if they are billed in several, or there are none."""
+def _common_currency(tenants: Sequence[Tenant], default: str) -> str:
+    """Return the currency of all `tenants`; `default` if they have several, or there are no tenants."""
     currencies = {tenant.currency or default for tenant in tenants}
     return currencies.pop() if len(currencies) == 1 else default
 
 
 def add_up(bars: Sequence[UsageRow], preferred: str) -> Sums:
-    """Return the sums over all bars. Costs in `preferred` come first, also if there are none at all."""
+    """Return the totals of all bars. Costs in `preferred` come first, also if there are no costs."""
     costs: dict[str, int] = {}
     for row in sorted(bars, key=lambda row: (row.currency != preferred, row.currency)):
         costs[row.currency] = costs.get(row.currency, 0) + row.cost_picos
@@ -198,29 +200,29 @@ def add_up(bars: Sequence[UsageRow], preferred: str) -> Sums:
 
 
 def owner_of(row: UsageRow, group: str) -> str:
-    """Return the tenant id, key id or model of a row, by the grouping."""
+    """Return the tenant id, key id or model of a row, depending on `group`."""
     owner = {"tenant": row.tenant_id, "key": row.key_id, "model": row.model}[group]
     assert owner is not None, "a grouped row names its group"
     return owner
 
 
-def lines_of(
-    rows: Sequence[UsageRow], names: Mapping[str, tuple[str, str]], view: View, currency: str, *, whole: int
+def usage_lines(
+    rows: Sequence[UsageRow], names: Mapping[str, tuple[str, str]], view: View, currency: str, *, total: int
 ) -> list[UsageLine]:
-    """Return the rows of the table. Shares are of `whole`, the sum of all rows in the measure shown."""
+    """Return the rows of the table. Shares are fractions of `total`, the sum of all rows in the measure shown."""
     lines = []
     for row in rows:
-        share = min(max(measured(row, view.measure, currency) / whole, 0.0), 1.0) if whole > 0 else 0.0
-        compares = view.measure != "cost" or row.currency == currency
+        share = min(max(measured_value(row, view.measure, currency) / total, 0.0), 1.0) if total > 0 else 0.0
+        is_comparable = view.measure != "cost" or row.currency == currency
         owner = owner_of(row, view.group)
         name, note = names.get(owner, (owner, ""))
-        address = None if view.group == "model" else f"/{view.group}s/{owner}"
-        lines.append(UsageLine(name=name, note=note, address=address, usage=row, share=share if compares else None))
+        url = None if view.group == "model" else f"/{view.group}s/{owner}"
+        lines.append(UsageLine(name=name, note=note, url=url, usage=row, share=share if is_comparable else None))
     return lines
 
 
-def measured(row: UsageRow, measure: str, currency: str) -> int:
-    """Return the value of a row in a measure; costs in another currency than `currency` do not compare and count as zero."""
+def measured_value(row: UsageRow, measure: str, currency: str) -> int:
+    """Return the value of a row in a measure; a cost in another currency than `currency` counts as zero."""
     if measure == "requests":
         return row.requests
     if measure == "cost":
@@ -229,16 +231,19 @@ def measured(row: UsageRow, measure: str, currency: str) -> int:
 
 
 def _bars(rows: Sequence[UsageRow], view: View, calendar: BillingCalendar, currency: str) -> list[Column]:
-    """Return one bar for every bucket of the period, empty ones too. Hours are UTC hours, as in the report: in a zone half an
-    hour off, the first and the last hour of a day are cut, and the first is labelled with the beginning of the day."""
+    """Return one bar per bucket of the period, empty ones too.
+
+    Hours are UTC hours, as in the report: in a time zone with an offset of half an hour, the first and last hour of a day are
+    cut, and the first is labelled with the start of the day.
+    """
     amounts: dict[datetime, int] = {}
     for row in rows:
-        amounts[row.start] = amounts.get(row.start, 0) + measured(row, view.measure, currency)
-    written = "%H:%M" if view.bucket == "hour" else "%Y-%m-%d"
+        amounts[row.start] = amounts.get(row.start, 0) + measured_value(row, view.measure, currency)
+    label_format = "%H:%M" if view.bucket == "hour" else "%Y-%m-%d"
     bars: list[tuple[str, int]] = []
     moment = bucket_start(view.start, view.bucket, calendar)
     while moment < view.end:
-        bars.append((calendar.local(max(moment, view.start)).strftime(written), amounts.get(moment, 0)))
+        bars.append((calendar.local(max(moment, view.start)).strftime(label_format), amounts.get(moment, 0)))
         moment = bucket_end(moment, view.bucket, calendar)
     return columns(bars)
 
@@ -246,7 +251,7 @@ def _bars(rows: Sequence[UsageRow], view: View, calendar: BillingCalendar, curre
 async def _names(
     services: Services, group: str, rows: Sequence[UsageRow], tenants: Mapping[str, str], access: Access
 ) -> dict[str, tuple[str, str]]:
-    """Return name and note of the tenants, keys or models of `rows`."""
+    """Return (name, note) of the tenants or keys in `rows`, by id."""
     if group == "tenant":
         return {tenant_id: (name, "") for tenant_id, name in tenants.items()}
     if group == "model":

@@ -50,15 +50,8 @@ CACHED_KEYS_MAX = 10_000
 GRACE_S_MAX = 90 * 24 * 3600
 KEYS_OF_TENANT_MAX = 1000
 DEFAULT_TERMS = KeyChanges()
-_NOT_INHERITED = (
-    "id",
-    "prefix",
-    "digest",
-    "created_at",
-    "last_used_at",
-    "revoked_at",
-    "replaced_by",
-)  # columns that a successor does not inherit
+_NOT_INHERITED = ("id", "prefix", "digest", "created_at", "last_used_at", "revoked_at", "replaced_by")
+"""Columns that a successor does not inherit."""
 
 
 @dataclass(frozen=True, slots=True)

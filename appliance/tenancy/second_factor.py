@@ -4,7 +4,7 @@
                                                        └─────── an owner resets it ──────► none
 
 Checks codes only; callers check the password. Every change ends all sessions of the member in the same transaction; the caller
-opens a new one for the member who made the change.
+may open a new one for the member who made the change.
 """
 
 from __future__ import annotations

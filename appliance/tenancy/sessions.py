@@ -22,7 +22,7 @@ from appliance.tenancy.secrets import plain_digest
 
 IDLE_S = 8 * 3600
 ABSOLUTE_S = 7 * 24 * 3600
-TOUCH_INTERVAL = timedelta(minutes=1)  # how often `last_seen_at` is updated, at most
+TOUCH_INTERVAL = timedelta(minutes=1)  # minimum interval between updates of `last_seen_at`
 TOKEN_BYTES = 32
 _TOKEN_CHARS_MAX = 100
 

@@ -213,7 +213,7 @@ async def test_the_history_is_searched_while_typing_and_the_address_follows(site
     await expect(page.get_by_text("No request matches.")).to_be_visible()
     await page.wait_for_url("**/requests?q=nothing*")
     await page.go_back()
-    await expect(page.get_by_text("No request yet.")).to_be_visible()
+    await expect(page.get_by_text("No requests yet.")).to_be_visible()
 
 
 async def test_choices_of_the_usage_page_are_made_one_after_another_by_keyboard(site: Site) -> None:
@@ -237,7 +237,7 @@ async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Si
     box = site.box
     page = await site.alice()
     await page.goto("/requests")
-    await expect(page.get_by_text("No request yet.")).to_be_visible()
+    await expect(page.get_by_text("No requests yet.")).to_be_visible()
     entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
     await box.services.ledger.open(entry)
     await box.services.ledger.settle(posted(entry.request_id))

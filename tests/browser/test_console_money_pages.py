@@ -20,7 +20,7 @@ MODEL = "Meta-Llama-3.1-70B-Instruct"
 WIDTHS = (1280, 1024, 768, 390)
 # The elements whose text leaves the box of the nearest ancestor that frames it.
 OUTSIDE = """() => [...document.querySelectorAll('main :is(dd, dt, .gauge-line > *, td, th, .line, .nowrap)')]
-    .filter(one => one.getClientRects().length && one.innerText.trim() && !one.querySelector('.unseen'))
+    .filter(one => one.getClientRects().length && one.innerText.trim() && !one.querySelector('.visually-hidden'))
     .filter(one => innerWidth > 720 || !one.closest('thead'))
     .filter(one => {
         const frame = one.closest('.card, .table-frame, .levels, .tiles');

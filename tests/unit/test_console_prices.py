@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from appliance.console.prices import books_of
+from appliance.console.prices import group_prices
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import TenantChanges
 from tests.support.clock import START, FakeClock
@@ -122,7 +122,7 @@ async def test_a_viewer_reads_and_adds_nothing(box: Box) -> None:
 
 def test_a_book_says_what_is_in_force_what_was_and_what_comes() -> None:
     prices = [price(at=START + timedelta(days=day)) for day in (-10, -1, 5)]
-    ((model, currency, book),) = books_of(prices, START)
+    ((model, currency, book),) = group_prices(prices, START)
     assert (model, currency) == ("demo", "EUR")
     assert [state for _, state in book] == ["future", "in force", "past"]
 

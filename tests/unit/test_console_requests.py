@@ -69,10 +69,10 @@ async def test_blocks_that_the_engine_has_not_told_of_yet_are_not_none(box: Box)
 
 async def test_the_first_request_is_not_asked_for_while_one_is_in_flight(box: Box) -> None:
     alice = await box.alice()
-    assert "No request yet." in (await alice.get("/requests")).text
+    assert "No requests yet." in (await alice.get("/requests")).text
     box.engine_side.add(box.cast.bob, "req_first")
     for answer in (await alice.get("/requests"), await alice.fragment("/requests")):
-        assert "No request has ended yet." in answer.text
+        assert "No request has finished yet." in answer.text
         assert "curl" not in answer.text
 
 
@@ -120,7 +120,7 @@ async def test_a_first_visit_says_how_to_send_a_request(box: Box) -> None:
     page = (await (await box.alice()).get("/requests")).text
 
     assert "No requests in flight" in page
-    assert "No request yet" in page
+    assert "No requests yet" in page
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in page
 
 
@@ -271,7 +271,7 @@ async def test_cancelling_what_is_being_settled_is_told_and_not_noted_as_an_abor
     answer = await (await box.alice()).post_htmx("/requests/cancel", request_id="req_over")
 
     assert (answer.status_code, box.engine_side.aborted) == (404, [])
-    assert "has ended" in answer.headers["hx-trigger"]
+    assert "has already finished" in answer.headers["hx-trigger"]
     noted = await box.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=WHOLE_BOX)
     assert noted.data == []
 

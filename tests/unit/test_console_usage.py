@@ -87,7 +87,7 @@ async def test_shares_are_of_all_that_was_used_and_the_bars_say_how_high_they_ar
     page = (await (await box.alice()).fragment("/usage?measure=requests")).text
 
     assert re.findall(r'of-all muted">([^<]+)<', page) == ["75 %", "25 %"]
-    assert '<span class="muted">at most 4</span>' in page
+    assert '<span class="muted">peak 4</span>' in page
 
 
 async def in_francs(box: Box) -> None:
@@ -117,7 +117,7 @@ async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(box: Bo
 
     assert re.findall(r'of-all muted">([^<]+)<', part) == ["100 %"]
     assert '<dt>Cost, CHF</dt><dd class="money">2.00</dd>' in part
-    assert '<span class="muted">at most 2.00 CHF</span>' in part
+    assert '<span class="muted">peak 2.00 CHF</span>' in part
     assert "EUR" not in part
 
 

@@ -1,5 +1,5 @@
-// Copies the text that a button names. Without clipboard access (plain HTTP) it selects the text instead and says so on the
-// button, and also next to it for screen readers, which do not read the button again.
+// Copies the text of the element that a button refers to. Without clipboard access (plain HTTP) it selects the text. The result
+// is shown on the button, and announced by a status element because screen readers do not read the button again.
 (() => {
   const select = (element) => {
     const range = document.createRange();
@@ -8,22 +8,22 @@
     getSelection().addRange(range);
   };
 
-  const statusBeside = (button) => {
-    const known = button.parentElement.querySelector("[data-copy-status]");
-    if (known) return known;
-    const made = document.createElement("span");
-    made.className = "unseen";
-    made.setAttribute("role", "status");
-    made.dataset.copyStatus = "";
-    button.after(made);
-    return made;
+  const statusOf = (button) => {
+    const existing = button.parentElement.querySelector("[data-copy-status]");
+    if (existing) return existing;
+    const status = document.createElement("span");
+    status.className = "visually-hidden";
+    status.setAttribute("role", "status");
+    status.dataset.copyStatus = "";
+    button.after(status);
+    return status;
   };
 
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("[data-copy]");
     if (!button) return;
     const source = document.querySelector(button.dataset.copy);
-    const status = statusBeside(button);
+    const status = statusOf(button);
     status.textContent = "";
     try {
       await navigator.clipboard.writeText(source.textContent);

@@ -1,13 +1,13 @@
-// Opens the dialog when a form has been put into it, and empties it when it closes.
+// Opens the dialog when htmx has loaded a form into it, and empties it when it closes.
 (() => {
   const dialog = document.getElementById("dialog");
   if (!dialog) return;
-  let pressed = null;
-  let typed = false;
+  let pointerDownTarget = null;
+  let hasInput = false;
 
   document.addEventListener("htmx:after:swap", (event) => {
     if (event.detail.ctx?.target !== dialog || dialog.open) return;
-    typed = false;
+    hasInput = false;
     dialog.showModal();
     dialog.querySelector("input:not([type=hidden])")?.focus();
   });
@@ -15,12 +15,12 @@
     document.querySelector("[aria-invalid=true]")?.focus();
   });
   dialog.addEventListener("close", () => dialog.replaceChildren());
-  dialog.addEventListener("input", () => (typed = true));
-  dialog.addEventListener("pointerdown", (event) => (pressed = event.target));
+  dialog.addEventListener("input", () => (hasInput = true));
+  dialog.addEventListener("pointerdown", (event) => (pointerDownTarget = event.target));
   dialog.addEventListener("click", (event) => {
-    // A click outside closes it, unless it began inside (a selection drawn too far) or would lose typed text or a secret.
-    const beside = event.target === dialog && pressed === dialog;
-    if (beside && !typed && !dialog.querySelector(".secret")) dialog.close();
+    // A click on the backdrop closes it, unless it started inside (while selecting text) or would lose input or a secret.
+    const isOnBackdrop = event.target === dialog && pointerDownTarget === dialog;
+    if (isOnBackdrop && !hasInput && !dialog.querySelector(".secret")) dialog.close();
   });
   dialog.addEventListener("cancel", (event) => {
     if (dialog.querySelector(".secret")) event.preventDefault();

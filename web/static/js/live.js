@@ -1,4 +1,4 @@
-// Keeps the live badge honest: "Live" while ticks arrive, "Stale" after five seconds without one, and a pause button.
+// The live badge: "Live" while updates arrive, "Stale" after five seconds without one; and the pause button.
 (() => {
   const STALE_AFTER_MS = 5000;
   const status = document.querySelector("[data-live]");

@@ -1,4 +1,4 @@
-// Shows messages that the server sends with its answers, and reports missing answers. Errors stay until closed.
+// Shows messages sent by the server, and reports failed requests. Error messages stay until closed.
 (() => {
   const SHOWN_FOR_MS = 6000;
   const region = document.getElementById("toasts");
@@ -24,11 +24,11 @@
   document.addEventListener("gatehouse:toast", (event) => show(event.detail.text, event.detail.kind));
   document.addEventListener("htmx:response:error", (event) => {
     const { raw, status } = event.detail.ctx.response;
-    const told = raw.headers.has("hx-trigger") || raw.headers.has("hx-redirect") || status === 422;
+    const isHandled = raw.headers.has("hx-trigger") || raw.headers.has("hx-redirect") || status === 422;
     const outcome = status < 500 ? "Nothing was changed." : "Reload to see whether anything was changed.";
-    if (!told) show(`The server answered with an error (${status}). ${outcome}`, "error");
+    if (!isHandled) show(`The server answered with an error (${status}). ${outcome}`, "error");
   });
   document.addEventListener("htmx:error", (event) => {
-    if (!event.detail.ctx?.response) show("The appliance did not answer. Is it running?", "error");
+    if (!event.detail.ctx?.response) show("The appliance does not respond. Is it running?", "error");
   });
 })();
