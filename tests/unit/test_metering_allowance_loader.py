@@ -592,7 +592,7 @@ async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_ta
     entry = pending(cast.bob, admitted_at=clock.now())
     running = await admission.admit(asking(cast.bob.principal))
     await ledger.open(entry)
-    await ledger.caught_up()
+    await ledger.catch_up()
     held.gate = asyncio.Event()
     running.settle(600, request_id=entry.request_id)
     await ledger.settle(posted(entry.request_id, prompt=600, completion=0), running.mark_recorded)

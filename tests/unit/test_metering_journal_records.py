@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from appliance.metering.ledger.journaled import Journaled, decode, encode
+from appliance.metering.ledger.journal_records import JournaledEntry, decode, encode
 from appliance.metering.ledger.records import PendingEntry, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price
 from tests.support.clock import START, FakeClock
@@ -12,7 +12,7 @@ from tests.support.clock import START, FakeClock
 
 def test_an_entry_comes_back_from_its_record_as_it_was(clock: FakeClock) -> None:
     entry = pending_of_nobody(clock)
-    journaled = Journaled(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=entry)
+    journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=entry)
     assert decode(encode(journaled)) == journaled
 
 
@@ -49,13 +49,13 @@ def test_a_later_version_reads_what_the_first_one_left() -> None:
         b'{"priority":120}},"admitted_at":"2026-11-21T20:38:14.467045Z","price_basis_points":10000,"currency":null}}'
     )
     entry = decode(first)
-    assert isinstance(entry, Journaled)
+    assert isinstance(entry, JournaledEntry)
     assert encode(entry) == first.replace(b'"currency":null}}', b'"currency":null,"batch":false}}')
     assert not entry.entry.batch, "nothing was batch work before there was any"
 
 
 def test_a_version_before_reads_what_a_later_one_left_but_for_what_it_has_no_word_for() -> None:
-    journaled = Journaled(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=pending_of_nobody(FakeClock()))
+    journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=pending_of_nobody(FakeClock()))
     later = encode(journaled).replace(b'"batch":true', b'"batch":true,"from_later":{"x":[1]}')
     assert b"from_later" in later
     assert decode(later) == journaled

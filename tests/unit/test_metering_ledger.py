@@ -143,7 +143,7 @@ async def test_of_settlements_of_one_request_in_one_round_the_first_counts_and_o
         blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
         await poll_until(lambda: gated.held == 1)
         settling = [asyncio.create_task(ledger.settle(posted(entry.request_id, completion=tokens))) for tokens in (5, 6, 5)]
-        await poll_until(lambda: len(ledger._waiting) == 3)
+        await poll_until(lambda: len(ledger._queue) == 3)
         gated.gate.set()
         answers = await asyncio.gather(*settling, return_exceptions=True)
         await blocking
@@ -531,7 +531,7 @@ async def test_a_checkpoint_that_no_table_takes_costs_no_other_and_no_settlement
         settling = asyncio.create_task(ledger.settle(posted(settled)))
         gated.gate.set()
         await asyncio.gather(blocking, settling)
-        await poll_until(lambda: ledger._waiting.is_empty)
+        await poll_until(lambda: ledger._queue.is_empty)
         assert ledger.healthy
     events = {event.request_id: event for event in await all_events(database)}
     assert [events[request_id].completion_tokens for request_id in sorted(counts)] == [1, 0, 2, 5]
@@ -549,7 +549,7 @@ async def test_a_database_that_fails_while_operations_are_written_one_by_one_giv
         await poll_until(lambda: failing.held == 1)
         settling = [asyncio.create_task(ledger.settle(posted(entry.request_id))) for entry in entries[1:]]
         settling.append(asyncio.create_task(ledger.settle(posted(entries[0].request_id, completion=2**70))))
-        await poll_until(lambda: len(ledger._waiting) == 3)
+        await poll_until(lambda: len(ledger._queue) == 3)
         failing.gate.set()
         failing.gate = None
         await blocking
@@ -615,7 +615,7 @@ async def test_a_writer_that_ends_by_a_bug_is_visible_and_refuses(
     def bug(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(ledger._waiting, "take", bug)
+    monkeypatch.setattr(ledger._queue, "take", bug)
     with pytest.raises(LedgerBroken, match="a bug"):
         await ledger.open(pending(cast.bob))
     assert not ledger.healthy

@@ -24,12 +24,10 @@ from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger import journaled as journaled_module
-from appliance.metering.ledger import rollups
-from appliance.metering.ledger import waiting as waiting_module
+from appliance.metering.ledger import journal_records, operation_queue, rollups
 from appliance.metering.ledger import writer as writer_module
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, only_in_journal, replay
+from appliance.metering.ledger.journal_records import JournaledEntry, count_unwritten_entries, encode, open_journal, replay
 from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.writer import Ledger
@@ -61,7 +59,7 @@ def database_url(tmp_path: Path, migrated_sqlite_file: Path) -> str:
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody give a slow disk up after a second, unless that is what a test is about."""
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 60.0)
-    monkeypatch.setattr(writer_module, "LINE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(writer_module, "JOURNAL_TIMEOUT_S", 60.0)
 
 
 @asynccontextmanager
@@ -147,7 +145,7 @@ async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_
     await ledger.start()
     with_rows, in_lines, refused, running = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(4))
     await ledger.open(with_rows)
-    await ledger.caught_up()
+    await ledger.catch_up()
     gated.gate = asyncio.Event()
     await asyncio.gather(*(ledger.open(entry) for entry in (in_lines, refused, running)))
     await asyncio.gather(*(ledger.settle(posted(entry.request_id, completion=5)) for entry in (with_rows, in_lines)))
@@ -164,13 +162,13 @@ async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_
     assert events[running.request_id].status == "recovered"
     assert await start_again(database, clock, tmp_path / "j") == events, "once"
     async with database.reading() as connection:
-        assert await rollups.differing(connection, database.kind, BillingCalendar()) == []
+        assert await rollups.mismatched_levels(connection, database.kind, BillingCalendar()) == []
 
 
 async def test_who_reads_or_writes_sees_what_was_settled_however_late_the_rows_come(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_module, "ROWS_PAUSE_S", 60.0)
+    monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
     statuses = select(usage_events.c.status)
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         for transaction in (database.reading, database.writing):
@@ -184,8 +182,8 @@ async def test_who_reads_or_writes_sees_what_was_settled_however_late_the_rows_c
 async def test_where_many_wait_a_settlement_goes_with_their_round(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_module, "ROWS_PAUSE_S", 60.0)
-    entries = [pending(cast.bob) for _ in range(waiting_module.TOGETHER_FROM)]
+    monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
+    entries = [pending(cast.bob) for _ in range(operation_queue.COMBINE_FROM)]
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
         await ledger.settle(posted(entries[0].request_id))
@@ -200,9 +198,9 @@ async def test_while_the_tables_fail_a_settlement_has_its_line_however_many_wait
     failing = FailingDatabase.around(database)
     ledger = utc_ledger(failing, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
     await ledger.start()
-    entries = [pending(cast.bob) for _ in range(waiting_module.TOGETHER_FROM + 1)]
+    entries = [pending(cast.bob) for _ in range(operation_queue.COMBINE_FROM + 1)]
     await asyncio.gather(*(ledger.open(entry) for entry in entries))
-    await ledger.caught_up()
+    await ledger.catch_up()
     failing.fail_before_commit = 1_000_000
     await ledger.settle(posted(entries[0].request_id))
     await poll_until(lambda: not ledger.healthy)
@@ -225,7 +223,7 @@ async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_
         real = journal._waiting
         deaf = SimpleNamespace(put=lambda _append: None, get=real.get, get_nowait=real.get_nowait)
         for entry, timeout_s, stuck_s in ((first, 0.01, None), (second, 60.0, -60.0)):
-            monkeypatch.setattr(writer_module, "LINE_TIMEOUT_S", timeout_s)
+            monkeypatch.setattr(writer_module, "JOURNAL_TIMEOUT_S", timeout_s)
             with monkeypatch.context() as hanging:
                 hanging.setattr(journal, "_waiting", deaf)  # nobody takes what waits, whatever queue the thread looks at
                 hanging.setattr(journal, "_writing_since_s", stuck_s)  # long ago
@@ -245,7 +243,7 @@ async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_fo
     await ledger.start()
     entry = pending(cast.bob)
     await ledger.open(entry)
-    monkeypatch.setattr(ledger._waiting, "take", bug)
+    monkeypatch.setattr(ledger._queue, "take", bug)
     await poll_until(lambda: not ledger.healthy)
     await ledger.settle(posted(entry.request_id, completion=5))
     assert ledger.unrecorded_usage_tokens == 0
@@ -263,10 +261,10 @@ async def test_a_round_that_hangs_is_waited_for_by_its_first_reader_alone(
     async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await ledger.open(pending(cast.bob))
         await poll_until(lambda: gated.held == 1)
-        await ledger.caught_up()
-        await poll_until(lambda: ledger._round_lasts(0.05))
+        await ledger.catch_up()
+        await poll_until(lambda: ledger._round_exceeds(0.05))
         monkeypatch.setattr(asyncio, "wait", None)
-        await ledger.caught_up()
+        await ledger.catch_up()
         monkeypatch.undo()
         gated.gate.set()
 
@@ -304,7 +302,7 @@ async def test_what_no_line_can_say_waits_for_its_rows(
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         entry = pending(cast.bob)
         await ledger.open(entry)
-        with pytest.raises(LedgerBroken, match="refused by the database"):
+        with pytest.raises(LedgerBroken, match="the database rejected the settlement"):
             await ledger.settle(posted(entry.request_id, completion=2**63))
         await ledger.settle(posted(entry.request_id))
         assert ledger.unrecorded_usage_tokens == 10 + 2**63
@@ -389,7 +387,7 @@ async def test_an_entry_that_the_tables_refuse_is_loud_and_costs_no_other(
         assert ledger.unrecorded_usage_tokens == 15
         assert ledger.healthy
     assert await all_events(database) == [event]
-    assert "the tables refused what was promised" in capfd.readouterr().out
+    assert "the tables rejected a journaled operation" in capfd.readouterr().out
 
 
 async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
@@ -397,8 +395,8 @@ async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
 ) -> None:
     journal = Journal(tmp_path / "j")
     day = START.date()
-    good = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=day, entry=pending(cast.bob))
-    lost = Journaled(epoch_id="epoch_of_a_later_backup", currency="EUR", billing_day=day, entry=pending(cast.bob))
+    good = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=day, entry=pending(cast.bob))
+    lost = JournaledEntry(epoch_id="epoch_of_a_later_backup", currency="EUR", billing_day=day, entry=pending(cast.bob))
     for record in (encode(lost), b'{"not": "an entry"}', b"not JSON", encode(good)):
         await journal.append(record)
     events = await start_again(database, clock, tmp_path / "j")
@@ -417,7 +415,7 @@ async def test_a_database_that_cannot_be_written_at_the_start_loses_nothing(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
-    left = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
+    left = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
     await journal.append(encode(left))
     failing = FailingDatabase.around(database)
     failing.fail_before_commit = 1
@@ -490,12 +488,12 @@ async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_d
 async def test_who_reads_pending_rows_can_wait_for_them(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_module, "ROWS_PAUSE_S", 60.0)
+    monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
     entries = [pending(cast.bob) for _ in range(600)]  # more than two rounds take
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j", settle_pause_s=60.0) as ledger:
-        await ledger.caught_up()
+        await ledger.catch_up()
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
-        await asyncio.gather(ledger.caught_up(), ledger.caught_up())
+        await asyncio.gather(ledger.catch_up(), ledger.catch_up())
         assert {event.request_id for event in await all_events(database)} == {entry.request_id for entry in entries}
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
 
@@ -508,7 +506,7 @@ async def test_who_reads_waits_for_the_round_that_is_just_being_written(
     async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await ledger.open(entry)
         await poll_until(lambda: gated.held == 1)
-        reading = asyncio.create_task(ledger.caught_up())
+        reading = asyncio.create_task(ledger.catch_up())
         for _ in range(10):
             await asyncio.sleep(0)
         assert not reading.done()
@@ -527,8 +525,8 @@ async def test_while_the_tables_fail_nobody_who_reads_waits(
         await poll_until(lambda: ledger.last_error is not None)
         with monkeypatch.context() as impatient:
             impatient.setattr(asyncio, "wait", None)
-            await ledger.caught_up()
-        reading = asyncio.create_task(ledger.caught_up())
+            await ledger.catch_up()
+        reading = asyncio.create_task(ledger.catch_up())
         for _ in range(10):
             await asyncio.sleep(0)
         assert reading.done()
@@ -559,10 +557,10 @@ async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
     async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
         good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
         await asyncio.gather(ledger.open(good), ledger.open(bad))
-        await ledger.caught_up()
+        await ledger.catch_up()
         gated.gate.set()
         monkeypatch.setattr(writer_module, "CATCH_UP_S", 60.0)
-        await ledger.caught_up()
+        await ledger.catch_up()
         assert [event.request_id for event in await all_events(database)] == [good.request_id]
         await ledger.settle(voided(good.request_id))
 
@@ -645,9 +643,9 @@ async def test_a_text_comes_through_the_journal_as_it_is_or_is_refused(
 async def test_no_record_stops_the_start(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     counts: dict[str, Any] = {"reserved_tokens": 2**80}
-    good = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
+    good = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
     huge = msgspec.structs.replace(good, entry=pending(cast.bob, **counts))
-    for record in (journaled_module._ENCODER.encode(huge), encode(good)):
+    for record in (journal_records._ENCODER.encode(huge), encode(good)):
         await journal.append(record)
     assert set(await start_again(database, clock, tmp_path / "j")) == {good.entry.request_id}
 
@@ -655,7 +653,7 @@ async def test_no_record_stops_the_start(database: Database, clock: FakeClock, c
 async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
     database: Database, database_url: str, clock: FakeClock, cast: Cast
 ) -> None:
-    journal = journal_beside(database_url)
+    journal = open_journal(database_url)
     assert journal is not None
     ledger = utc_ledger(database, clock, cast.epoch_id, journal=journal)
     await ledger.start()
@@ -663,17 +661,17 @@ async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
     await ledger.open(written)
     await settle(ledger, posted(written.request_id))
     await kill_ledger(ledger)
-    await journal.append(encode(Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=left)))
+    await journal.append(encode(JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=left)))
     for _ in range(2):
         async with database.reading() as connection:
-            assert await only_in_journal(connection, database_url) == 1
+            assert await count_unwritten_entries(connection, database_url) == 1
 
 
 def test_a_journal_lies_beside_the_file_itself_whatever_links_lead_there(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "real.db").touch()
     (tmp_path / "link.db").symlink_to(tmp_path / "data" / "real.db")
-    journal = journal_beside(f"sqlite:///{tmp_path}/link.db")
+    journal = open_journal(f"sqlite:///{tmp_path}/link.db")
     assert journal is not None
     asyncio.run(journal.close())
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [

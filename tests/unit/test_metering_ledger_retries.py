@@ -48,7 +48,7 @@ async def test_after_a_round_that_failed_the_first_of_several_settlements_still_
     async with running_ledger(failing, clock, cast.epoch_id, settle_pause_s=60.0) as ledger:
         await ledger.open(entry)
         settling = [asyncio.create_task(ledger.settle(posted(entry.request_id, completion=count))) for count in (5, 6, 7)]
-        await poll_until(lambda: len(ledger._waiting) == 3)
+        await poll_until(lambda: len(ledger._queue) == 3)
         failing.fail_before_commit = 1
         await ledger.stop()
         told = await asyncio.gather(*settling, return_exceptions=True)
@@ -70,7 +70,7 @@ async def test_what_hangs_or_waits_when_a_stop_gives_up_is_counted_once_and_not_
     for entry in entries:  # one in a round that hangs, and one that waits for its turn
         settling.append(asyncio.create_task(ledger.settle(posted(entry.request_id))))
         await poll_until(lambda: gated.held == 1)
-    await poll_until(lambda: len(ledger._waiting) == 1)
+    await poll_until(lambda: len(ledger._queue) == 1)
     with pytest.raises(LedgerBroken, match="2 operations unwritten"):
         await ledger.stop(timeout_s=0.05)
     gated.gate.set()
@@ -100,7 +100,7 @@ async def test_whoever_waits_when_the_writer_ends_by_a_bug_is_told(
 ) -> None:
     ledger = utc_ledger(database, clock, cast.epoch_id)
     await ledger.start()
-    monkeypatch.setattr(ledger._waiting, "take", None)
+    monkeypatch.setattr(ledger._queue, "take", None)
     waiting = [ledger.open(pending(cast.bob)), ledger.open(pending(cast.bob)), ledger.settle(posted("req_any"))]
     told = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(each) for each in told] == [LedgerBroken] * 3

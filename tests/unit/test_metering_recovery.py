@@ -217,5 +217,6 @@ async def test_an_epoch_that_another_one_followed_opens_nothing(postgresql: Clus
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_a_start_finds_what_was_left_behind_by_its_indexes(database: Database) -> None:
     events = EVENTS_WITH_PRICES.params(request_ids=["one", "another"])
-    assert await query_plan(database, recovery._left_behind("now")) == ["SCAN usage_events USING INDEX ix_usage_events_pending"]
+    pending = recovery._pending_of_dead_epochs("now")
+    assert await query_plan(database, pending) == ["SCAN usage_events USING INDEX ix_usage_events_pending"]
     assert await query_plan(database, events) == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]

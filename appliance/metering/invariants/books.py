@@ -99,7 +99,7 @@ async def _postings(connection: AsyncConnection) -> Finding:
 
 
 async def _rollups(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> Finding:
-    wrong = await rollups.differing(connection, kind, calendar)
+    wrong = await rollups.mismatched_levels(connection, kind, calendar)
     if wrong:
         text = f"the sums by {', '.join(wrong)} are not those of the events: run gatehouse db rebuild-rollups"
         return Finding("rollups", "broken", text)

@@ -42,7 +42,7 @@ from appliance.metering import sealed_secrets
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import books, origins
 from appliance.metering.invariants.finding import NAMED_MAX, Finding, named
-from appliance.metering.ledger import journaled
+from appliance.metering.ledger import journal_records
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.secrets import read_pepper
@@ -98,7 +98,7 @@ async def check_ledger(
                 on_progress(num_read / num_events)
             tally.wrong["requests"] += await origins.requests_without_event(connection)
             tally.wrong["price"] += history.wrong()
-            only_in_journal = 0 if running else await journaled.only_in_journal(connection, url)
+            only_in_journal = 0 if running else await journal_records.count_unwritten_entries(connection, url)
             findings += _from_tally(tally, running=running, only_in_journal=only_in_journal)
             findings.append(await _sums(connection, tally))
             findings += await books.check(connection, database.kind, BillingCalendar(time_zone))

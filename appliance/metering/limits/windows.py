@@ -30,7 +30,7 @@ class Window:
     """What is used and reserved in one day (tokens) or month (pico-units of money) of the billing calendar.
 
     `shadow_used` is the part of `used` that limits in shadow mode would have refused. `live` is the part of `reserved` that
-    running requests have cost so far. `others` are costs in other currencies, which do not count towards the budget.
+    running requests have cost so far. `other_currencies` are costs in other currencies, which do not count towards the budget.
     """
 
     start: date
@@ -38,7 +38,7 @@ class Window:
     reserved: int = 0
     shadow_used: int = 0
     live: int = 0
-    others: dict[str, int] = field(default_factory=dict)
+    other_currencies: dict[str, int] = field(default_factory=dict)
 
 
 class Windows:
