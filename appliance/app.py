@@ -48,7 +48,7 @@ from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.ledger_sums import LedgerSums
-from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.metering.limits.saved_levels import LevelSaver
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
@@ -204,7 +204,7 @@ class Appliance:
             admin_tokens=AdminTokens(db, clock),
             audit=AuditLog(db, clock),
             admission=admission,
-            limit_levels=LimitLevels(db, admission),
+            limit_levels=LevelSaver(db, admission),
             forecasts=Forecasts(
                 admission, prices=prices, tiers=tiers, policies=policies, models=models, clock=clock, limits=limits
             ),

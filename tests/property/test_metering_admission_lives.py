@@ -129,7 +129,7 @@ async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int)
     for allowance in admission._allowances.values():
         assert (allowance.running, allowance._windows.day.reserved, allowance._windows.month.reserved) == (0, 0, 0)
         assert allowance._windows.day.used >= allowance._windows.day.shadow_used >= 0
-        assert allowance._windows.month.live == 0
+        assert allowance._windows.month.running_cost == 0
 
 
 async def _wait_as_told(

@@ -80,7 +80,7 @@ async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, 
                 principal=bob, model="demo", prompt_tokens=7, max_output_tokens=most, price=None, answers=answers
             )
             reservation = await admission.admit(asked)
-            assert reservation.tokens_reserved == 7 + answers * expected
+            assert reservation.reserved_tokens == 7 + answers * expected
             seen.running.append((reservation, expected, most))
             assert seen.cheap <= CHEAP_MAX
         else:

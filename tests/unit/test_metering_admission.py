@@ -61,7 +61,7 @@ async def admit(
 
 async def test_a_request_without_limits_is_admitted(admission: Admission) -> None:
     reservation = await admit(admission, principal(), prompt=10**9, output=None)
-    assert reservation.tokens_reserved == 10**9 + EXPECTED_OUTPUT_TOKENS
+    assert reservation.reserved_tokens == 10**9 + EXPECTED_OUTPUT_TOKENS
 
 
 async def test_of_200_requests_at_once_exactly_as_many_are_admitted_as_the_bucket_holds(admission: Admission) -> None:
@@ -136,7 +136,7 @@ async def test_a_request_larger_than_the_limit_is_told_that_waiting_is_useless(a
 
 async def test_a_guess_of_the_output_alone_never_makes_a_request_too_large(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
-    assert (await admit(admission, bob, 40, None)).tokens_reserved == 100
+    assert (await admit(admission, bob, 40, None)).reserved_tokens == 100
     with pytest.raises(RequestExceedsLimit):
         await admit(admission, bob, 101, None)
 
@@ -424,9 +424,9 @@ async def test_the_expected_output_is_learnt_per_key_and_never_above_the_asked_m
     bob, charlie = principal(), principal()
     for _ in range(OUTPUTS_MIN):
         (await admit(admission, bob, 10, None)).settle(10 + 400)
-    assert (await admit(admission, bob, 10, None)).tokens_reserved == 410
-    assert (await admit(admission, bob, 10, 7)).tokens_reserved == 17
-    assert (await admit(admission, charlie, 10, None)).tokens_reserved == 10 + EXPECTED_OUTPUT_TOKENS
+    assert (await admit(admission, bob, 10, None)).reserved_tokens == 410
+    assert (await admit(admission, bob, 10, 7)).reserved_tokens == 17
+    assert (await admit(admission, charlie, 10, None)).reserved_tokens == 10 + EXPECTED_OUTPUT_TOKENS
 
 
 @pytest.mark.parametrize("asked", [95, 200, 500])
@@ -441,8 +441,8 @@ async def test_a_key_whose_answers_are_short_holds_what_nine_in_ten_of_them_stay
     bob = principal()
     for length in range(1, 101):
         (await admit(admission, bob, 10, None)).settle(10 + length)
-    assert (await admit(admission, bob, 10, None)).tokens_reserved == 10 + 90
-    assert (await admit(admission, bob, 10, 5)).tokens_reserved == 10 + 5
+    assert (await admit(admission, bob, 10, None)).reserved_tokens == 10 + 90
+    assert (await admit(admission, bob, 10, 5)).reserved_tokens == 10 + 5
 
 
 async def test_a_row_of_short_answers_does_not_make_a_burst_of_long_ones_cheap(admission: Admission) -> None:
@@ -450,7 +450,7 @@ async def test_a_row_of_short_answers_does_not_make_a_burst_of_long_ones_cheap(a
     for _ in range(OUTPUTS_MIN):
         (await admit(admission, bob, 1, 1)).settle(2)
     answers = await asyncio.gather(*(admit(admission, bob, 1, 400) for _ in range(60)), return_exceptions=True)
-    held = [answer.tokens_reserved for answer in answers if isinstance(answer, Reservation)]
+    held = [answer.reserved_tokens for answer in answers if isinstance(answer, Reservation)]
     assert held == [2, 2, 2, 257, 257, 257]
 
 
@@ -460,16 +460,16 @@ async def test_many_answers_of_one_request_are_a_burst_too(admission: Admission)
         (await admit(admission, bob, 0, 1)).settle(1)
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, answers=12)
     twelve = await admission.admit(asked)
-    assert twelve.tokens_reserved == 12
+    assert twelve.reserved_tokens == 12
     twelve.settle(12)
-    assert (await admission.admit(msgspec.structs.replace(asked, answers=13))).tokens_reserved == 13 * EXPECTED_OUTPUT_TOKENS
+    assert (await admission.admit(msgspec.structs.replace(asked, answers=13))).reserved_tokens == 13 * EXPECTED_OUTPUT_TOKENS
 
 
 async def test_long_answers_that_run_at_once_are_not_expected_to_be_shorter_than_alone(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_KEPT):
         (await admit(admission, bob, 0, None)).settle(900)
-    held = [(await admit(admission, bob, 0, None)).tokens_reserved for _ in range(30)]
+    held = [(await admit(admission, bob, 0, None)).reserved_tokens for _ in range(30)]
     assert held == [900] * 30
 
 
@@ -525,7 +525,7 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
         AdmissionRequest(principal=principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, answers=4)
     )
 
-    assert reservation.tokens_reserved == 10 + 4 * expected
+    assert reservation.reserved_tokens == 10 + 4 * expected
 
 
 async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admission: Admission) -> None:
@@ -534,7 +534,7 @@ async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admissio
         AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)
     )
 
-    assert reservation.tokens_reserved == 410
+    assert reservation.reserved_tokens == 410
 
 
 async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Admission) -> None:
@@ -566,4 +566,4 @@ async def test_what_an_answer_is_expected_to_take_is_learnt_per_answer(admission
         (await admission.admit(four)).settle(4 * 1000 - 3)
     one = await admission.admit(msgspec.structs.replace(four, answers=1))
 
-    assert one.tokens_reserved == 1000
+    assert one.reserved_tokens == 1000

@@ -29,7 +29,7 @@ from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.metering.limits.saved_levels import LevelSaver
 from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
@@ -149,7 +149,7 @@ async def test_a_correction_that_comes_during_a_read_concerns_that_read_alone(ad
     admission.correct(msgspec.structs.replace(made, completion_tokens=50))
     slow.go_on.set()
     await first
-    assert (await admission.admit(asking(charlie, tokens=100))).tokens_reserved == 100
+    assert (await admission.admit(asking(charlie, tokens=100))).reserved_tokens == 100
 
 
 async def test_a_read_has_a_size(admission: Admission, slow: SlowSums) -> None:
@@ -511,7 +511,7 @@ async def test_what_ran_when_levels_were_saved_is_one_request_and_the_rest_of_it
     entry = pending(cast.bob, admitted_at=clock.now(), reserved_tokens=100)
     await ledger.open(entry)
     clock.advance(0.001)
-    await LimitLevels(database, before).save()
+    await LevelSaver(database, before).save()
     clock.advance(0.001)
     reservation.settle(700)
     await ledger.settle(posted(entry.request_id, prompt=100, completion=600))

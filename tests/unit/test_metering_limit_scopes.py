@@ -139,7 +139,7 @@ async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(
     forecast = await admission.forecast(asked)
 
     assert [(each.scope, each.need, each.allowed) for each in forecast.decisions] == [("tenant", 20, True), ("key", 266, True)]
-    assert (await admission.admit(asked)).tokens_reserved == 266
+    assert (await admission.admit(asked)).reserved_tokens == 266
 
 
 async def test_when_the_mode_becomes_enforce_what_was_spent_counts_of_the_day(admission: Admission) -> None:

@@ -36,7 +36,7 @@ def test_a_limit_of_the_day_tells_hours_and_minutes_and_the_exact_wait_goes_into
 
 def test_a_wait_for_running_requests_says_that_it_is_a_guess() -> None:
     assert refusal([refused(42.0, held=True)]).message.endswith(
-        "try again in about 42 s, by when running requests have probably ended, or ask for fewer max_tokens"
+        "try again in about 42 s, when running requests have probably ended, or lower max_tokens"
     )
 
 

@@ -105,7 +105,7 @@ class Corrections:
 def _check(correction: Correction) -> None:
     note = correction.note.strip() if isinstance(correction.note, str) else ""
     if not 1 <= len(note) <= NOTE_CHARS_MAX:
-        raise InvalidValue(f"note must have 1 to {NOTE_CHARS_MAX} characters: it gives the reason", param="note")
+        raise InvalidValue(f"note must give the reason in 1 to {NOTE_CHARS_MAX} characters", param="note")
     check_name(note.replace("\n", " ")[:200], "note")
     for name, count in correction.tokens.items():
         check_whole(count, name, -TOKENS_MAX, TOKENS_MAX)
@@ -115,7 +115,7 @@ def _check(correction: Correction) -> None:
         return
     check_whole(correction.cost_picos, "cost_picos", -COST_PICOS_MAX, COST_PICOS_MAX)
     if any(correction.tokens.values()):
-        raise InvalidValue("a correction of token counts is priced by them: omit cost_picos", param="cost_picos")
+        raise InvalidValue("the cost of a token correction is computed: omit cost_picos", param="cost_picos")
     if not correction.cost_picos:
         raise InvalidValue("cost_picos must not be zero", param="cost_picos")
 
@@ -140,10 +140,10 @@ def _check_confirmed(row: RowMapping, correction: Correction) -> None:
     counted = row["prompt_tokens"] + row["completion_tokens"]
     for name, count in added.items():
         if count > min(UNCONFIRMED_TIMES * max(counted, 1), UNCONFIRMED_TOKENS):
-            raise InvalidValue(f"the event counts {counted} tokens: {count} more {name} need `confirm`", param="confirm")
+            raise InvalidValue(f"the event counts {counted} tokens: adding {count} {name} needs `confirm`", param="confirm")
     if (correction.cost_picos or 0) > UNCONFIRMED_TIMES * row["cost_picos"]:
         added_cost, cost = (format_picos(picos, row["currency"]) for picos in (correction.cost_picos or 0, row["cost_picos"]))
-        raise InvalidValue(f"the event cost {cost}: {added_cost} more need `confirm`", param="confirm")
+        raise InvalidValue(f"the event cost {cost}: adding {added_cost} needs `confirm`", param="confirm")
 
 
 def _cost(row: RowMapping, correction: Correction) -> int:

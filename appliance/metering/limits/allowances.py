@@ -222,7 +222,7 @@ class Allowance:
         budget = self._budget_picos
         if budget is None or not self.is_enforced:
             return False
-        return month.used + month.live >= budget and month is self._windows.enter(at)[1]
+        return month.used + month.running_cost >= budget and month is self._windows.enter(at)[1]
 
     @property
     def _budget_picos(self) -> int | None:
@@ -258,7 +258,7 @@ class Allowance:
         return self._decision(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
 
     def _decide_per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
-        wait_s = None if need > limit else _until(at.next_day_start, at.now)
+        wait_s = None if need > limit else _seconds_until(at.next_day_start, at.now)
         return self._decide_window("tokens_per_day", self._windows.enter(at)[0], need, limit, wait_s, ahead)
 
     def _decide_budget(self, limit_micros: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
@@ -317,21 +317,21 @@ class Hold:
     tokens: Take | None = None
     requests: Take | None = None
     is_shadow_refused: bool = False
-    live_picos: int = 0
+    running_picos: int = 0
 
     def record_cost(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
         """Update the running request's cost so far; return whether the budget is used up."""
         if self.is_shadow_refused:
             return False
         cost_picos = self.allowance.counted_cost(cost_picos, currency)
-        self.month.live += cost_picos - self.live_picos
-        self.live_picos = cost_picos
+        self.month.running_cost += cost_picos - self.running_picos
+        self.running_picos = cost_picos
         return self.allowance.is_budget_spent(self.month, at)
 
-    def forget_live(self) -> None:
+    def clear_running_cost(self) -> None:
         """Stop counting the running request's cost so far."""
-        self.month.live -= self.live_picos
-        self.live_picos = 0
+        self.month.running_cost -= self.running_picos
+        self.running_picos = 0
 
     def settle(self, used: Amount, currency: str | None, monotonic_s: float) -> None:
         """Replace the reserved amount by the used one."""
@@ -360,7 +360,7 @@ class Hold:
         self.allowance.running -= 1
         self.day.reserved -= self.held.tokens
         self.month.reserved -= self.held.cost_picos
-        self.forget_live()
+        self.clear_running_cost()
 
 
 def _reservable(worst: int, limit: int | None, window: Window) -> int:
@@ -373,6 +373,6 @@ def _monotonic_at(moment: datetime, at: Moment) -> float:
     return at.monotonic_s - max((at.now - moment).total_seconds(), 0.0)
 
 
-def _until(moment: datetime, now: datetime) -> float:
+def _seconds_until(moment: datetime, now: datetime) -> float:
     difference = moment - now
     return ceil_to_ms((difference.days * 86400 + difference.seconds) * MICROS_PER_S + difference.microseconds)
