@@ -1,5 +1,5 @@
-"""First requests of many owners at once, in any order: reads that take their time and fail, clients that go, corrections and
-records meanwhile. Every owner is read once, and from then on everything counts exactly once."""
+"""First requests of many owners at once, in random order: slow and failing reads, cancelled clients, corrections and recorded
+settlements meanwhile. Every owner is loaded once, and from then on everything counts exactly once."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ async def test_a_start_reads_the_last_answers_of_a_key_and_a_model(
     assert await sums.outputs(bob, "third", now) == []
 
 
-async def test_after_a_restart_a_request_soon_holds_what_it_would_have_held_before(
+async def test_after_a_restart_requests_soon_reserve_what_they_would_have_before(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
 ) -> None:
     await answered(ledger, clock, cast.bob, [40] * OUTPUTS_MIN)
@@ -133,7 +133,7 @@ async def test_answers_that_ended_while_the_history_was_read_come_after_it(clock
     assert (await admit(admission, bob)).reserved_tokens == 45, "those of this run have put 20 of the long ones out"
 
 
-async def test_a_history_that_cannot_be_read_leaves_a_key_as_a_new_one(clock: FakeClock) -> None:
+async def test_a_key_whose_history_cannot_be_read_is_treated_as_new(clock: FakeClock) -> None:
     broken, bob, charlie = SlowHistory(None, [40] * OUTPUTS_MIN), principal(), principal()
     broken.go_on.set()
     admission = utc_admission(clock, broken)
@@ -148,7 +148,7 @@ async def test_a_history_that_cannot_be_read_leaves_a_key_as_a_new_one(clock: Fa
     await admission.output_estimates.stop()
 
 
-async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_run(
+async def test_recently_used_keys_and_those_with_running_answers_stay_in_memory(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 3)
@@ -165,9 +165,7 @@ async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_r
     running.settle(5 + 40)
 
 
-async def test_of_a_key_that_was_forgotten_before_its_history_was_read_none_is_read(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_history_of_an_evicted_key_is_not_read(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 1)
     history, (bob, charlie) = SlowHistory([], []), [principal() for _ in range(2)]
     history.go_on.set()
@@ -185,7 +183,7 @@ def test_a_running_answer_is_expected_to_be_short_while_nine_are_known_for_each(
     assert lengths.estimate(begin) == guess
 
 
-async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
+async def test_a_request_that_waited_until_its_key_was_evicted_is_counted(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 1)

@@ -212,8 +212,8 @@ class Ledger:
         """Append the settlement to the journal and return its record number; None if it was not journaled: then the caller must
         wait for its rows.
 
-        It is not journaled while the journal fails. Nor when many operations wait: rounds then follow each other closely and
-        another disk write would only delay them; unless the tables fail or the writer has ended.
+        It is not journaled while the journal fails; nor, as long as rounds succeed, when many operations wait: rounds then
+        follow each other closely, and another disk write would only delay them.
         """
         if self._journal is None or self._journal.last_error is not None or self._task is None:
             return None
