@@ -90,7 +90,7 @@ def _contents(path: Path) -> list[bytes]:
     return [file.read_bytes().strip(b"\0") for file in path.parent.glob(f"{path.name}-*")]
 
 
-async def test_an_entry_in_the_journal_is_settled_as_any_other(
+async def test_a_journaled_entry_is_settled_like_any_other(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
@@ -103,7 +103,7 @@ async def test_an_entry_in_the_journal_is_settled_as_any_other(
     assert _contents(tmp_path / "j") == [b"", b""]
 
 
-async def test_the_rows_of_an_entry_follow_by_themselves(
+async def test_the_rows_of_a_journaled_entry_follow_by_themselves(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     entry = pending(cast.bob)
@@ -116,7 +116,7 @@ async def test_the_rows_of_an_entry_follow_by_themselves(
         await ledger.settle(voided(entry.request_id))
 
 
-async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
+async def test_a_crash_between_the_journal_record_and_its_rows_leaves_a_recovered_request(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     gated = FailingDatabase.around(database)
@@ -136,7 +136,7 @@ async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
     assert await start_again(database, clock, tmp_path / "j") == events, "once"
 
 
-async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_exact_bill(
+async def test_a_crash_between_a_journaled_settlement_and_its_rows_leaves_the_exact_bill(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
@@ -165,7 +165,7 @@ async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_
         assert await rollups.mismatched_levels(connection, database.kind, BillingCalendar()) == []
 
 
-async def test_who_reads_or_writes_sees_what_was_settled_however_late_the_rows_come(
+async def test_readers_and_writers_see_settlements_however_late_the_rows_come(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
@@ -179,7 +179,7 @@ async def test_who_reads_or_writes_sees_what_was_settled_however_late_the_rows_c
                 assert set((await connection.execute(statuses)).scalars()) == {"posted"}
 
 
-async def test_where_many_wait_a_settlement_goes_with_their_round(
+async def test_when_many_operations_wait_a_settlement_joins_their_round(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
@@ -192,7 +192,7 @@ async def test_where_many_wait_a_settlement_goes_with_their_round(
     assert events == {entry.request_id: "pending" for entry in entries} | {entries[0].request_id: "posted"}
 
 
-async def test_while_the_tables_fail_a_settlement_has_its_line_however_many_wait(
+async def test_while_the_tables_fail_a_settlement_is_journaled_however_many_wait(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -212,7 +212,7 @@ async def test_while_the_tables_fail_a_settlement_has_its_line_however_many_wait
     assert {event.status for event in events.values()} == {"posted"}
 
 
-async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_and_at_once_when_that_is_known(
+async def test_a_settlement_is_written_to_the_tables_if_the_journal_times_out_and_at_once_if_it_is_known_to_fail(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -232,7 +232,7 @@ async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_
     assert [event.status for event in await all_events(database)] == ["posted"] * 2
 
 
-async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_for_the_next_start(
+async def test_a_settlement_after_the_writer_ended_unexpectedly_is_journaled_for_the_next_start(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bug(*_: object) -> None:
@@ -252,7 +252,7 @@ async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_fo
     assert (event.status, event.completion_tokens) == ("posted", 5)
 
 
-async def test_a_round_that_hangs_is_waited_for_by_its_first_reader_alone(
+async def test_only_the_first_reader_waits_for_a_hanging_round(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 0.05)
@@ -269,7 +269,7 @@ async def test_a_round_that_hangs_is_waited_for_by_its_first_reader_alone(
         gated.gate.set()
 
 
-async def test_a_caller_that_is_cancelled_while_its_line_is_written_does_not_stop_the_settlement(
+async def test_a_caller_cancelled_during_the_journal_write_does_not_stop_the_settlement(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -282,7 +282,7 @@ async def test_a_caller_that_is_cancelled_while_its_line_is_written_does_not_sto
     assert [event.status for event in await all_events(database)] == ["posted"]
 
 
-async def test_a_settlement_that_contradicts_the_ledger_is_counted_also_behind_its_callers_back(
+async def test_a_contradicting_settlement_is_counted_even_after_its_caller_has_continued(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -296,7 +296,7 @@ async def test_a_settlement_that_contradicts_the_ledger_is_counted_also_behind_i
     assert "other figures" in capfd.readouterr().out
 
 
-async def test_what_no_line_can_say_waits_for_its_rows(
+async def test_a_settlement_that_cannot_be_encoded_waits_for_its_rows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -308,7 +308,7 @@ async def test_what_no_line_can_say_waits_for_its_rows(
         assert ledger.unrecorded_usage_tokens == 10 + 2**63
 
 
-async def test_what_stands_in_the_tables_already_is_not_written_again(
+async def test_replay_does_not_write_existing_rows_again(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     ledger = utc_ledger(database, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
@@ -320,7 +320,7 @@ async def test_what_stands_in_the_tables_already_is_not_written_again(
     assert await start_again(database, clock, tmp_path / "j") == {entry.request_id: event}
 
 
-async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
+async def test_rows_with_a_commit_of_unknown_outcome_are_written_once(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -334,10 +334,10 @@ async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
         await poll_until(lambda: ledger.healthy)
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
     assert [event.status for event in await all_events(database)] == ["posted"] * 5
-    assert "refused what was promised" not in capfd.readouterr().out, "none of them was written a second time"
+    assert "rejected a journaled operation" not in capfd.readouterr().out, "none of them was written a second time"
 
 
-async def test_a_journal_that_cannot_be_written_refuses_and_heals(
+async def test_an_unwritable_journal_refuses_requests_and_recovers(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("appliance.base.journal.RETRY_S", 0.01)
@@ -361,7 +361,7 @@ def _no_space(*_arguments: Any) -> int:
     raise OSError(28, "no space left on device")
 
 
-async def test_a_disk_that_does_not_answer_refuses_and_leaves_nothing_pending(
+async def test_a_hanging_disk_refuses_requests_and_leaves_nothing_pending(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
@@ -376,7 +376,7 @@ async def test_a_disk_that_does_not_answer_refuses_and_leaves_nothing_pending(
     assert await start_again(database, clock, tmp_path / "j") == {}
 
 
-async def test_an_entry_that_the_tables_refuse_is_loud_and_costs_no_other(
+async def test_a_journaled_entry_rejected_by_the_tables_is_logged_and_affects_no_other(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
@@ -403,7 +403,7 @@ async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
     assert set(events) == {good.entry.request_id}
 
 
-async def test_a_settlement_of_which_the_database_has_no_entry_is_in_the_log_of_the_start(
+async def test_replay_logs_a_settlement_without_an_entry(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await Journal(tmp_path / "j").append(encode(posted("req_of_a_later_backup")))
@@ -411,7 +411,7 @@ async def test_a_settlement_of_which_the_database_has_no_entry_is_in_the_log_of_
     assert "req_of_a_later_backup has no entry" in capfd.readouterr().out
 
 
-async def test_a_database_that_cannot_be_written_at_the_start_loses_nothing(
+async def test_a_start_with_an_unwritable_database_loses_nothing(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
@@ -424,7 +424,7 @@ async def test_a_database_that_cannot_be_written_at_the_start_loses_nothing(
     assert set(await start_again(database, clock, tmp_path / "j")) == {left.entry.request_id}
 
 
-async def test_a_ledger_that_stops_refuses_what_comes_too_late(
+async def test_a_stopping_ledger_refuses_late_operations(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
@@ -440,7 +440,7 @@ async def test_a_ledger_that_stops_refuses_what_comes_too_late(
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_dies(
+async def test_every_admitted_request_is_in_the_ledger_once_despite_failures_and_crashes(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -485,7 +485,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_d
         assert (event.status, event.estimated, event.completion_tokens) == ("posted", False, completion)
 
 
-async def test_who_reads_pending_rows_can_wait_for_them(
+async def test_readers_can_wait_for_pending_rows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
@@ -498,7 +498,7 @@ async def test_who_reads_pending_rows_can_wait_for_them(
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
 
 
-async def test_who_reads_waits_for_the_round_that_is_just_being_written(
+async def test_readers_wait_for_the_round_being_written(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     gated, entry = FailingDatabase.around(database), pending(cast.bob)
@@ -515,7 +515,7 @@ async def test_who_reads_waits_for_the_round_that_is_just_being_written(
         assert [event.request_id for event in await all_events(database)] == [entry.request_id]
 
 
-async def test_while_the_tables_fail_nobody_who_reads_waits(
+async def test_readers_do_not_wait_while_the_tables_fail(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -534,7 +534,7 @@ async def test_while_the_tables_fail_nobody_who_reads_waits(
         failing.fail_before_commit = 0
 
 
-async def test_a_settlement_of_which_the_disk_refuses_the_line_waits_for_its_rows(
+async def test_a_settlement_that_cannot_be_journaled_waits_for_its_rows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = pending(cast.bob)
@@ -548,7 +548,7 @@ async def test_a_settlement_of_which_the_disk_refuses_the_line_waits_for_its_row
         assert ledger.unrecorded_usage_tokens == 0
 
 
-async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
+async def test_readers_wait_only_briefly_for_rows_that_cannot_be_written(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 0.01)
@@ -565,7 +565,7 @@ async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
         await ledger.settle(voided(good.request_id))
 
 
-async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_says_so(
+async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_is_unhealthy(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated = FailingDatabase.around(database)
@@ -583,7 +583,7 @@ async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_says_so(
     assert [event.status for event in await all_events(database)] == ["posted"]
 
 
-async def test_stopping_while_the_database_fails_leaves_the_lines_to_the_next_start(
+async def test_stopping_while_the_database_fails_leaves_the_journal_to_the_next_start(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -601,7 +601,7 @@ async def test_stopping_while_the_database_fails_leaves_the_lines_to_the_next_st
     assert [events[entry.request_id].status for entry in entries] == ["posted", "recovered", "recovered"]
 
 
-async def test_a_journal_that_fails_says_why_in_the_log(
+async def test_a_journal_failure_is_logged_with_its_reason(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -615,7 +615,7 @@ async def test_a_journal_that_fails_says_why_in_the_log(
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "reserved_tokens"])
-async def test_a_count_that_no_table_takes_is_refused_before_anything_starts(
+async def test_a_count_beyond_64_bits_is_refused_before_anything_starts(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, field: str
 ) -> None:
     huge: dict[str, Any] = {field: 2**63}
@@ -626,7 +626,7 @@ async def test_a_count_that_no_table_takes_is_refused_before_anything_starts(
     assert await all_events(database) == []
 
 
-async def test_a_text_comes_through_the_journal_as_it_is_or_is_refused(
+async def test_text_passes_through_the_journal_unchanged_or_is_refused(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     entry = pending(cast.bob, model="a\nb\u2028 démo " + "l" * 100)
@@ -640,7 +640,9 @@ async def test_a_text_comes_through_the_journal_as_it_is_or_is_refused(
     assert events[entry.request_id].model == entry.model
 
 
-async def test_no_record_stops_the_start(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
+async def test_a_bad_journal_record_does_not_stop_the_start(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
     journal = Journal(tmp_path / "j")
     counts: dict[str, Any] = {"reserved_tokens": 2**80}
     good = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
@@ -650,7 +652,7 @@ async def test_no_record_stops_the_start(database: Database, clock: FakeClock, c
     assert set(await start_again(database, clock, tmp_path / "j")) == {good.entry.request_id}
 
 
-async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
+async def test_entries_only_in_the_journal_are_counted_without_changing_it(
     database: Database, database_url: str, clock: FakeClock, cast: Cast
 ) -> None:
     journal = open_journal(database_url)
@@ -667,7 +669,7 @@ async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
             assert await count_unwritten_entries(connection, database_url) == 1
 
 
-def test_a_journal_lies_beside_the_file_itself_whatever_links_lead_there(tmp_path: Path) -> None:
+def test_the_journal_is_next_to_the_real_file_behind_links(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "real.db").touch()
     (tmp_path / "link.db").symlink_to(tmp_path / "data" / "real.db")
