@@ -556,7 +556,7 @@ def test_a_correction_that_is_too_large_names_the_option_that_confirms_it(typed:
     asked = ("ledger", "correct", "1", "--note", "why", "--completion-tokens", "20000000")
     refused = typed(*asked)
     assert refused.status == 2
-    assert "need `--yes`" in refused.err
+    assert "needs `--yes`" in refused.err
     assert typed(*asked, "--yes").status == 0
 
 
