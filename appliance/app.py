@@ -41,14 +41,14 @@ from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Corrections
 from appliance.metering.ledger.epochs import EpochEnded, begin_epoch, end_epoch
-from appliance.metering.ledger.journaled import SUFFIX, journal_beside, replay
+from appliance.metering.ledger.journal_records import SUFFIX, open_journal, replay
 from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.ledger_sums import LedgerSums
-from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.metering.limits.saved_levels import LevelSaver
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
@@ -204,7 +204,7 @@ class Appliance:
             admin_tokens=AdminTokens(db, clock),
             audit=AuditLog(db, clock),
             admission=admission,
-            limit_levels=LimitLevels(db, admission),
+            limit_levels=LevelSaver(db, admission),
             dry_runs=DryRuns(
                 admission, prices=prices, tiers=tiers, policies=policies, models=models, clock=clock, limits=limits
             ),
@@ -248,14 +248,14 @@ class Appliance:
         recovered = await recover(db, self._clock, epoch_id, calendar=self._calendar, on_settled=on_settled)
         if recovered:
             log.warning("records of an earlier run recovered", count=recovered)
-        if await rollups.align(db, self._calendar):
+        if await rollups.align_days(db, self._calendar):
             log.warning("sums by day built again for another time zone", time_zone=self._calendar.time_zone)
         return epoch_id
 
     async def _open_journal(self, db: Database, on_settled: OnSettled) -> None:
         """Open the journal, if the database has one, and write what a dead run left in it to the tables."""
         try:
-            self._journal = journal_beside(self.settings.database_url)
+            self._journal = open_journal(self.settings.database_url)
             missing = 0 if self._journal is None else await replay(db, self._journal, self._clock, self._calendar, on_settled)
         except OSError as error:
             where = f"{self.settings.database_url.removeprefix('sqlite:///')}{SUFFIX}"

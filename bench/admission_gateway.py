@@ -63,7 +63,7 @@ def _final(request: GenerationRequest) -> TokenEvent:
 class NoReservation:
     """A reservation that reserves nothing."""
 
-    tokens_reserved = 0
+    reserved_tokens = 0
     basis_points = 10_000
     shadow_refusals: tuple[()] = ()
 

@@ -127,11 +127,11 @@ def _refuse_while_running(settings: Settings) -> None:
 def _refuse_while_journal_is_ahead(database_url: str) -> None:
     from appliance.base.db import Database
     from appliance.base.migrations import current_revision
-    from appliance.metering.ledger.journaled import ahead_of_tables
+    from appliance.metering.ledger.journal_records import count_unwritten_requests
 
     async def count() -> int:
         async with Database.open(database_url) as opened, opened.reading() as connection:
-            return await ahead_of_tables(connection, database_url)
+            return await count_unwritten_requests(connection, database_url)
 
     ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
     if ahead:

@@ -219,7 +219,7 @@ def _prices(settings: Settings) -> list[Check]:
         clock = SystemClock()
         async with db.Database.open(settings.database_url) as database:
             async with database.reading() as connection:
-                used = await rollups.used_since(connection, clock.now() - timedelta(days=UNPRICED_DAYS))
+                used = await rollups.models_used_since(connection, clock.now() - timedelta(days=UNPRICED_DAYS))
             return await PriceBook(database, clock, currency=settings.currency).unpriced(used, clock.now())
 
     try:

@@ -1,1 +1,2 @@
-"""What tenants may use, have used and owe: limits, prices, the ledger and its reports. Knows no HTTP and no engine."""
+"""Limits, prices, the usage ledger, invoices and reports: what tenants may use, have used and owe. Knows no HTTP and no
+engine."""

@@ -1,4 +1,4 @@
-"""The table of settings of the box that change at run time. Knows names and JSON, but not their meaning."""
+"""Appliance-wide records that change at run time, stored as JSON by name. Does not interpret their values."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class BoxRecord:
 
 
 class BoxRecords:
-    """Named records, each replaced as a whole."""
+    """Reads and writes named records; a write replaces the whole record."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
     async def get(self, name: str) -> BoxRecord | None:
-        """Return the record, None before it was first put."""
+        """Return the record, None if it was never written."""
         async with self._db.reading() as connection:
             return await read_record(connection, name)
 
     async def put(self, name: str, value: Mapping[str, Any]) -> BoxRecord:
-        """Replace the record and return it."""
+        """Replace the record, with an audit entry, and return it."""
         now = self._clock.now()
         columns = {"value": dict(value), "updated_at": now}
         async with self._db.writing() as connection:
@@ -53,6 +53,6 @@ class BoxRecords:
 
 
 async def read_record(connection: AsyncConnection, name: str) -> BoxRecord | None:
-    """Return the record as `connection` sees it, None before it was first put."""
+    """Return the record as seen by `connection`, None if it was never written."""
     row = (await connection.execute(select(box_records).where(box_records.c.name == name))).mappings().first()
     return None if row is None else BoxRecord(row["value"], row["updated_at"])

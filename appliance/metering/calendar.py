@@ -25,27 +25,28 @@ class BillingCalendar:
         self._zone = ZoneInfo(time_zone)
 
     def day_of(self, moment: datetime) -> date:
-        """Return the day of `moment`. Raises ValueError if that has no time zone."""
+        """Return the billing day of `moment`. Raises ValueError if it has no time zone."""
         if moment.tzinfo is None:
-            raise ValueError("a time without a zone lies in no day")
+            raise ValueError("moment must have a time zone")
         return moment.astimezone(self._zone).date()
 
     def local(self, moment: datetime) -> datetime:
-        """Return `moment` as the clocks of the zone show it."""
+        """Return `moment` as local time of the zone."""
         return moment.astimezone(self._zone)
 
     def day_start(self, of: datetime | date) -> datetime:
-        """Return when the day `of`, or the day of the moment `of`, begins, in UTC."""
+        """Return the start in UTC of the day `of`, or of the day that contains the moment `of`."""
         day = self.day_of(of) if isinstance(of, datetime) else of
         midnight = datetime.combine(day, time.min, tzinfo=self._zone)
-        # A skipped midnight converts to a local time later by the length of the gap: possibly after the day's first moment.
+        # A skipped midnight converts to a local time later by the length of the gap, possibly after the first moment of the
+        # day.
         start = midnight.astimezone(UTC)
         if start.astimezone(self._zone).time() == time.min:
             return start
         return self._end_of_gap(start, day)
 
     def next_day_start(self, of: datetime | date) -> datetime:
-        """Return when the following day begins, in UTC."""
+        """Return the start in UTC of the day after `of`."""
         return self.day_start((self.day_of(of) if isinstance(of, datetime) else of) + _ONE_DAY)
 
     def month_of(self, of: datetime | date) -> str:
@@ -54,11 +55,11 @@ class BillingCalendar:
         return f"{day.year:04d}-{day.month:02d}"
 
     def month_start(self, moment: datetime) -> datetime:
-        """Return when the month of `moment` begins, in UTC."""
+        """Return the start in UTC of the month of `moment`."""
         return self.day_start(self.day_of(moment).replace(day=1))
 
     def next_month_start(self, month: str) -> datetime:
-        """Return when the month after `YYYY-MM` begins, in UTC. Raises InvalidValue."""
+        """Return the start in UTC of the month after `month` (`YYYY-MM`). Raises InvalidValue."""
         return self.day_start(first_day(next_month(month)))
 
     def _end_of_gap(self, near: datetime, day: date) -> datetime:

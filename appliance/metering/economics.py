@@ -1,7 +1,7 @@
-"""What a million tokens cost on this box, and at what usage it beats hosted prices. Pure integers; reads nothing.
+"""What a million tokens cost on this box, and from what usage on it is cheaper than hosted prices. Pure integers; no I/O.
 
 Each figure names its source: entered by the operator, read from the GPU, measured from usage, or computed from others. A month
-is 730 hours (8760 / 12). Amounts are micro-units of one currency; a figure that cannot be known is None, never a guess.
+is 730 hours (8760 / 12). Amounts are micro-units of one currency; an unknown figure is None, never an estimate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WATTS_PER_KW = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedPrice:
-    """A hosted price in micro-units per million tokens; cached input None: it costs the same as other input."""
+    """A hosted price in micro-units per million tokens. `cached_prompt` None: the same as `prompt`."""
 
     name: str
     prompt: int
@@ -45,8 +45,8 @@ class HostedPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the operator enters about the box. `cost_micros` is spread evenly over `months`. `power_w` is the draw of the whole
-    box; if None, it is what the GPUs report plus `other_power_w` (processor, fans, loss of the power supply).
+    """Costs of the box as entered by the operator. `cost_micros` is spread evenly over `months`. `power_w` is the draw of the
+    whole box; if None, it is what the GPUs report plus `other_power_w` (processor, fans, loss of the power supply).
 
     Raises InvalidValue naming the field.
     """
@@ -72,13 +72,13 @@ class Hardware:
             raise InvalidValue(f"hosted must be a list of at most {HOSTED_MAX} prices", param="hosted")
 
     def to_record(self) -> dict[str, Any]:
-        """Return what is stored."""
+        """Return the JSON value to store."""
         return dataclasses.asdict(self) | {"hosted": [dataclasses.asdict(price) for price in self.hosted]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The use of the box in the MEASURED_DAYS before `end`. `busy_hour_tokens`: read and written in the busiest hour."""
+    """The usage of the box in the MEASURED_DAYS before `end`. `busy_hour_tokens`: prompt and completion in the busiest hour."""
 
     start: datetime
     end: datetime
@@ -90,13 +90,13 @@ class Measured:
 
     @property
     def tokens(self) -> int:
-        """Return all tokens read and written."""
+        """Return prompt plus completion tokens."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure with its unit and source; None: it cannot be known, and `source` says why."""
+    """One figure with its unit and source. `value` None: it is unknown, and `source` says why."""
 
     name: str
     value: int | None
@@ -108,8 +108,8 @@ class Figure:
 class BreakEven:
     """This box against one hosted price, at the measured mix of tokens.
 
-    `share_basis_points`: the tokens needed, as a share of a whole month at the rate of the busiest hour; above 10,000 the box
-    has not shown that it can do that much. `saved_month_micros`: at the measured use.
+    `share_basis_points`: the break-even tokens as a share of a whole month at the rate of the busiest hour; above 10,000 it is
+    more than the box has been seen to do. `saved_month_micros`: at the measured usage.
     """
 
     name: str
@@ -122,26 +122,26 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Economics:
-    """All figures, in the order in which they follow from each other, and the break-even table."""
+    """All figures, in order of derivation, and the break-even table."""
 
     currency: str
     figures: tuple[Figure, ...]
     break_even: tuple[BreakEven, ...]
 
     def value(self, name: str) -> int | None:
-        """Return the figure of this name."""
+        """Return the value of the figure with this name."""
         return next(figure.value for figure in self.figures if figure.name == name)
 
 
 def hardware_from_record(record: Mapping[str, Any]) -> Hardware:
-    """Return the hardware of a stored record; fields that a later version added are left out."""
+    """Return the hardware of a stored record; fields added by a later version are ignored."""
     known = {field.name for field in dataclasses.fields(Hardware)}
     given = {name: value for name, value in record.items() if name in known}
     return Hardware(**given | {"hosted": tuple(HostedPrice(**price) for price in given.get("hosted", ()))})
 
 
 def economics_of(hardware: Hardware, measured: Measured, gpu_power_w: Sequence[int]) -> Economics:
-    """Return the figures for the hardware, its measured use, and the power its GPUs draw now (empty: none can be read)."""
+    """Compute all figures from the hardware, its measured usage and the power draw of its GPUs (empty: not readable)."""
     figures = (*_costs(hardware, gpu_power_w), *_use(measured))
     known = {figure.name: figure.value for figure in figures}
     total, mean_month, busy_month = known["total_month"], known["tokens_month_mean"], known["tokens_month_busy"]
@@ -183,7 +183,7 @@ def _power(hardware: Hardware, gpu_power_w: Sequence[int]) -> tuple[int | None, 
 
 def _use(measured: Measured) -> tuple[Figure, ...]:
     period = f"usage from {measured.start:%Y-%m-%d %H:%M} to {measured.end:%Y-%m-%d %H:%M} UTC"
-    busiest = "no hour had any" if measured.busy_hour is None else f"the hour from {measured.busy_hour:%Y-%m-%d %H:%M} UTC"
+    busiest = "no usage in any hour" if measured.busy_hour is None else f"the hour from {measured.busy_hour:%Y-%m-%d %H:%M} UTC"
     mean_month = divide_half_up(measured.tokens * HOURS_PER_MONTH, MEASURED_HOURS)
     busy_month = measured.busy_hour_tokens * HOURS_PER_MONTH
     return (
@@ -209,7 +209,7 @@ def _use(measured: Measured) -> tuple[Figure, ...]:
 def _per_million(name: str, total: int | None, tokens: int | None, tokens_name: str) -> Figure:
     unit, source = "micro-units per million tokens", f"total_month / {tokens_name}"
     if total is None or tokens is None or tokens <= 0:
-        missing = "total_month is unknown" if total is None else "nothing was used"
+        missing = "total_month is unknown" if total is None else "no usage was measured"
         return Figure(name=name, value=None, unit=unit, source=f"{source}; {missing}")
     return Figure(name=name, value=divide_half_up(total * MILLION, tokens), unit=unit, source=source)
 
@@ -224,7 +224,7 @@ def _break_even(
         + measured.completion_tokens * price.completion
     )
     per_million = divide_half_up(picos, measured.tokens) if measured.tokens > 0 else None
-    # The tokens at which the hosted cost reaches the month's cost, rounded up: with one less this box costs more.
+    # The tokens per month at which the hosted cost reaches the total cost, rounded up: with one fewer, this box costs more.
     needed = -(-total * MILLION * measured.tokens // picos) if total is not None and picos > 0 else None
     hosted_month = divide_half_up(picos * HOURS_PER_MONTH, MEASURED_HOURS * MILLION)
     return BreakEven(

@@ -1,4 +1,4 @@
-"""Reads the inputs of `economics`: the record of the hardware and the usage of the last thirty days."""
+"""Reads the inputs of `economics`: the hardware record and the usage of the last thirty days."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from appliance.tenancy.access import WHOLE_BOX
 
 
 class EconomicsReport:
-    """The hardware as the operator entered it, and the figures that follow from it and the measured use."""
+    """The hardware as entered by the operator, and the figures computed from it and the measured usage."""
 
     def __init__(self, records: BoxRecords, reports: UsageReports, clock: Clock) -> None:
         self._records = records
@@ -29,7 +29,7 @@ class EconomicsReport:
         self._clock = clock
 
     async def hardware(self) -> Hardware | None:
-        """Return the hardware, None before it was first entered."""
+        """Return the hardware, None if it was never entered."""
         record = await self._records.get(HARDWARE)
         return None if record is None else hardware_from_record(record.value)
 
@@ -38,14 +38,14 @@ class EconomicsReport:
         await self._records.put(HARDWARE, hardware.to_record())
 
     async def report(self, gpu_power_w: list[int]) -> tuple[Hardware, Economics]:
-        """Return the hardware and the figures. Raises NotFound before the hardware was entered."""
+        """Return the hardware and the figures. Raises NotFound if the hardware was never entered."""
         hardware = await self.hardware()
         if hardware is None:
             raise NotFound("the cost of the hardware has not been entered yet: PUT /admin/v1/economics", param="hardware")
         return hardware, economics_of(hardware, await self.measured(), gpu_power_w)
 
     async def measured(self) -> Measured:
-        """Return the usage of the last MEASURED_DAYS, to the last full hour, from the stored sums, not from events."""
+        """Return the usage of the last MEASURED_DAYS up to the last full hour, from stored sums, not from events."""
         end = self._clock.now().replace(minute=0, second=0, microsecond=0)
         start = end - timedelta(days=MEASURED_DAYS)
         rows = await self._reports.usage(start, end, "hour", access=WHOLE_BOX)

@@ -67,7 +67,7 @@ class PreparedRequest:
             endpoint=self.endpoint,
             stream=self.stream,
             prompt_tokens=len(self.prompt_token_ids),
-            reserved_tokens=reservation.tokens_reserved,
+            reserved_tokens=reservation.reserved_tokens,
             price=reservation.request.price,
             price_basis_points=reservation.basis_points,
             currency=tenant.currency,

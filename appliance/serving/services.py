@@ -14,7 +14,7 @@ from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger.corrections import Corrections
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.metering.limits.saved_levels import LevelSaver
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
@@ -78,7 +78,7 @@ class Services:
     audit: AuditLog
     # limits, usage and billing
     admission: Admission
-    limit_levels: LimitLevels
+    limit_levels: LevelSaver
     dry_runs: DryRuns
     ledger: Ledger
     corrections: Corrections

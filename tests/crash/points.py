@@ -32,7 +32,7 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger import round as ledger_round
 from appliance.metering.ledger.round import Open, Round, Settle
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.metering.limits.saved_levels import LevelSaver
 from appliance.serving.bill import Bill
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.generation import Generation
@@ -341,7 +341,7 @@ def _wrap_serving(reaper: Reaper) -> None:
     _after(reaper, Generation, "_settle", "settlement told")
     _before(reaper, rollups, "add", "events settled, sums not written")
     _after(reaper, rollups, "add", "sums written")
-    LimitLevels.save = _naming(LimitLevels.save, "levels of limits")  # type: ignore[method-assign]
+    LevelSaver.save = _naming(LevelSaver.save, "levels of limits")  # type: ignore[method-assign]
     end_early = Generation.end_early
 
     def left(self: Generation, reason: str, *args: Any, **options: Any) -> None:

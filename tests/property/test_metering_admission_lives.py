@@ -96,7 +96,7 @@ def _asked(chance: random.Random, who: Principal, policy: ModelPolicy | None) ->
 
 
 @pytest.mark.parametrize("seed", range(15))
-async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int) -> None:
+async def test_reservations_are_returned_in_full_and_a_refusal_changes_nothing(seed: int) -> None:
     chance = random.Random(seed)
     clock = FakeClock()
     admission = utc_admission(clock, EmptySums())
@@ -129,7 +129,7 @@ async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int)
     for allowance in admission._allowances.values():
         assert (allowance.running, allowance._windows.day.reserved, allowance._windows.month.reserved) == (0, 0, 0)
         assert allowance._windows.day.used >= allowance._windows.day.shadow_used >= 0
-        assert allowance._windows.month.live == 0
+        assert allowance._windows.month.running_cost == 0
 
 
 async def _wait_as_told(
@@ -167,7 +167,7 @@ def _end(chance: random.Random, reservation: Reservation) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: int) -> None:
+async def test_with_a_queue_no_interval_admits_more_than_any_limit(seed: int) -> None:
     chance = random.Random(seed)
     clock = FakeClock()
     alarms = FakeTimer(clock)

@@ -1,5 +1,5 @@
-"""First requests of many owners at once, in any order: reads that take their time and fail, clients that go, corrections and
-records meanwhile. Every owner is read once, and from then on everything counts exactly once."""
+"""First requests of many owners at once, in random order: slow and failing reads, cancelled clients, corrections and recorded
+settlements meanwhile. Every owner is loaded once, and from then on everything counts exactly once."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Box:
         used = 0
         try:
             await self.books.pause()
-            used = self.chance.choice([0, reservation.tokens_reserved, reservation.tokens_reserved // 2])
+            used = self.chance.choice([0, reservation.reserved_tokens, reservation.reserved_tokens // 2])
         finally:
             self.end(reservation, used)
 
@@ -154,7 +154,7 @@ class Box:
             assert self.books.times_read[owner] == 1
             assert allowance.running == len(live)
             if allowance.tokens is not None:
-                held = sum(each.tokens_reserved for each in live)
+                held = sum(each.reserved_tokens for each in live)
                 assert allowance.tokens.level(1000.0) == LEVEL - held - self.settled[owner] >= 0
                 assert allowance.running <= AT_ONCE
 

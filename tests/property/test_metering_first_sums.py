@@ -119,9 +119,7 @@ def tokens_of(event: Row) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_is_read_together_is_what_a_plain_look_finds(
-    database: Database, clock: FakeClock, cast: Cast, seed: int
-) -> None:
+async def test_sums_read_in_a_batch_equal_a_plain_scan(database: Database, clock: FakeClock, cast: Cast, seed: int) -> None:
     chance, at = random.Random(seed), utc_admission(clock, EmptySums(), calendar=CALENDAR)._moment()
     people = [cast.bob, cast.charlie, await make_person(database, clock, "dora")]
     events = [some_event(chance, number, chance.choice(people), cast.epoch_id, at) for number in range(EVENTS)]

@@ -16,7 +16,7 @@ from appliance.base.errors import Overloaded
 from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.journaled import replay
+from appliance.metering.ledger.journal_records import replay
 from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price
@@ -86,7 +86,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
         failing.fail_before_commit, failing.fail_after_commit = chance.randrange(2), chance.randrange(3)
         await asyncio.gather(*lives)
         failing.fail_before_commit = failing.fail_after_commit = 0
-        await ledger.caught_up()
+        await ledger.catch_up()
         await asyncio.gather(*(owner.serve() for _ in range(LAST)))
         await (ledger.stop() if chance.random() < 0.5 else kill_ledger(ledger))
         if journal is not None:

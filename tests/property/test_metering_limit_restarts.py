@@ -17,7 +17,7 @@ from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.saved_levels import Levels, LimitLevels, read_levels
+from appliance.metering.limits.saved_levels import Levels, LevelSaver, read_levels
 from appliance.metering.limits.sums import SavedLevel
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
 from appliance.tenancy.principals import Limits, Principal
@@ -58,7 +58,7 @@ class Box:
         self.ledger = utc_ledger(self.database, self.clock, self.epoch, checkpoint_interval_s=0.0)
         await self.ledger.start()
         self.admission = utc_admission(self.clock, utc_sums(self.database))
-        self.levels = LimitLevels(self.database, self.admission)
+        self.levels = LevelSaver(self.database, self.admission)
 
     async def ask(self, tokens: int, output: int) -> None:
         asked = AdmissionRequest(principal=self.who, model="demo", prompt_tokens=tokens, max_output_tokens=output, price=None)
@@ -66,7 +66,7 @@ class Box:
             reservation = await self.admission.admit(asked)
         except RateLimitExceeded:
             return
-        reserved = reservation.tokens_reserved
+        reserved = reservation.reserved_tokens
         take = self.twin.take(reserved, self.clock.monotonic_s())
         assert take is not None, "a process that was killed gave what one that lives would not give"
         entry = pending(self.person.bob, admitted_at=self.clock.now(), prompt_tokens=tokens, reserved_tokens=reserved)
@@ -81,7 +81,7 @@ class Box:
         else:
             request.reservation.void()
             await self.ledger.settle(voided(request.request_id))
-        self.unsaved_refunds += max(request.reservation.tokens_reserved - used, 0)
+        self.unsaved_refunds += max(request.reservation.reserved_tokens - used, 0)
         self.twin.settle(request.twin, used, self.clock.monotonic_s())
 
     async def save(self) -> None:
@@ -97,7 +97,7 @@ class Box:
         await self.ledger.stop()
         lost = self.unsaved_refunds
         for request in self.running:
-            reserved = request.reservation.tokens_reserved
+            reserved = request.reservation.reserved_tokens
             lost += max(reserved - request.generated, 0)
             self.twin.settle(request.twin, request.generated, self.clock.monotonic_s())
         self.running.clear()
@@ -135,7 +135,7 @@ def make_box(database: Database, clock: FakeClock, cast: Cast) -> Box:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_no_row_of_kills_gives_more_than_one_life_without_any(
+async def test_no_series_of_kills_grants_more_than_a_run_without_any(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -160,7 +160,7 @@ async def test_no_row_of_kills_gives_more_than_one_life_without_any(
     await box.ledger.stop()
 
 
-async def test_what_a_request_took_beyond_its_reservation_is_asked_for_when_it_ended_not_when_it_began(
+async def test_usage_beyond_a_reservation_is_charged_at_the_end_of_the_request_not_at_its_admission(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     """It left a debt at its end; charged at its admission, the refill of all the time that it ran would have paid it."""
@@ -177,9 +177,7 @@ async def test_what_a_request_took_beyond_its_reservation_is_asked_for_when_it_e
     await box.ledger.stop()
 
 
-async def test_an_orderly_stop_forgets_nothing_not_even_a_debt_of_an_hour(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_an_orderly_stop_keeps_even_a_debt_of_an_hour(database: Database, clock: FakeClock, cast: Cast) -> None:
     box = make_box(database, clock, cast)
     await box.start()
     await box.ask(100, 0)
@@ -217,7 +215,7 @@ async def test_levels_that_cannot_be_saved_are_saved_later(
     await box.ledger.stop()
 
 
-async def test_what_is_saved_is_about_a_second_old_at_most(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_saved_levels_are_about_a_second_old_at_most(database: Database, clock: FakeClock, cast: Cast) -> None:
     pauses: list[float] = []
     enough = asyncio.Event()
 
@@ -229,7 +227,7 @@ async def test_what_is_saved_is_about_a_second_old_at_most(database: Database, c
 
     box = make_box(database, clock, cast)
     await box.start()
-    levels = LimitLevels(database, box.admission, sleep=pause)
+    levels = LevelSaver(database, box.admission, sleep=pause)
     levels.start()
     await enough.wait()
     await levels.stop()
@@ -237,7 +235,7 @@ async def test_what_is_saved_is_about_a_second_old_at_most(database: Database, c
     await box.ledger.stop()
 
 
-async def test_a_stop_writes_what_has_changed_since_the_last_save(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_a_stop_writes_the_levels_changed_since_the_last_save(database: Database, clock: FakeClock, cast: Cast) -> None:
     box = make_box(database, clock, cast)
     await box.start()
     box.levels.start()
@@ -248,25 +246,25 @@ async def test_a_stop_writes_what_has_changed_since_the_last_save(database: Data
     await box.ledger.stop()
 
 
-async def test_after_a_stop_nothing_is_written_any_more(database: Database, clock: FakeClock, cast: Cast) -> None:
-    levels = LimitLevels(database, utc_admission(clock, utc_sums(database)))
+async def test_nothing_is_written_after_a_stop(database: Database, clock: FakeClock, cast: Cast) -> None:
+    levels = LevelSaver(database, utc_admission(clock, utc_sums(database)))
     levels.start()
     await levels.stop()
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "limit levels"]
 
 
-async def test_a_level_of_a_limit_for_one_model_is_not_taken_for_that_of_all(database: Database) -> None:
+async def test_levels_for_one_model_and_over_all_models_are_kept_apart(database: Database) -> None:
     owners = [Owner("tenant", "a"), Owner("tenant", "a", "demo"), Owner("tenant", "a", "other")]
     saved: Levels = {
         owner: {"tokens": SavedLevel(capacity=number, units=number, saved_at=START)} for number, owner in enumerate(owners, 1)
     }
     source = SimpleNamespace(unsaved_levels=lambda: saved)
-    await LimitLevels(database, source).save()
+    await LevelSaver(database, source).save()
     async with database.reading() as connection:
         assert await read_levels(connection, owners) == saved
 
 
-def test_a_level_is_kept_to_the_last_unit() -> None:
+def test_a_level_is_saved_to_the_last_unit() -> None:
     bucket = TokenBucket(7, 0.0)
     assert bucket.take(7, 0.0)
     again = TokenBucket(7, 1.000001, units=bucket.units(1.000001))

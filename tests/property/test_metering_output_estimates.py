@@ -61,7 +61,7 @@ def round_up(value: int, by: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, seed: int) -> None:
+async def test_a_burst_is_never_underestimated_whatever_came_before(clock: FakeClock, seed: int) -> None:
     chance, seen, bob = random.Random(seed), Seen(), principal()
     history = [chance.choice([1, 30, 4000]) for _ in range(chance.choice([0, 15, 30, 150]))]
     admission, arrives = utc_admission(clock, History(history)), chance.choice([1, 20, 60, 200])
@@ -80,7 +80,7 @@ async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, 
                 principal=bob, model="demo", prompt_tokens=7, max_output_tokens=most, price=None, answers=answers
             )
             reservation = await admission.admit(asked)
-            assert reservation.tokens_reserved == 7 + answers * expected
+            assert reservation.reserved_tokens == 7 + answers * expected
             seen.running.append((reservation, expected, most))
             assert seen.cheap <= CHEAP_MAX
         else:

@@ -110,12 +110,12 @@ def live(seed: int, *, surprises: bool) -> Life:
 
 
 @pytest.mark.parametrize("seed", range(LIVES))
-def test_what_is_given_back_was_never_taken_however_late_and_nothing_is_given_back_twice(seed: int) -> None:
+def test_a_refund_leaves_the_bucket_as_if_never_taken_however_late(seed: int) -> None:
     live(seed, surprises=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("seed", range(LIVES))
-def test_no_stretch_of_time_keeps_more_than_capacity_plus_refill_whatever_is_given_back(seed: int) -> None:
+def test_no_interval_keeps_more_than_capacity_plus_refill_whatever_is_refunded(seed: int) -> None:
     life = live(seed, surprises=False)
     kept = [(request.at_us, request.kept) for request in life.requests]
     for first in range(len(kept)):
@@ -126,7 +126,7 @@ def test_no_stretch_of_time_keeps_more_than_capacity_plus_refill_whatever_is_giv
 
 
 @given(capacities, steps)
-def test_no_stretch_of_time_admits_more_than_capacity_plus_refill(capacity: int, taken: list[Step]) -> None:
+def test_no_interval_admits_more_than_capacity_plus_refill(capacity: int, taken: list[Step]) -> None:
     clock = FakeClock()
     bucket = TokenBucket(capacity, clock.monotonic_s())
     admitted: list[tuple[int, int]] = []
@@ -145,7 +145,7 @@ def test_no_stretch_of_time_admits_more_than_capacity_plus_refill(capacity: int,
 
 
 @given(capacities, st.floats(0, 1), st.floats(0, 1), st.integers(0, 10**9), st.integers(0, 10**6))
-def test_waiting_as_told_is_enough_and_a_millisecond_less_is_not(
+def test_the_reported_wait_is_enough_and_a_millisecond_less_is_not(
     capacity: int, spent: float, share: float, start_us: int, ahead: int
 ) -> None:
     clock = FakeClock(monotonic_s=start_us / 1e6)
@@ -191,7 +191,7 @@ def test_more_than_the_capacity_never_fits_and_the_bucket_never_overflows(capaci
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1))
-def test_what_was_used_of_the_old_limit_counts_against_the_new_one(before: int, after: int, share: float) -> None:
+def test_usage_of_the_old_limit_counts_towards_the_new_one(before: int, after: int, share: float) -> None:
     clock = FakeClock()
     bucket = TokenBucket(before, clock.monotonic_s())
     used = int(before * share)
@@ -203,9 +203,7 @@ def test_what_was_used_of_the_old_limit_counts_against_the_new_one(before: int, 
 
 
 @pytest.mark.parametrize(("minutes", "level"), [(0, -10), (2, 10), (11, 10), (13, 30), (20, 100), (30, 100)])
-def test_a_debt_that_a_smaller_limit_does_not_ask_for_is_repaid_by_what_is_lost_while_it_is_full(
-    minutes: int, level: int
-) -> None:
+def test_a_deferred_debt_is_repaid_by_the_refill_lost_while_the_bucket_is_full(minutes: int, level: int) -> None:
     bucket = TokenBucket(100, 0.0)
     bucket.charge(200, 0.0)
     bucket.resize(10, 0.0)
@@ -218,7 +216,7 @@ def test_a_debt_that_a_smaller_limit_does_not_ask_for_is_repaid_by_what_is_lost_
     assert bucket.level(minutes * 60.0) == level
 
 
-def test_what_was_gained_before_a_change_of_the_limit_was_gained_at_the_old_one() -> None:
+def test_refill_before_a_change_of_the_limit_is_at_the_old_rate() -> None:
     bucket = TokenBucket(60, 0.0)
     assert bucket.take(60, 0.0)
     bucket.resize(6000, 10.0)
@@ -226,7 +224,7 @@ def test_what_was_gained_before_a_change_of_the_limit_was_gained_at_the_old_one(
 
 
 @pytest.mark.parametrize("seed", range(LIVES))
-def test_no_row_of_changes_of_the_limit_admits_more_than_the_largest_of_them(seed: int) -> None:
+def test_no_series_of_limit_changes_admits_more_than_the_largest_limit(seed: int) -> None:
     chance = random.Random(seed)
     capacities = [chance.randrange(1, 2000) for _ in range(4)]
     bucket, at_us, admitted = TokenBucket(capacities[0], 0.0), 0, [(0, 0)]
@@ -243,7 +241,7 @@ def test_no_row_of_changes_of_the_limit_admits_more_than_the_largest_of_them(see
             assert total * UNITS_PER_TOKEN <= max(capacities) * (UNITS_PER_TOKEN + moment_us - admitted[first][0])
 
 
-def test_a_bucket_that_a_smaller_limit_refilled_during_requests_is_full_and_no_fuller_once_they_end() -> None:
+def test_after_a_lowered_limit_a_bucket_never_exceeds_its_capacity_when_requests_end() -> None:
     bucket = TokenBucket(100, 0.0)
     first, second = bucket.take(0, 0.0), bucket.take(100, 1.0)
     assert first is not None
@@ -262,14 +260,14 @@ def test_a_clock_that_runs_backwards_adds_nothing() -> None:
     assert bucket.level(101.0) == 1
 
 
-def test_a_limit_of_zero_admits_nothing_but_nothing() -> None:
+def test_a_limit_of_zero_admits_only_zero_tokens() -> None:
     bucket = TokenBucket(0, 0.0)
     assert bucket.wait_s(1, 0.0) is None
     assert bucket.wait_s(0, 0.0) == 0.0
     assert bucket.wait_s(0, 0.0, ahead=1) is None
 
 
-def test_the_smallest_part_of_a_token_is_waited_for() -> None:
+def test_the_wait_is_exact_to_the_smallest_unit() -> None:
     bucket = TokenBucket(1, 0.0)
     assert bucket.take(1, 0.0)
     assert bucket.wait_s(1, 59.999999) == 0.001

@@ -278,4 +278,4 @@ async def test_the_sums_of_the_box_are_those_of_its_owners_and_can_be_built_agai
     await rollups.rebuild(story.database, story.calendar)
     assert await box() == written
     async with story.database.reading() as connection:
-        assert await rollups.differing(connection, story.database.kind, story.calendar) == []
+        assert await rollups.mismatched_levels(connection, story.database.kind, story.calendar) == []

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from itertools import combinations
 from typing import Any
+from unittest.mock import patch
 from zoneinfo import ZoneInfo
 
 from sqlalchemy import select
@@ -28,13 +29,13 @@ from appliance.base.tables import usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.lines import ADJUSTMENT
 from appliance.metering.invoicing.rows import Invoice
-from appliance.metering.ledger import rollups
+from appliance.metering.ledger import rollups, writer
 from appliance.metering.ledger.corrections import Correction, Corrections
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.journaled import journal_beside, replay
+from appliance.metering.ledger.journal_records import open_journal, replay
+from appliance.metering.ledger.operation_queue import COMBINE_FROM
 from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
 from appliance.metering.ledger.recovery import recover
-from appliance.metering.ledger.waiting import TOGETHER_FROM
 from appliance.metering.prices import Price
 from appliance.metering.usage import GROUPS, UsageReports
 from appliance.tenancy.access import WHOLE_BOX
@@ -149,7 +150,7 @@ class History:
 
     async def _start(self) -> None:
         """Start as the appliance does: replay the journal into the tables, then recover pending requests."""
-        self.journal = journal_beside(self.url)
+        self.journal = open_journal(self.url)
         if self.journal is not None:
             self.replayed += await replay(self.database, self.journal, self.clock, self.calendar)
         self.epoch_id = await begin_epoch(self.database, self.clock, "reconciliation")
@@ -243,9 +244,9 @@ class History:
         """Settle some requests: all at once, written directly to rows, or in portions, each of which gets a journal line."""
         chosen = self._take_running(count)
         is_split = self.journal is not None and self.rng.random() < 0.5
-        size = self.rng.randrange(1, TOGETHER_FROM) if is_split else max(count, 1)
+        size = self.rng.randrange(1, COMBINE_FROM) if is_split else max(count, 1)
         for first in range(0, count, size):
-            await self.ledger.caught_up()
+            await self.ledger.catch_up()
             await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in chosen[first : first + size]))
         await self._note_events(chosen)
 
@@ -495,5 +496,6 @@ async def _check_batch_lines(history: History, invoice: Invoice) -> None:
 async def reconcile(database: Database, url: str, num_requests: int, seed: int) -> tuple[History, dict[str, int]]:
     """Run a random history of `num_requests` in `database` (at `url`) and check it."""
     history = History(FailingDatabase.around(database), url, FakeClock(BEGIN), random.Random(seed))
-    await history.run(num_requests)
+    with patch.object(writer, "JOURNAL_TIMEOUT_S", PATIENCE_S):  # else a slow disk makes a settlement wait for the closed gate
+        await history.run(num_requests)
     return history, await check(history)

@@ -33,7 +33,7 @@ class Queue:
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self._failures.append(context))
 
     def alarms_of(self) -> int:
-        """Return how many retries are planned."""
+        """Return the number of scheduled retries."""
         return sum(planned.call is not None for _due_us, _number, planned in self.alarms._planned)
 
     async def refusing(self, who: Principal, tokens: int, **changes: object) -> set[tuple[str, str]]:
@@ -42,24 +42,24 @@ class Queue:
         return {(decision.scope, decision.kind) for decision in forecast.refusals}
 
     async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
-        """Start asking and let it come to its answer or its place in line."""
+        """Start an admission and let it run until it is answered or waits."""
         task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked(who, tokens), **changes), wait_s))
         self._tasks.append(task)
         await self.alarms.settle()
         return task
 
     async def close(self) -> None:
-        """End whoever still waits. Nothing may have failed in a callback, where nobody would hear of it."""
+        """Cancel what still waits, and check that no callback failed unnoticed."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         assert self.admission.waiting == []
-        assert not self.admission._queue._queues, "somebody was left in a line"
+        assert not self.admission._queue._queues, "a waiter was left in a queue"
         assert self._failures == []
 
 
 class Waits:
-    """Writes down what an observer of waits is told."""
+    """Records what an observer of waits receives."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str] | tuple[str, str, float]] = []

@@ -23,7 +23,7 @@ def test_a_reservation_that_reserves_nothing_has_all_that_serving_uses() -> None
     sources = [path.read_text("utf-8") for path in SERVING.rglob("*.py")]
     used = {name for source in sources for name in re.findall(r"reservation\.([a-z]\w*)", source)}
 
-    assert {"settle", "recorded"} <= used
+    assert {"settle", "mark_recorded"} <= used
     assert used - {name for name in dir(NoReservation(asked(principal(), 1))) if not name.startswith("_")} == set()
 
 

@@ -26,7 +26,7 @@ from appliance.cli.main import main
 from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, replay
+from appliance.metering.ledger.journal_records import JournaledEntry, encode, open_journal, replay
 from appliance.serving.model_builder import DEMO_MODEL
 from appliance.telemetry.gpu import GpuProbe, GpuReading
 from appliance.tenancy.access import WHOLE_BOX
@@ -380,14 +380,14 @@ async def leave_in_the_journal(path: Path) -> None:
     """Leave what a killed appliance can: a request that was admitted, and how one ended whose row is there."""
     url, clock = f"sqlite:///{path}", SystemClock()
     database = Database.open(url)
-    journal = journal_beside(url)
+    journal = open_journal(url)
     assert journal is not None
     try:
         cast = await make_cast(database, clock)
         async with running_ledger(database, clock, cast.epoch_id) as ledger:
             await ledger.open(served := factories.pending(cast.bob))
         admitted = factories.pending(cast.bob, batch=True)
-        entry = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=admitted)
+        entry = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=admitted)
         for record in (entry, factories.posted(served.request_id)):
             await journal.append(encode(record))
     finally:
@@ -397,7 +397,7 @@ async def leave_in_the_journal(path: Path) -> None:
 
 async def replay_as_a_start_does(path: Path) -> None:
     url = f"sqlite:///{path}"
-    database, journal = Database.open(url), journal_beside(url)
+    database, journal = Database.open(url), open_journal(url)
     assert journal is not None
     try:
         assert await replay(database, journal, SystemClock(), BillingCalendar()) == 2
@@ -556,7 +556,7 @@ def test_a_correction_that_is_too_large_names_the_option_that_confirms_it(typed:
     asked = ("ledger", "correct", "1", "--note", "why", "--completion-tokens", "20000000")
     refused = typed(*asked)
     assert refused.status == 2
-    assert "need `--yes`" in refused.err
+    assert "needs `--yes`" in refused.err
     assert typed(*asked, "--yes").status == 0
 
 

@@ -64,7 +64,7 @@ async def test_a_wait_for_running_requests_is_told_as_a_guess(box: Box) -> None:
     await box.services.admission.admit(running)
     page = (await (await box.alice()).fragment(f"{path}?model=demo")).text
     assert "about 1" in page
-    assert "by when running requests have probably ended" in page
+    assert "when running requests have probably ended" in page
 
 
 async def test_what_shadow_mode_would_refuse_passes_and_is_marked(box: Box) -> None:

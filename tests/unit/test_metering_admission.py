@@ -61,10 +61,10 @@ async def admit(
 
 async def test_a_request_without_limits_is_admitted(admission: Admission) -> None:
     reservation = await admit(admission, principal(), prompt=10**9, output=None)
-    assert reservation.tokens_reserved == 10**9 + EXPECTED_OUTPUT_TOKENS
+    assert reservation.reserved_tokens == 10**9 + EXPECTED_OUTPUT_TOKENS
 
 
-async def test_of_200_requests_at_once_exactly_as_many_are_admitted_as_the_bucket_holds(admission: Admission) -> None:
+async def test_200_concurrent_requests_are_admitted_exactly_up_to_the_capacity(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=1000))
     answers = await asyncio.gather(*(admit(admission, bob, 10, 3) for _ in range(200)), return_exceptions=True)
     admitted = [answer for answer in answers if isinstance(answer, Reservation)]
@@ -108,7 +108,7 @@ async def test_the_wait_is_exact(admission: Admission, clock: FakeClock) -> None
     await admit(admission, bob, 31, 0)
 
 
-async def test_the_wait_is_the_longest_of_all_limits_that_refuse(admission: Admission, clock: FakeClock) -> None:
+async def test_the_wait_is_the_longest_of_all_refusing_limits(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(tokens_per_minute=60), Limits(requests_per_minute=2))
     for _ in range(2):
         await admit(admission, bob, 30, 0)
@@ -124,7 +124,7 @@ async def test_the_wait_is_the_longest_of_all_limits_that_refuse(admission: Admi
     await admit(admission, bob, 50, 0)
 
 
-async def test_a_request_larger_than_the_limit_is_told_that_waiting_is_useless(admission: Admission) -> None:
+async def test_a_request_larger_than_the_limit_gets_no_wait(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     with pytest.raises(
         RequestExceedsLimit, match="needs 101 tokens and the tenant's limit is 100 tokens per minute"
@@ -134,14 +134,14 @@ async def test_a_request_larger_than_the_limit_is_told_that_waiting_is_useless(a
     assert refused.value.type == "tokens"
 
 
-async def test_a_guess_of_the_output_alone_never_makes_a_request_too_large(admission: Admission) -> None:
+async def test_an_estimated_output_never_makes_a_request_too_large(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
-    assert (await admit(admission, bob, 40, None)).tokens_reserved == 100
+    assert (await admit(admission, bob, 40, None)).reserved_tokens == 100
     with pytest.raises(RequestExceedsLimit):
         await admit(admission, bob, 101, None)
 
 
-async def test_a_limit_that_was_taken_away_for_a_while_remembers_what_was_used(admission: Admission) -> None:
+async def test_a_limit_removed_for_a_while_remembers_its_usage(admission: Admission) -> None:
     limited = principal(Limits(tokens_per_minute=100, requests_per_minute=10))
     unlimited = dataclasses.replace(limited, tenant=dataclasses.replace(limited.tenant, limits=Limits()))
     (await admit(admission, limited, 90, 0)).settle(90)
@@ -154,7 +154,7 @@ async def test_a_limit_that_was_taken_away_for_a_while_remembers_what_was_used(a
     assert state.requests.remaining == 9
 
 
-async def test_a_look_at_limits_that_have_changed_changes_none(admission: Admission) -> None:
+async def test_a_snapshot_with_changed_limits_changes_nothing(admission: Admission) -> None:
     bob = principal(Limits(monthly_budget=20, tokens_per_minute=1000, concurrent_requests=1))
     bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
     running = await admit(admission, bob, 1, 10, price(completion=10**6))
@@ -166,7 +166,7 @@ async def test_a_look_at_limits_that_have_changed_changes_none(admission: Admiss
     assert running.record_progress(0, 30)
 
 
-async def test_a_hard_budget_that_is_lowered_or_raised_holds_for_answers_that_run(admission: Admission) -> None:
+async def test_a_changed_hard_budget_applies_to_running_requests(admission: Admission) -> None:
     bob = principal(Limits(monthly_budget=20))
     bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
     running = await admit(admission, bob, 1, 10, price(completion=10**6))
@@ -177,7 +177,7 @@ async def test_a_hard_budget_that_is_lowered_or_raised_holds_for_answers_that_ru
         assert running.record_progress(0, 10) == is_cut
 
 
-async def test_what_changes_for_several_tenants_at_once_holds_for_the_answers_of_each_that_run(admission: Admission) -> None:
+async def test_limits_changed_for_several_tenants_at_once_apply_to_the_running_requests_of_each(admission: Admission) -> None:
     tenants = [principal(Limits(monthly_budget=1000)) for _ in range(4)]
     running = [await admit(admission, who, 1, 10, price(completion=10**6)) for who in tenants]
     changed = {}
@@ -188,7 +188,7 @@ async def test_what_changes_for_several_tenants_at_once_holds_for_the_answers_of
     assert [each.record_progress(0, 10) for each in running] == [True] * 4
 
 
-async def test_a_currency_or_a_mode_that_is_changed_holds_for_answers_that_run(admission: Admission) -> None:
+async def test_a_changed_currency_or_mode_applies_to_running_requests(admission: Admission) -> None:
     bob, in_dollars = principal(Limits(monthly_budget=20)), dataclasses.replace(price(completion=10**6), currency="USD")
     bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
     running = await admit(admission, bob, 1, 10, in_dollars)
@@ -199,7 +199,7 @@ async def test_a_currency_or_a_mode_that_is_changed_holds_for_answers_that_run(a
         assert running.record_progress(0, 20) == is_cut
 
 
-async def test_a_snapshot_tells_of_the_limits_of_tenant_and_key_the_one_that_leaves_less(admission: Admission) -> None:
+async def test_a_snapshot_reports_the_tighter_limit_of_tenant_and_key(admission: Admission) -> None:
     for tenant, key in (
         (Limits(tokens_per_minute=100), Limits(tokens_per_minute=30)),
         (Limits(), Limits(tokens_per_minute=30)),
@@ -215,7 +215,7 @@ async def test_a_snapshot_tells_of_the_limits_of_tenant_and_key_the_one_that_lea
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "tenant for a model", "key for a model", "model"])
-async def test_what_the_ledger_says_of_an_owner_counts_whichever_it_is(clock: FakeClock, owner: str) -> None:
+async def test_usage_in_the_ledger_counts_for_every_kind_of_owner(clock: FakeClock, owner: str) -> None:
     admission, limits = utc_admission(clock, FixedSums(tokens_today=90)), Limits(tokens_per_day=100)
     bob, policy = principal(), None
     changes = {"model_limits": {"demo": limits}} if owner.endswith("for a model") else {"limits": limits}
@@ -231,7 +231,7 @@ async def test_what_the_ledger_says_of_an_owner_counts_whichever_it_is(clock: Fa
     await admission.admit(msgspec.structs.replace(asked, prompt_tokens=10))
 
 
-async def test_neither_what_would_be_admitted_nor_what_never_fits_would_wait_however_patient_it_is(
+async def test_a_dry_run_of_a_request_that_fits_or_never_fits_would_not_wait(
     admission: Admission,
 ) -> None:
     bob = principal(Limits(tokens_per_minute=100))
@@ -241,14 +241,14 @@ async def test_neither_what_would_be_admitted_nor_what_never_fits_would_wait_how
         assert (len(forecast.refusals), forecast.would_wait) == (refusals, False)
 
 
-async def test_what_would_be_refused_would_wait_only_if_there_is_room_within_its_patience(admission: Admission) -> None:
+async def test_a_dry_run_would_wait_only_if_there_is_room_within_its_patience(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     await admit(admission, bob, 100, 0)
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
     assert [(await admission.forecast(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
 
 
-async def test_levels_are_to_be_saved_once_after_a_request_began_and_ended_and_again_if_they_could_not_be(
+async def test_levels_are_returned_once_per_change_and_again_after_a_failed_save(
     admission: Admission,
 ) -> None:
     bob = principal(Limits(tokens_per_minute=100), Limits(requests_per_minute=10))
@@ -272,7 +272,7 @@ async def test_levels_are_to_be_saved_once_after_a_request_began_and_ended_and_a
     assert unsaved() == kinds
 
 
-async def test_of_an_owner_that_nobody_has_asked_for_the_limits_are_whole(admission: Admission) -> None:
+async def test_an_owner_that_is_not_loaded_has_its_whole_limits(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     state = admission.snapshot(bob).tokens
     assert state is not None
@@ -293,7 +293,7 @@ async def test_settling_corrects_the_bucket_at_once(admission: Admission) -> Non
     await admit(admission, bob, 25, 25)
 
 
-async def test_more_output_than_expected_leaves_a_debt_that_time_pays(admission: Admission, clock: FakeClock) -> None:
+async def test_more_output_than_expected_leaves_a_debt_repaid_by_the_refill(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     (await admit(admission, bob, 10, None)).settle(80)
     with pytest.raises(RateLimitExceeded) as refused:
@@ -303,14 +303,14 @@ async def test_more_output_than_expected_leaves_a_debt_that_time_pays(admission:
     await admit(admission, bob, 10, 0)
 
 
-async def test_voiding_puts_everything_back(admission: Admission) -> None:
+async def test_voiding_gives_everything_back(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=20, requests_per_minute=1, concurrent_requests=1, tokens_per_day=20))
     for _ in range(3):
         (await admit(admission, bob)).void()
     (await admit(admission, bob)).settle(20)
 
 
-async def test_buckets_remember_nothing_of_what_has_ended(admission: Admission) -> None:
+async def test_buckets_keep_nothing_of_ended_requests(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100, requests_per_minute=10))
     (await admit(admission, bob)).settle(5)
     (await admit(admission, bob)).void()
@@ -327,7 +327,7 @@ async def test_a_reservation_ends_once(admission: Admission) -> None:
         reservation.void()
 
 
-async def test_fewer_tokens_than_none_are_neither_asked_for_nor_settled(admission: Admission) -> None:
+async def test_negative_token_counts_are_rejected(admission: Admission) -> None:
     with pytest.raises(ValueError, match="negative"):
         await admit(admission, principal(), -1)
     reservation = await admit(admission, principal())
@@ -380,7 +380,7 @@ async def test_the_budget_counts_what_is_reserved_and_what_was_spent(clock: Fake
     await admit(admission, bob, 100, 0, cost)
 
 
-async def test_a_price_from_before_the_currency_was_set_takes_nothing_of_the_budget(clock: FakeClock) -> None:
+async def test_a_cost_in_another_currency_takes_nothing_from_the_budget(clock: FakeClock) -> None:
     admission = utc_admission(clock, FixedSums(cost_month_picos=0), currency="CHF")
     bob = principal(Limits(monthly_budget=1))
     cost = price(prompt=1_000_000, cached=0, completion=1_000_000)
@@ -389,7 +389,7 @@ async def test_a_price_from_before_the_currency_was_set_takes_nothing_of_the_bud
         await admit(admission, bob, 20, 10, dataclasses.replace(cost, currency="CHF"))
 
 
-async def test_the_sums_are_read_once_even_when_many_ask_at_once(clock: FakeClock) -> None:
+async def test_the_sums_are_read_once_for_many_concurrent_requests(clock: FakeClock) -> None:
     sums = FixedSums(tokens_today=95)
     admission = utc_admission(clock, sums)
     bob = principal(Limits(tokens_per_day=100))
@@ -410,7 +410,7 @@ async def test_a_changed_limit_takes_effect_at_once(admission: Admission) -> Non
         await admit(admission, lowered, 1, 0)
 
 
-async def test_a_limit_that_is_set_while_a_request_runs_gives_that_request_nothing_back(admission: Admission) -> None:
+async def test_a_limit_set_while_a_request_runs_refunds_nothing_to_it(admission: Admission) -> None:
     bob = principal()
     before = await admit(admission, bob, 90, 10)
     limited = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(tokens_per_minute=100)))
@@ -420,56 +420,54 @@ async def test_a_limit_that_is_set_while_a_request_runs_gives_that_request_nothi
         await admit(admission, limited, 1, 0)
 
 
-async def test_the_expected_output_is_learnt_per_key_and_never_above_the_asked_maximum(admission: Admission) -> None:
+async def test_the_expected_output_is_learnt_per_key_and_capped_at_the_requested_maximum(admission: Admission) -> None:
     bob, charlie = principal(), principal()
     for _ in range(OUTPUTS_MIN):
         (await admit(admission, bob, 10, None)).settle(10 + 400)
-    assert (await admit(admission, bob, 10, None)).tokens_reserved == 410
-    assert (await admit(admission, bob, 10, 7)).tokens_reserved == 17
-    assert (await admit(admission, charlie, 10, None)).tokens_reserved == 10 + EXPECTED_OUTPUT_TOKENS
+    assert (await admit(admission, bob, 10, None)).reserved_tokens == 410
+    assert (await admit(admission, bob, 10, 7)).reserved_tokens == 17
+    assert (await admit(admission, charlie, 10, None)).reserved_tokens == 10 + EXPECTED_OUTPUT_TOKENS
 
 
 @pytest.mark.parametrize("asked", [95, 200, 500])
-async def test_an_answer_that_was_asked_for_and_exceeds_the_limit_is_refused_however_long(
-    admission: Admission, asked: int
-) -> None:
+async def test_a_requested_maximum_above_the_limit_is_refused(admission: Admission, asked: int) -> None:
     with pytest.raises(RequestExceedsLimit):
         await admit(admission, principal(Limits(tokens_per_minute=100)), 10, asked)
 
 
-async def test_a_key_whose_answers_are_short_holds_what_nine_in_ten_of_them_stayed_within(admission: Admission) -> None:
+async def test_a_key_with_short_answers_reserves_their_90th_percentile(admission: Admission) -> None:
     bob = principal()
     for length in range(1, 101):
         (await admit(admission, bob, 10, None)).settle(10 + length)
-    assert (await admit(admission, bob, 10, None)).tokens_reserved == 10 + 90
-    assert (await admit(admission, bob, 10, 5)).tokens_reserved == 10 + 5
+    assert (await admit(admission, bob, 10, None)).reserved_tokens == 10 + 90
+    assert (await admit(admission, bob, 10, 5)).reserved_tokens == 10 + 5
 
 
-async def test_a_row_of_short_answers_does_not_make_a_burst_of_long_ones_cheap(admission: Admission) -> None:
+async def test_a_series_of_short_answers_does_not_make_a_burst_of_long_ones_cheap(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=1000))
     for _ in range(OUTPUTS_MIN):
         (await admit(admission, bob, 1, 1)).settle(2)
     answers = await asyncio.gather(*(admit(admission, bob, 1, 400) for _ in range(60)), return_exceptions=True)
-    held = [answer.tokens_reserved for answer in answers if isinstance(answer, Reservation)]
+    held = [answer.reserved_tokens for answer in answers if isinstance(answer, Reservation)]
     assert held == [2, 2, 2, 257, 257, 257]
 
 
-async def test_many_answers_of_one_request_are_a_burst_too(admission: Admission) -> None:
+async def test_many_answers_of_one_request_count_as_a_burst(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_KEPT):
         (await admit(admission, bob, 0, 1)).settle(1)
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, answers=12)
     twelve = await admission.admit(asked)
-    assert twelve.tokens_reserved == 12
+    assert twelve.reserved_tokens == 12
     twelve.settle(12)
-    assert (await admission.admit(msgspec.structs.replace(asked, answers=13))).tokens_reserved == 13 * EXPECTED_OUTPUT_TOKENS
+    assert (await admission.admit(msgspec.structs.replace(asked, answers=13))).reserved_tokens == 13 * EXPECTED_OUTPUT_TOKENS
 
 
-async def test_long_answers_that_run_at_once_are_not_expected_to_be_shorter_than_alone(admission: Admission) -> None:
+async def test_concurrent_long_answers_are_expected_to_be_as_long_as_single_ones(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_KEPT):
         (await admit(admission, bob, 0, None)).settle(900)
-    held = [(await admit(admission, bob, 0, None)).tokens_reserved for _ in range(30)]
+    held = [(await admit(admission, bob, 0, None)).reserved_tokens for _ in range(30)]
     assert held == [900] * 30
 
 
@@ -496,7 +494,7 @@ async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeCloc
     await ask()
 
 
-async def test_a_request_holds_no_more_of_a_day_than_is_left_beside_those_that_run(admission: Admission) -> None:
+async def test_a_request_reserves_at_most_what_is_left_of_the_day(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=100))
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=0, price=None, output_room=50)
     first, _second = await admission.admit(asked), await admission.admit(asked)  # they hold 60 and the other 40
@@ -504,7 +502,7 @@ async def test_a_request_holds_no_more_of_a_day_than_is_left_beside_those_that_r
     await admit(admission, bob, 50, 0)
 
 
-async def test_one_tenant_cannot_use_up_anothers_limits(admission: Admission) -> None:
+async def test_one_tenant_cannot_use_up_the_limits_of_another(admission: Admission) -> None:
     bob, charlie = principal(Limits(tokens_per_minute=100)), principal(Limits(tokens_per_minute=100))
     await admit(admission, bob, 100, 0)
     with pytest.raises(RateLimitExceeded):
@@ -513,7 +511,7 @@ async def test_one_tenant_cannot_use_up_anothers_limits(admission: Admission) ->
 
 
 @pytest.mark.parametrize(("values", "expected"), [([1], 1), (list(range(1, 11)), 9), (list(range(1, 101)), 90), ([5] * 20, 5)])
-def test_the_90th_percentile_is_a_value_that_was_seen(values: list[int], expected: int) -> None:
+def test_the_90th_percentile_is_one_of_the_values(values: list[int], expected: int) -> None:
     assert percentile_90(values) == expected
 
 
@@ -525,19 +523,19 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
         AdmissionRequest(principal=principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, answers=4)
     )
 
-    assert reservation.tokens_reserved == 10 + 4 * expected
+    assert reservation.reserved_tokens == 10 + 4 * expected
 
 
-async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admission: Admission) -> None:
+async def test_the_estimate_for_several_answers_is_cut_to_the_limit_in_total(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=410))
     reservation = await admission.admit(
         AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)
     )
 
-    assert reservation.tokens_reserved == 410
+    assert reservation.reserved_tokens == 410
 
 
-async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Admission) -> None:
+async def test_a_budget_reserves_the_maximum_length_of_all_answers(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=10_000))
     two = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=2000, price=None, answers=2)
     first = await admission.admit(msgspec.structs.replace(two, answers=5))
@@ -547,7 +545,7 @@ async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Ad
     await admission.admit(two)
 
 
-async def test_a_budget_holds_the_dearer_price_of_a_prompt(admission: Admission) -> None:
+async def test_a_budget_reserves_the_higher_price_of_a_prompt(admission: Admission) -> None:
     bob = principal(Limits(monthly_budget=1000))
     dearer_from_the_cache = price(prompt=1_000_000, cached=2_000_000, completion=0)
 
@@ -559,11 +557,11 @@ async def test_a_budget_holds_the_dearer_price_of_a_prompt(admission: Admission)
     await admit(admission, bob, prompt=1, output=1, cost=dearer_from_the_cache)
 
 
-async def test_what_an_answer_is_expected_to_take_is_learnt_per_answer(admission: Admission) -> None:
+async def test_the_expected_output_is_learnt_per_answer(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_MIN):
         four = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
         (await admission.admit(four)).settle(4 * 1000 - 3)
     one = await admission.admit(msgspec.structs.replace(four, answers=1))
 
-    assert one.tokens_reserved == 1000
+    assert one.reserved_tokens == 1000

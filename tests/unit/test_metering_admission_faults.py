@@ -1,4 +1,4 @@
-"""Bugs while requests are admitted or wait for room: each is told to its own request and logged, and holds up nobody else."""
+"""Unexpected errors while requests are admitted or wait for room: each fails only its own request, and is logged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO = Limits(concurrent_requests=2)
 
 
 class BugError(Exception):
-    """What these tests break."""
+    """The unexpected error raised by these tests."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ async def queue(clock: FakeClock) -> AsyncIterator[Queue]:
 
 
 def failing(real: Callable[..., Any], fails: Callable[..., bool] = lambda *_given: True) -> Callable[..., Any]:
-    """Return `real` with a bug where `fails` says so."""
+    """Return `real`, raising BugError where `fails` returns true."""
 
     def broken(*given: Any, **named: Any) -> Any:
         if fails(*given):
@@ -43,20 +43,20 @@ def failing(real: Callable[..., Any], fails: Callable[..., bool] = lambda *_give
 
 
 def break_step(queue: Queue, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a bug in what is done with requests of seven tokens, or with all that are refused in the end."""
+    """Break one step for requests of seven tokens ("the estimate": for every refused request)."""
     admission = queue.admission
     if step == "the attempt":
         monkeypatch.setattr(admission, "_try", failing(admission._try, lambda asked, *_more: asked.prompt_tokens == 7))
     elif step == "the estimate":
         monkeypatch.setattr(admission._running, "estimate", failing(admission._running.estimate))
     else:
-        lines = admission._queue
-        for_seven = failing(lines._join_queues, lambda waiter, _refusals: waiter.request.prompt_tokens == 7)
-        monkeypatch.setattr(lines, "_join_queues", for_seven)
+        admission_queue = admission._queue
+        for_seven = failing(admission_queue._join_queues, lambda waiter, _refusals: waiter.request.prompt_tokens == 7)
+        monkeypatch.setattr(admission_queue, "_join_queues", for_seven)
 
 
-@pytest.mark.parametrize("step", ["the attempt", "the estimate", "the lines"])
-async def test_a_bug_while_a_request_is_tried_again_is_told_to_it_and_holds_up_nobody_behind_it(
+@pytest.mark.parametrize("step", ["the attempt", "the estimate", "the queues"])
+async def test_an_unexpected_error_in_a_retry_fails_only_that_request(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], step: str
 ) -> None:
     bob = principal(TWO)
@@ -74,29 +74,27 @@ async def test_a_bug_while_a_request_is_tried_again_is_told_to_it_and_holds_up_n
     assert second.result()
 
 
-async def test_a_bug_on_the_way_into_the_lines_is_told_and_leaves_nobody_in_them(
+async def test_an_unexpected_error_while_joining_the_queues_leaves_nobody_in_them(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob = principal(TWO)
     for _ in range(2):
         await queue.ask(bob, 1)
-    break_step(queue, "the lines", monkeypatch)
+    break_step(queue, "the queues", monkeypatch)
     assert isinstance((await queue.ask(bob, 7)).exception(), BugError)
     assert queue.admission.waiting == []
 
 
-async def test_what_was_taken_for_a_request_that_a_bug_then_keeps_from_it_is_put_back(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reservation_that_cannot_be_delivered_is_given_back(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     bob = principal(TWO)
     running = [await queue.ask(bob, 1) for _ in range(2)]
     first, second = await queue.ask(bob, 7), await queue.ask(bob, 1)
     leave, failures = AdmissionQueue._leave_queue, [BugError()]
 
-    def leave_once(lines: AdmissionQueue, waiter: Waiter, allowance: Allowance) -> None:
+    def leave_once(admission_queue: AdmissionQueue, waiter: Waiter, allowance: Allowance) -> None:
         if failures:
             raise failures.pop()
-        leave(lines, waiter, allowance)
+        leave(admission_queue, waiter, allowance)
 
     monkeypatch.setattr(AdmissionQueue, "_leave_queue", leave_once)
     running[0].result().settle(1)
@@ -106,7 +104,9 @@ async def test_what_was_taken_for_a_request_that_a_bug_then_keeps_from_it_is_put
     assert num_running(queue.admission, bob.tenant.id) == 2
 
 
-async def test_a_wait_that_ends_by_a_bug_is_counted_as_such(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_ended_by_an_unexpected_error_is_counted_as_failed(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits, bob = Waits(), principal(TWO)
     queue = Queue(clock, waits=waits)
     for _ in range(2):
@@ -121,7 +121,9 @@ async def test_a_wait_that_ends_by_a_bug_is_counted_as_such(clock: FakeClock, mo
 
 
 @pytest.mark.parametrize("broken", ["take", "the second bucket", "adopt"])
-async def test_a_bug_in_the_taking_leaves_nothing_taken(queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+async def test_an_unexpected_error_while_taking_leaves_nothing_taken(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
     limits = Limits(concurrent_requests=2, tokens_per_minute=60, requests_per_minute=60, tokens_per_day=100)
     bob, policy = principal(limits, limits), ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=START)
     (await queue.ask(bob, 10, policy=policy)).result().void()

@@ -35,7 +35,7 @@ def with_key(who: Principal, key_id: str, limits: Limits | None = None) -> Princ
     return dataclasses.replace(who, key=dataclasses.replace(who.key, id=key_id, limits=limits or Limits()))
 
 
-async def test_a_request_waits_for_exactly_as_long_as_the_bucket_needs(queue: Queue) -> None:
+async def test_a_request_waits_exactly_until_the_bucket_has_room(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     (await queue.ask(bob, 60)).result().settle(60)
     waiting = await queue.ask(bob, 30)
@@ -46,7 +46,7 @@ async def test_a_request_waits_for_exactly_as_long_as_the_bucket_needs(queue: Qu
     waiting.result().settle(30)
 
 
-async def test_a_wait_of_less_than_a_second_is_no_longer_than_it_must_be(queue: Queue) -> None:
+async def test_a_wait_below_a_second_is_not_rounded_up(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=600))
     (await queue.ask(bob, 600)).result().settle(600)
     waiting = await queue.ask(bob, 2)
@@ -56,7 +56,7 @@ async def test_a_wait_of_less_than_a_second_is_no_longer_than_it_must_be(queue: 
     assert waiting.done()
 
 
-async def test_who_is_tried_in_vain_shortly_before_its_patience_is_over_is_admitted_within_it(queue: Queue) -> None:
+async def test_a_failed_retry_shortly_before_the_deadline_does_not_refuse_the_waiter(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     (await queue.ask(bob, 60)).result().settle(60)
     waiting = await queue.ask(bob, 30, wait_s=30.0)
@@ -66,7 +66,7 @@ async def test_who_is_tried_in_vain_shortly_before_its_patience_is_over_is_admit
     assert waiting.result()
 
 
-async def test_a_waiter_has_one_planned_retry_however_often_it_was_tried_and_none_when_it_has_left(queue: Queue) -> None:
+async def test_a_waiter_has_one_retry_timer_and_none_after_it_has_left(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     (await queue.ask(bob, 60)).result().settle(60)
     waiting = await queue.ask(bob, 30)
@@ -80,7 +80,7 @@ async def test_a_waiter_has_one_planned_retry_however_often_it_was_tried_and_non
     assert queue.alarms_of() == 0
 
 
-async def test_where_running_requests_alone_are_in_the_way_the_shortest_patience_is_waited_for(queue: Queue) -> None:
+async def test_a_request_blocked_only_by_running_requests_waits_however_short_its_patience(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running = await queue.ask(bob, 1)
     waiting, impatient = await queue.ask(bob, 1, wait_s=0.5), await queue.ask(bob, 1, wait_s=0.25)
@@ -93,13 +93,13 @@ async def test_where_running_requests_alone_are_in_the_way_the_shortest_patience
     assert waiting.result()
 
 
-async def test_what_never_fits_one_limit_does_not_wait_for_another(queue: Queue) -> None:
+async def test_a_request_that_never_fits_one_limit_does_not_wait_for_another(queue: Queue) -> None:
     bob = with_key(principal(Limits(tokens_per_minute=60)), "small", Limits(tokens_per_minute=20))
     await queue.ask(bob, 20)
     assert isinstance((await queue.ask(bob, 50)).exception(), RequestExceedsLimit)
 
 
-async def test_what_is_planned_on_the_event_loop_can_be_called_off() -> None:
+async def test_a_call_scheduled_on_the_event_loop_can_be_cancelled() -> None:
     called: list[str] = []
     alarm = admission_queue.call_on_loop(0.0, lambda: called.append("cancelled"))
     admission_queue.call_on_loop(0.0, lambda: called.append("kept"))
@@ -108,7 +108,7 @@ async def test_what_is_planned_on_the_event_loop_can_be_called_off() -> None:
     assert called == ["kept"]
 
 
-async def test_without_patience_or_with_too_little_it_is_refused_at_once(queue: Queue) -> None:
+async def test_without_enough_patience_a_request_is_refused_at_once(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     await queue.ask(bob, 60)
     for wait_s in (0.0, 29.999):
@@ -117,7 +117,7 @@ async def test_without_patience_or_with_too_little_it_is_refused_at_once(queue: 
     assert not (await queue.ask(bob, 30, wait_s=30.0)).done()
 
 
-async def test_without_patience_running_requests_are_not_waited_for(queue: Queue) -> None:
+async def test_without_patience_a_request_does_not_wait_for_running_ones(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
     assert isinstance((await queue.ask(bob, 1, wait_s=0.0)).exception(), RateLimitExceeded)
@@ -127,11 +127,11 @@ async def test_without_patience_running_requests_are_not_waited_for(queue: Queue
     ("limits", "error"),
     [(Limits(tokens_per_minute=10), RequestExceedsLimit), (Limits(concurrent_requests=0), RequestExceedsLimit)],
 )
-async def test_what_never_fits_does_not_wait(queue: Queue, limits: Limits, error: type[Exception]) -> None:
+async def test_a_request_that_never_fits_does_not_wait(queue: Queue, limits: Limits, error: type[Exception]) -> None:
     assert isinstance((await queue.ask(principal(limits), 11)).exception(), error)
 
 
-async def test_a_spent_budget_does_not_wait_and_a_held_one_does(queue: Queue) -> None:
+async def test_a_request_waits_for_a_reserved_budget_but_not_for_a_spent_one(queue: Queue) -> None:
     bob, cost = principal(Limits(monthly_budget=100)), price(prompt=1_000_000, cached=0, completion=1_000_000)
     first = await queue.ask(bob, 60, price=cost)
     waiting = await queue.ask(bob, 60, price=cost)
@@ -142,7 +142,7 @@ async def test_a_spent_budget_does_not_wait_and_a_held_one_does(queue: Queue) ->
     assert isinstance((await queue.ask(bob, 1, price=cost)).exception(), BudgetExceeded)
 
 
-async def test_who_comes_later_and_needs_less_does_not_overtake(queue: Queue) -> None:
+async def test_a_smaller_later_request_does_not_overtake(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     (await queue.ask(bob, 50)).result().settle(50)
     large = await queue.ask(bob, 60)
@@ -170,7 +170,7 @@ async def test_a_stream_of_small_requests_does_not_starve_a_large_one(queue: Que
     assert large.done()
 
 
-async def test_a_key_that_waits_for_itself_does_not_stop_the_other_keys_of_its_tenant(queue: Queue) -> None:
+async def test_a_key_waiting_for_its_own_limit_does_not_block_other_keys_of_its_tenant(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=600))
     slow, quick = with_key(bob, "slow", Limits(tokens_per_minute=60)), with_key(bob, "quick")
     await queue.ask(slow, 60)
@@ -179,19 +179,19 @@ async def test_a_key_that_waits_for_itself_does_not_stop_the_other_keys_of_its_t
     assert not waiting.done()
 
 
-async def test_while_it_waits_for_its_key_nobody_behind_it_uses_up_its_tenant(queue: Queue) -> None:
+async def test_a_request_waiting_for_its_key_keeps_its_room_at_the_tenant(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     slow, quick = with_key(bob, "slow", Limits(tokens_per_minute=60)), with_key(bob, "quick")
     await queue.ask(slow, 60)
     waiting = await queue.ask(slow, 30)  # of tenant and key
-    call_later = await queue.ask(quick, 30)
+    later = await queue.ask(quick, 30)
     await queue.alarms.advance(30.0)
-    assert (waiting.done(), call_later.done()) == (True, False)
+    assert (waiting.done(), later.done()) == (True, False)
     await queue.alarms.advance(30.0)
-    assert call_later.done()
+    assert later.done()
 
 
-async def test_a_place_at_the_tenant_is_kept_while_only_the_key_has_no_room(queue: Queue) -> None:
+async def test_a_waiter_keeps_its_place_at_the_tenant_while_only_the_key_refuses(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     slow, quick = with_key(bob, "slow", Limits(concurrent_requests=1)), with_key(bob, "quick")
     running = await queue.ask(slow, 60)
@@ -207,7 +207,7 @@ async def test_a_place_at_the_tenant_is_kept_while_only_the_key_has_no_room(queu
     assert later.done()
 
 
-async def test_whoever_is_refused_by_tenant_and_key_stands_in_both_lines(queue: Queue) -> None:
+async def test_a_request_refused_by_tenant_and_key_is_in_both_queues(queue: Queue) -> None:
     for number in range(8):  # in a set, either may come first
         bob = principal(Limits(tokens_per_minute=60))
         slow = with_key(bob, f"slow {number}", Limits(tokens_per_minute=60))
@@ -216,7 +216,7 @@ async def test_whoever_is_refused_by_tenant_and_key_stands_in_both_lines(queue: 
         assert await queue.refusing(slow, 1) == {("tenant", "tokens"), ("key", "tokens")}
 
 
-async def test_a_request_of_which_the_model_refuses_nothing_any_more_lets_others_go_on_there(queue: Queue) -> None:
+async def test_a_request_that_its_model_no_longer_refuses_leaves_the_queue_of_the_model(queue: Queue) -> None:
     policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=600), limit_mode="enforce", updated_at=START)
     bob, charlie = principal(Limits(concurrent_requests=1)), principal()
     await queue.ask(bob, 100, policy=policy)
@@ -231,7 +231,7 @@ async def test_a_request_of_which_the_model_refuses_nothing_any_more_lets_others
     assert await queue.refusing(charlie, 90, policy=policy) == set()
 
 
-async def test_whoever_leaves_the_line_of_a_model_while_its_tenant_is_tried_lets_others_go_on_there(queue: Queue) -> None:
+async def test_leaving_the_queue_of_a_model_wakes_those_behind(queue: Queue) -> None:
     shared = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=60), limit_mode="enforce", updated_at=START)
     alice, bob = principal(Limits(tokens_per_minute=60)), principal()
     (await queue.ask(bob, 60, policy=shared)).result().settle(60)
@@ -246,7 +246,7 @@ async def test_whoever_leaves_the_line_of_a_model_while_its_tenant_is_tried_lets
     assert behind.result()
 
 
-async def test_a_day_is_kept_for_those_who_wait_for_it_and_for_nobody_who_waits_for_something_else(queue: Queue) -> None:
+async def test_a_daily_limit_is_kept_free_only_for_waiters_that_need_it(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=2, tokens_per_day=1000))
     slow, quick = with_key(bob, "slow", Limits(tokens_per_day=100)), with_key(bob, "quick")
     await queue.ask(slow, 60)
@@ -256,7 +256,7 @@ async def test_a_day_is_kept_for_those_who_wait_for_it_and_for_nobody_who_waits_
     assert await queue.refusing(slow, 10) == {("tenant", "concurrency"), ("key", "tokens_per_day")}
 
 
-async def test_a_tenant_that_waits_for_itself_does_not_stop_others_at_the_model(queue: Queue) -> None:
+async def test_a_tenant_waiting_for_its_own_limit_does_not_block_others_at_the_model(queue: Queue) -> None:
     policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=600), limit_mode="enforce", updated_at=START)
     bob, charlie = principal(Limits(tokens_per_minute=60)), principal()
     await queue.ask(bob, 60, policy=policy)
@@ -266,7 +266,7 @@ async def test_a_tenant_that_waits_for_itself_does_not_stop_others_at_the_model(
     assert not waiting.done()
 
 
-async def test_at_the_model_tenants_stand_in_the_order_of_their_arrival(queue: Queue) -> None:
+async def test_tenants_queue_at_a_model_in_order_of_arrival(queue: Queue) -> None:
     policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=60), limit_mode="enforce", updated_at=START)
     bob, charlie = principal(), principal()
     await queue.ask(bob, 60, policy=policy)
@@ -277,7 +277,7 @@ async def test_at_the_model_tenants_stand_in_the_order_of_their_arrival(queue: Q
     assert second.done()
 
 
-async def test_it_is_refused_when_its_patience_is_over_and_is_told_how_long_still(queue: Queue) -> None:
+async def test_a_timed_out_waiter_is_refused_with_the_remaining_wait(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1, tokens_per_minute=600))
     running = await queue.ask(bob, 10)
     waiting, behind = await queue.ask(bob, 10, wait_s=5.0), await queue.ask(bob, 10, wait_s=10.0)
@@ -292,7 +292,7 @@ async def test_it_is_refused_when_its_patience_is_over_and_is_told_how_long_stil
     assert behind.done()
 
 
-async def test_an_end_lets_the_next_one_in_at_once(queue: Queue) -> None:
+async def test_the_end_of_a_request_admits_the_next_at_once(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=2))
     running = [await queue.ask(bob, 1) for _ in range(2)]
     waiting = [await queue.ask(bob, 1) for _ in range(3)]
@@ -306,7 +306,7 @@ async def test_an_end_lets_the_next_one_in_at_once(queue: Queue) -> None:
     assert all(task.done() for task in waiting)
 
 
-async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_up(queue: Queue) -> None:
+async def test_a_cancelled_waiter_takes_nothing_and_wakes_those_behind(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     (await queue.ask(bob, 50)).result().settle(50)
     large = await queue.ask(bob, 60)
@@ -319,7 +319,7 @@ async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_
     assert num_running(queue.admission, bob.tenant.id) == 2 - 1
 
 
-async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_everything_back(queue: Queue) -> None:
+async def test_a_request_cancelled_while_being_admitted_gives_everything_back(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running, waiting = await queue.ask(bob, 1), await queue.ask(bob, 1)
     running.result().settle(1)  # admits the one that waits, whose task has not heard of it yet
@@ -329,7 +329,7 @@ async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_
     assert num_running(queue.admission, bob.tenant.id) == 0
 
 
-async def test_a_request_that_is_cancelled_in_the_moment_of_its_refusal_is_cancelled(queue: Queue) -> None:
+async def test_a_request_cancelled_while_being_refused_is_cancelled(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
     waiting = await queue.ask(bob, 1)
@@ -339,7 +339,7 @@ async def test_a_request_that_is_cancelled_in_the_moment_of_its_refusal_is_cance
     assert waiting.cancelled()
 
 
-async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue) -> None:
+async def test_a_shutdown_ends_all_waits(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
     waiting = [await queue.ask(bob, 1) for _ in range(3)]
@@ -348,7 +348,7 @@ async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue)
     assert all(isinstance(task.exception(), Draining) for task in waiting)
 
 
-async def test_of_each_wait_the_observer_is_told_how_long_it_was_and_how_it_ended(clock: FakeClock) -> None:
+async def test_the_observer_gets_the_duration_and_outcome_of_each_wait(clock: FakeClock) -> None:
     waits, bob = Waits(), principal(Limits(concurrent_requests=1))
     queue = Queue(clock, waits=waits)
     running = await queue.ask(bob, 1)
@@ -376,9 +376,7 @@ async def test_of_each_wait_the_observer_is_told_how_long_it_was_and_how_it_ende
     await queue.close()
 
 
-async def test_a_queue_in_which_nothing_moves_leaves_the_event_loop_alone(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_idle_queue_does_not_use_the_event_loop(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     bob = principal(Limits(concurrent_requests=1))
     tries: list[str] = []
     await queue.ask(bob, 1)
@@ -393,15 +391,15 @@ async def test_a_queue_in_which_nothing_moves_leaves_the_event_loop_alone(
     queue.admission.reconfigure({}, {})
     (await queue.ask(principal(), 1)).result().settle(1)
     await queue.alarms.settle()
-    assert tries == [], "no line has moved"
+    assert tries == [], "nothing was woken"
     for _ in range(2):
         queue.admission.reconfigure(limited(bob, Limits(concurrent_requests=1)), {})
     await queue.alarms.settle()
-    assert len(tries) == 1, "a line that moved twice in a turn is gone through once"
+    assert len(tries) == 1, "a queue woken twice in a turn is retried once"
     assert not waiting.done()
 
 
-async def test_a_line_has_an_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_queue_is_bounded(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_queue, "WAITERS_PER_QUEUE_MAX", 2)
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
@@ -410,7 +408,7 @@ async def test_a_line_has_an_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(waiting[2].exception(), RateLimitExceeded)
 
 
-async def test_a_tenant_of_many_keys_that_fills_all_places_keeps_nobody_else_from_waiting(
+async def test_a_tenant_with_many_keys_that_fills_all_places_does_not_keep_others_from_waiting(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission_queue, "WAITERS_MAX", 6)
@@ -427,7 +425,7 @@ async def test_a_tenant_of_many_keys_that_fills_all_places_keeps_nobody_else_fro
     assert isinstance((await queue.ask(keys[0], 1)).exception(), RateLimitExceeded)
 
 
-async def test_a_tenant_that_fills_the_line_of_a_model_keeps_nobody_else_from_waiting(
+async def test_a_tenant_that_fills_the_queue_of_a_model_does_not_keep_others_from_waiting(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission_queue, "WAITERS_PER_QUEUE_MAX", 4)
@@ -440,7 +438,7 @@ async def test_a_tenant_that_fills_the_line_of_a_model_keeps_nobody_else_from_wa
     assert [task.done() for task in asked] == [False, False, True]
 
 
-async def test_a_limit_that_was_lowered_while_it_waits_counts_and_one_that_never_fits_any_more_ends_the_wait(
+async def test_a_limit_lowered_during_a_wait_applies_and_refuses_a_request_that_can_no_longer_fit(
     queue: Queue,
 ) -> None:
     bob = principal(Limits(tokens_per_minute=60))
@@ -452,7 +450,7 @@ async def test_a_limit_that_was_lowered_while_it_waits_counts_and_one_that_never
     assert isinstance(waiting.exception(), RequestExceedsLimit)
 
 
-async def test_of_what_waits_nothing_is_taken(queue: Queue) -> None:
+async def test_a_waiting_request_takes_nothing(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60, requests_per_minute=10, tokens_per_day=1000), Limits(tokens_per_minute=30))
     (await queue.ask(bob, 30)).result().settle(30)
     before = queue.admission.snapshot(bob)
@@ -462,7 +460,7 @@ async def test_of_what_waits_nothing_is_taken(queue: Queue) -> None:
     assert not waiting.done()
 
 
-async def test_a_raised_limit_wakes_who_waits_for_it_and_a_lowered_one_refuses_them(queue: Queue) -> None:
+async def test_a_raised_limit_admits_waiters_and_a_lowered_one_refuses_them(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60))
     await queue.ask(bob, 60)
     first, second = await queue.ask(bob, 30), await queue.ask(bob, 30)
@@ -477,7 +475,7 @@ async def test_a_raised_limit_wakes_who_waits_for_it_and_a_lowered_one_refuses_t
         second.result()
 
 
-async def test_a_correction_that_gives_tokens_back_wakes_who_waits_for_them(queue: Queue) -> None:
+async def test_a_correction_that_returns_tokens_wakes_waiters(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_day=100))
     (await queue.ask(bob, 30)).result().settle(30)
     await queue.ask(bob, 50)
@@ -491,7 +489,7 @@ async def test_a_correction_that_gives_tokens_back_wakes_who_waits_for_them(queu
     assert waiting.result()
 
 
-async def test_limits_of_a_model_that_are_taken_away_hold_nobody_who_waits(queue: Queue) -> None:
+async def test_removed_limits_of_a_model_block_no_waiter(queue: Queue) -> None:
     bob = principal()
     policy = ModelPolicy(model="demo", limits=Limits(requests_per_minute=1), limit_mode="enforce", updated_at=START)
     await queue.ask(bob, 1, policy=policy)
@@ -504,7 +502,7 @@ async def test_limits_of_a_model_that_are_taken_away_hold_nobody_who_waits(queue
     assert waiting.done()
 
 
-async def test_who_waited_while_limits_of_its_model_came_counts_against_them(queue: Queue) -> None:
+async def test_a_request_that_waited_while_limits_of_its_model_were_set_counts_towards_them(queue: Queue) -> None:
     bob, charlie = principal(Limits(concurrent_requests=1)), principal()
     policy = ModelPolicy(model="demo", limits=Limits(tokens_per_day=100), limit_mode="enforce", updated_at=START)
     first = (await queue.ask(bob, 10)).result()
@@ -518,24 +516,24 @@ async def test_who_waited_while_limits_of_its_model_came_counts_against_them(que
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_stands_before_a_place_in_a_line_is_the_sum_over_it(seed: int) -> None:
-    draw, line, standing = random.Random(seed), WaiterQueue[str](), dict[int, tuple[int, bool]]()
+def test_the_need_ahead_of_a_position_is_the_sum_over_the_waiters_before_it(seed: int) -> None:
+    draw, waiter_queue, standing = random.Random(seed), WaiterQueue[str](), dict[int, tuple[int, bool]]()
     for _ in range(400):
         seq, tokens, wants_window = draw.randrange(30), draw.randrange(100), draw.random() < 0.2
         if draw.random() < 0.4 and standing:
             gone = draw.choice(sorted(standing))
-            line.leave(gone)
+            waiter_queue.leave(gone)
             del standing[gone]
         else:
-            line.join(seq, f"who {seq}", tokens, wants_window=wants_window)
+            waiter_queue.join(seq, f"who {seq}", tokens, wants_window=wants_window)
             standing[seq] = (tokens, wants_window)
         for asked in (seq, None):
             before = [need for each, need in sorted(standing.items()) if asked is None or each < asked]
             expected = Ahead(
                 requests=len(before), tokens=sum(need[0] for need in before), wants_window=any(need[1] for need in before)
             )
-            assert line.ahead(asked) == expected
-        assert list(line) == [f"who {each}" for each in sorted(standing)]
+            assert waiter_queue.ahead(asked) == expected
+        assert list(waiter_queue) == [f"who {each}" for each in sorted(standing)]
 
 
 class Tries:
@@ -563,9 +561,7 @@ class Tries:
         self._turns.cancel()
 
 
-async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiters_leaving_together_cause_one_round_of_retries(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.ask(bob, 1)
     waiting = [await queue.ask(bob, 1) for _ in range(admission_queue.WAITERS_PER_QUEUE_MAX)]
@@ -577,10 +573,10 @@ async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
     tries.stop()
     assert len(queue.admission.waiting) == admission_queue.WAITERS_PER_QUEUE_MAX // 2
     assert tries.num <= admission_queue.WAITERS_PER_QUEUE_MAX, "everybody was tried again for each who left"
-    assert tries.most <= admission_queue.TRIES_PER_TURN, "others wait while a whole line is tried"
+    assert tries.most <= admission_queue.TRIES_PER_TURN, "a whole queue is tried in one turn"
 
 
-async def test_a_line_is_gone_through_to_its_end_also_when_all_who_are_tried_in_a_turn_have_no_room(
+async def test_a_queue_is_retried_to_its_end_even_if_nobody_in_a_turn_has_room(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission_queue, "TRIES_PER_TURN", 2)
@@ -596,9 +592,7 @@ async def test_a_line_is_gone_through_to_its_end_also_when_all_who_are_tried_in_
     assert [task.done() for task in (*waiting, last)] == [False, False, False, True]
 
 
-async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_queue_is_retried_in_several_turns(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     bob = principal(Limits(concurrent_requests=200))
     running = [await queue.ask(bob, 1) for _ in range(200)]
     waiting = [await queue.ask(bob, 1) for _ in range(admission_queue.WAITERS_PER_QUEUE_MAX)]

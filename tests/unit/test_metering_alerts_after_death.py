@@ -15,7 +15,7 @@ from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.key_expiry import KeyExpiryAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.journaled import replay
+from appliance.metering.ledger.journal_records import replay
 from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.recovery import recover
 from appliance.metering.prices import Price
@@ -98,7 +98,7 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
     entry = pending(cast.bob, price=price, admitted_at=clock.now())
     await ledger.open(entry)
     ledger.checkpoint({entry.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=100)})
-    await poll_until(lambda: not ledger._waiting._checkpoints)
+    await poll_until(lambda: not ledger._queue._checkpoints)
     await ledger.stop()
     assert await told(alerts) == []
 
@@ -129,7 +129,7 @@ async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
     for entry in (settled, running):
         await ledger.open(entry)
     ledger.checkpoint({running.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=60)})
-    await poll_until(lambda: not ledger._waiting._checkpoints and ledger._in_round_since_s is None)
+    await poll_until(lambda: not ledger._queue._checkpoints and ledger._in_round_since_s is None)
     await ledger.settle(posted(settled.request_id, prompt=0, completion=40))
     await kill_ledger(ledger)
     await journal.close()
@@ -149,7 +149,7 @@ async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
         left, after = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
         await ledger.open(left)
         ledger.checkpoint({left.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=79)})
-        await poll_until(lambda: not ledger._waiting._checkpoints)
+        await poll_until(lambda: not ledger._queue._checkpoints)
     budgets = await start_again(alerts, tmp_path / "j")
     assert await told(alerts) == []
     epoch_id = await begin_epoch(alerts.db, clock, "later")

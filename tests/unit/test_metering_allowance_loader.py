@@ -1,5 +1,5 @@
-"""The first request of an owner of limits since the start: one read for all owners of all who come at once, and no trace of a
-read that fails or that nobody waits for any more."""
+"""First requests of owners of limits since the start: one read loads all owners of all requests that arrive together, and a
+failed or abandoned read leaves no trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.metering.limits.saved_levels import LevelSaver
 from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
@@ -43,12 +43,12 @@ from tests.support.query_plans import query_plan
 from tests.support.spending import record_statements
 
 STATEMENTS_MAX = 5
-"""Of one read: levels, sums by day, the last posting, events; PostgreSQL is told first that nothing will be written."""
+"""Statements of one read: levels, daily sums, the last posting, events; on PostgreSQL first SET TRANSACTION READ ONLY."""
 LIMITED = Limits(tokens_per_minute=1000, requests_per_minute=10)
 
 
 class SlowSums(EmptySums):
-    """A ledger that answers when it is told to. `broken` are those who cannot be read."""
+    """A ledger whose reads wait for `go_on`. `broken` are the owners that cannot be read."""
 
     def __init__(self) -> None:
         self.reads: list[list[Owner]] = []
@@ -58,7 +58,7 @@ class SlowSums(EmptySums):
     async def read(
         self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
     ) -> dict[Owner, PeriodSums]:
-        """Return that nothing was used, later."""
+        """Return empty sums once `go_on` is set."""
         self.reads.append(list(currencies))
         await self.go_on.wait()
         if self.broken & set(currencies):
@@ -86,7 +86,7 @@ def asking(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) 
 
 
 def everywhere(who: Principal) -> AdmissionRequest:
-    """Return a request for which limits of every kind of owner hold."""
+    """Return a request to which limits of every kind of owner apply."""
     both = {"limits": LIMITED, "model_limits": {"demo": LIMITED}}
     limited = Principal(tenant=dataclasses.replace(who.tenant, **both), key=dataclasses.replace(who.key, **both))  # type: ignore[arg-type]
     return asking(limited, ModelPolicy(model="demo", limits=LIMITED, limit_mode="enforce", updated_at=START))
@@ -98,7 +98,7 @@ def key_of(who: Principal, name: str) -> Principal:
 
 
 async def begin(admission: Admission, *requests: AdmissionRequest) -> list[asyncio.Task[Reservation]]:
-    """Let these ask and come to where they wait."""
+    """Start these requests and let them run until they wait."""
     tasks = [asyncio.create_task(admission.admit(asked)) for asked in requests]
     await turns()
     return tasks
@@ -109,7 +109,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_all_owners_of_a_request_are_one_read(admission: Admission, slow: SlowSums) -> None:
+async def test_all_owners_of_a_request_are_loaded_by_one_read(admission: Admission, slow: SlowSums) -> None:
     (first,) = await begin(admission, everywhere(principal()))
     slow.go_on.set()
     await first
@@ -118,7 +118,7 @@ async def test_all_owners_of_a_request_are_one_read(admission: Admission, slow: 
     ]
 
 
-async def test_who_comes_while_owners_are_read_shares_the_next_read(admission: Admission, slow: SlowSums) -> None:
+async def test_requests_arriving_during_a_read_share_the_next_read(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     tasks = await begin(admission, *(asking(key_of(bob, f"key {number}")) for number in range(20)))
     slow.go_on.set()
@@ -133,7 +133,7 @@ async def test_who_comes_while_owners_are_read_shares_the_next_read(admission: A
     assert [len(read) for read in slow.reads] == [21, 2, 6]
 
 
-async def test_one_read_runs_at_a_time_whoever_comes_meanwhile(admission: Admission, slow: SlowSums) -> None:
+async def test_one_read_runs_at_a_time(admission: Admission, slow: SlowSums) -> None:
     first = await begin(admission, asking(principal()))
     others = [*await begin(admission, asking(principal())), *await begin(admission, asking(principal()))]
     assert [len(read) for read in slow.reads] == [2]
@@ -142,24 +142,24 @@ async def test_one_read_runs_at_a_time_whoever_comes_meanwhile(admission: Admiss
     assert [len(read) for read in slow.reads] == [2, 4]
 
 
-async def test_a_correction_that_comes_during_a_read_concerns_that_read_alone(admission: Admission, slow: SlowSums) -> None:
+async def test_a_correction_during_a_read_is_applied_only_to_that_read(admission: Admission, slow: SlowSums) -> None:
     bob, charlie = principal(), principal(Limits(tokens_per_day=100))
     (first,) = await begin(admission, asking(bob))
     made = adjustment(Person(tenant=charlie.tenant, key=charlie.key, secret=""), posting=1, cost_picos=0)
     admission.correct(msgspec.structs.replace(made, completion_tokens=50))
     slow.go_on.set()
     await first
-    assert (await admission.admit(asking(charlie, tokens=100))).tokens_reserved == 100
+    assert (await admission.admit(asking(charlie, tokens=100))).reserved_tokens == 100
 
 
-async def test_a_read_has_a_size(admission: Admission, slow: SlowSums) -> None:
+async def test_a_read_is_bounded(admission: Admission, slow: SlowSums) -> None:
     tasks = await begin(admission, *(asking(principal()) for _ in range(OWNERS_PER_READ)))
     slow.go_on.set()
     await asyncio.gather(*tasks)
     assert [len(read) for read in slow.reads] == [OWNERS_PER_READ] * 2
 
 
-async def test_who_is_known_waits_for_nobody(admission: Admission, slow: SlowSums) -> None:
+async def test_a_request_with_loaded_owners_does_not_wait(admission: Admission, slow: SlowSums) -> None:
     bob, charlie = principal(), principal()
     slow.go_on.set()
     await admission.admit(asking(bob))
@@ -168,7 +168,7 @@ async def test_who_is_known_waits_for_nobody(admission: Admission, slow: SlowSum
     assert (await begin(admission, asking(bob)))[0].done()
 
 
-async def test_a_failed_read_admits_nothing_and_is_tried_again(admission: Admission, slow: SlowSums) -> None:
+async def test_a_failed_read_admits_nothing_and_the_next_request_retries_it(admission: Admission, slow: SlowSums) -> None:
     bob = principal(Limits(concurrent_requests=1))
     slow.broken = {Owner("tenant", bob.tenant.id)}
     slow.go_on.set()
@@ -179,7 +179,7 @@ async def test_a_failed_read_admits_nothing_and_is_tried_again(admission: Admiss
     await admission.admit(asking(bob))
 
 
-async def test_one_owner_that_cannot_be_read_keeps_nobody_else_out(admission: Admission, slow: SlowSums) -> None:
+async def test_an_owner_that_cannot_be_read_does_not_affect_others(admission: Admission, slow: SlowSums) -> None:
     bob, charlie = principal(), principal()
     first = await begin(admission, asking(principal()))
     slow.broken = {Owner("key", bob.key.id)}
@@ -190,7 +190,9 @@ async def test_one_owner_that_cannot_be_read_keeps_nobody_else_out(admission: Ad
     assert isinstance(answers[1], OSError), "the error of the read"
 
 
-async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_on(admission: Admission, slow: SlowSums) -> None:
+async def test_a_request_cancelled_during_a_read_takes_nothing_and_does_not_affect_others(
+    admission: Admission, slow: SlowSums
+) -> None:
     bob = principal(Limits(concurrent_requests=1))
     gone, stays = await begin(admission, asking(bob), asking(bob))
     gone.cancel()
@@ -202,7 +204,7 @@ async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_o
     assert len(slow.reads) == 1
 
 
-async def test_a_stop_waits_for_the_read_that_runs(admission: Admission, slow: SlowSums) -> None:
+async def test_a_stop_waits_for_the_running_read(admission: Admission, slow: SlowSums) -> None:
     (first,) = await begin(admission, asking(principal()))
     stopping = asyncio.create_task(admission.stop())
     await turns()
@@ -212,9 +214,7 @@ async def test_a_stop_waits_for_the_read_that_runs(admission: Admission, slow: S
     assert (first.done(), stopping.done()) == (True, True)
 
 
-async def test_what_ends_and_is_recorded_is_kept_no_longer_than_a_read_that_may_lack_it(
-    admission: Admission, slow: SlowSums
-) -> None:
+async def test_ended_requests_are_kept_only_while_a_read_may_lack_them(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     slow.go_on.set()
     running = [await admission.admit(asking(bob)) for _ in range(4)]
@@ -229,7 +229,7 @@ async def test_what_ends_and_is_recorded_is_kept_no_longer_than_a_read_that_may_
     for number in (2, 3):
         running[number].settle(10, request_id=f"recorded meanwhile {number}")
         running[number].mark_recorded()
-    assert len(ended) == 3, "what is read now may lack them"
+    assert len(ended) == 3, "the running read may lack them"
     slow.go_on.set()
     await turns()
     assert list(ended) == ["recorded later"]
@@ -238,7 +238,7 @@ async def test_what_ends_and_is_recorded_is_kept_no_longer_than_a_read_that_may_
     assert admission._loader._recorded == []
 
 
-async def test_a_bug_after_a_read_is_told_to_all_who_wait_and_the_next_read_is_tried(
+async def test_an_unexpected_error_after_a_read_fails_all_its_waiters_and_the_next_read_works(
     admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob = principal()
@@ -252,7 +252,7 @@ async def test_a_bug_after_a_read_is_told_to_all_who_wait_and_the_next_read_is_t
     assert await admission.admit(asking(bob))
 
 
-async def test_a_bug_with_one_owner_keeps_none_of_those_out_that_are_read_with_it(
+async def test_an_unexpected_error_with_one_owner_does_not_affect_its_batch(
     admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob, enter = principal(), Allowance.enter
@@ -272,7 +272,7 @@ async def test_a_bug_with_one_owner_keeps_none_of_those_out_that_are_read_with_i
     assert await admission.admit(asking(bob))
 
 
-async def test_whoever_comes_while_owners_are_read_alone_is_read_after_them_also_if_one_of_them_ends_by_a_bug(
+async def test_requests_arriving_while_a_failed_batch_is_read_one_by_one_are_read_after_it(
     admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob, read, alone = principal(), slow.read, asyncio.Event()
@@ -301,11 +301,11 @@ async def test_whoever_comes_while_owners_are_read_alone_is_read_after_them_also
     await turns()
     assert (came_between, later.done()) == (False, True)
     assert isinstance(refused.exception(), ZeroDivisionError)
-    assert others == [set(), set(), {Owner("tenant", bob.tenant.id)}, set()], "each of those read together alone, then the next"
+    assert others == [set(), set(), {Owner("tenant", bob.tenant.id)}, set()], "each failed owner alone, then the next batch"
 
 
 @pytest.mark.parametrize("together", [False, True])
-async def test_a_read_that_is_cancelled_is_told_to_who_waits_and_the_next_one_is_tried(
+async def test_a_cancelled_read_fails_its_waiters_and_the_next_read_works(
     admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     bob, read, ends = principal(), slow.read, [asyncio.CancelledError(), OSError("the disk is away")]
@@ -326,7 +326,7 @@ async def test_a_read_that_is_cancelled_is_told_to_who_waits_and_the_next_one_is
     assert await admission.admit(asking(bob))
 
 
-async def test_after_a_read_was_cancelled_nobody_is_read_who_waited_for_it(admission: Admission, slow: SlowSums) -> None:
+async def test_after_a_cancelled_read_its_waiters_are_not_read(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     tasks = [*await begin(admission, asking(bob)), *await begin(admission, asking(principal()))]
     task = admission._loader._task
@@ -339,7 +339,7 @@ async def test_after_a_read_was_cancelled_nobody_is_read_who_waited_for_it(admis
     assert [type(task.exception()) for task in tasks] == [InternalError, InternalError]
 
 
-async def test_an_owner_that_was_read_alone_is_not_read_again_when_that_fails(admission: Admission, slow: SlowSums) -> None:
+async def test_an_owner_read_alone_is_not_read_again_when_that_fails(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     slow.go_on.set()
     await admission.admit(asking(bob))
@@ -350,7 +350,7 @@ async def test_an_owner_that_was_read_alone_is_not_read_again_when_that_fails(ad
 
 
 @pytest.mark.parametrize(("error", "told"), [(ZeroDivisionError(), 1), (OSError("the disk is away"), 0)], ids=["bug", "disk"])
-async def test_the_log_tells_of_a_bug_in_a_read_whose_it_was_and_of_no_outage(
+async def test_an_unexpected_error_of_a_read_is_logged_with_its_owner_and_an_outage_is_not(
     admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch, error: Exception, told: int
 ) -> None:
     bob = principal()
@@ -366,7 +366,7 @@ async def test_the_log_tells_of_a_bug_in_a_read_whose_it_was_and_of_no_outage(
     assert [(line["event"], line["owner_id"]) for line in logs] == [("allowance_load_failed", "another key of his")] * told
 
 
-async def test_what_runs_counts_once_with_limits_whose_read_ended_by_a_bug_before(
+async def test_a_running_request_counts_once_when_the_first_load_of_its_owner_failed(
     admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob, model = principal(), Owner("model", ALL_TENANTS, "demo")
@@ -384,7 +384,7 @@ async def test_what_runs_counts_once_with_limits_whose_read_ended_by_a_bug_befor
 
 
 @pytest.mark.parametrize(("fault", "is_logged"), [("a bug", True), ("the disk", False)])
-async def test_a_bug_is_in_the_log_also_when_nobody_waits_any_more(
+async def test_an_unexpected_error_is_logged_even_if_nobody_waits_any_more(
     admission: Admission,
     slow: SlowSums,
     monkeypatch: pytest.MonkeyPatch,
@@ -405,7 +405,7 @@ async def test_a_bug_is_in_the_log_also_when_nobody_waits_any_more(
     assert ("ZeroDivisionError" in capfd.readouterr().out) == is_logged
 
 
-async def test_when_all_who_waited_have_gone_a_failure_is_told_to_nobody(admission: Admission, slow: SlowSums) -> None:
+async def test_a_failed_read_without_waiters_raises_nothing(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     slow.broken = {Owner("tenant", bob.tenant.id)}
     (gone,) = await begin(admission, asking(bob))
@@ -417,7 +417,7 @@ async def test_when_all_who_waited_have_gone_a_failure_is_told_to_nobody(admissi
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_what_runs_counts_with_limits_that_are_new_whether_it_began_before_the_read_or_meanwhile(
+async def test_running_requests_count_towards_new_limits_whether_they_began_before_or_during_the_read(
     admission: Admission, slow: SlowSums, fails: bool
 ) -> None:
     bob, model = principal(), Owner("model", ALL_TENANTS, "demo")
@@ -444,7 +444,7 @@ async def test_what_runs_counts_with_limits_that_are_new_whether_it_began_before
     assert admission._allowances[model].running == 1
 
 
-def test_sums_that_are_read_over_midnight_are_of_the_day_before(clock: FakeClock) -> None:
+def test_sums_read_across_midnight_belong_to_the_day_before(clock: FakeClock) -> None:
     calendar = utc_admission(clock, EmptySums())
     clock.advance(12 * 3600 - 1)
     evening = calendar._moment()
@@ -465,9 +465,7 @@ async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncItera
     await ledger.stop()
 
 
-async def test_a_first_request_costs_as_many_statements_whatever_limits_it_has_and_whoever_comes_with_it(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_a_first_request_needs_a_fixed_number_of_statements(database: Database, clock: FakeClock, cast: Cast) -> None:
     counts = []
     for requests in (
         [asking(cast.bob.principal)],
@@ -482,7 +480,7 @@ async def test_a_first_request_costs_as_many_statements_whatever_limits_it_has_a
     assert counts[0] <= STATEMENTS_MAX
 
 
-async def test_many_are_read_as_each_of_them_alone_also_when_there_are_more_events_than_are_read_at_once(
+async def test_a_batch_reads_the_same_as_single_reads_even_beyond_the_event_limit(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(12):
@@ -502,7 +500,7 @@ async def test_many_are_read_as_each_of_them_alone_also_when_there_are_more_even
     assert {owner: found.recent for owner, found in cut.items()} == {owner: found.recent[-5:] for owner, found in alone.items()}
 
 
-async def test_what_ran_when_levels_were_saved_is_one_request_and_the_rest_of_its_tokens(
+async def test_a_request_running_when_levels_were_saved_is_charged_only_beyond_its_reservation(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
 ) -> None:
     bob = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=LIMITED))
@@ -511,7 +509,7 @@ async def test_what_ran_when_levels_were_saved_is_one_request_and_the_rest_of_it
     entry = pending(cast.bob, admitted_at=clock.now(), reserved_tokens=100)
     await ledger.open(entry)
     clock.advance(0.001)
-    await LimitLevels(database, before).save()
+    await LevelSaver(database, before).save()
     clock.advance(0.001)
     reservation.settle(700)
     await ledger.settle(posted(entry.request_id, prompt=100, completion=600))
@@ -521,7 +519,7 @@ async def test_what_ran_when_levels_were_saved_is_one_request_and_the_rest_of_it
     assert after.snapshot(bob) == before.snapshot(bob)
 
 
-async def test_a_read_says_which_requests_of_those_that_have_just_ended_it_has(
+async def test_a_read_reports_which_ended_requests_it_includes(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
 ) -> None:
     entries = [pending(cast.bob, admitted_at=clock.now()) for _ in range(3)]
@@ -535,9 +533,7 @@ async def test_a_read_says_which_requests_of_those_that_have_just_ended_it_has(
     assert (found.tokens_today, found.included) == (5, frozenset({written}))
 
 
-async def test_what_was_spent_in_other_currencies_is_read_too(
-    database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
-) -> None:
+async def test_costs_in_other_currencies_are_read_too(database: Database, clock: FakeClock, cast: Cast, ledger: Ledger) -> None:
     prices = euro_prices(database, clock)
     for currency, count in (("EUR", 5), ("USD", 7)):
         price = await prices.add(model="demo", currency=currency, prompt=0, cached_prompt=0, completion=1)
@@ -550,7 +546,7 @@ async def test_what_was_spent_in_other_currencies_is_read_too(
 
 
 @pytest.mark.parametrize("recorded", ["before the read", "meanwhile", "afterwards"])
-async def test_a_request_that_ends_while_its_model_is_read_counts_once(
+async def test_a_request_that_ends_during_the_read_of_its_model_counts_once(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger, recorded: str
 ) -> None:
     sums = utc_sums(database)
@@ -581,7 +577,7 @@ async def test_a_request_that_ends_while_its_model_is_read_counts_once(
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_tables_cannot_be_written(
+async def test_a_settlement_only_in_the_journal_counts_while_the_tables_cannot_be_written(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "CATCH_UP_S", 0.0)
@@ -592,7 +588,7 @@ async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_ta
     entry = pending(cast.bob, admitted_at=clock.now())
     running = await admission.admit(asking(cast.bob.principal))
     await ledger.open(entry)
-    await ledger.caught_up()
+    await ledger.catch_up()
     held.gate = asyncio.Event()
     running.settle(600, request_id=entry.request_id)
     await ledger.settle(posted(entry.request_id, prompt=600, completion=0), running.mark_recorded)
@@ -605,7 +601,7 @@ async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_ta
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_requests_that_have_just_ended_are_found_by_their_index(database: Database) -> None:
+async def test_ended_requests_are_found_by_their_index(database: Database) -> None:
     plan = await query_plan(database, settled_query(["a", "b"]))
     assert plan == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]
 
@@ -620,9 +616,7 @@ SPANS = {
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("owners", [*([owner] for owner in SPANS), list(SPANS)[:3]], ids=lambda owners: owners[0].scope)
-async def test_events_are_found_by_an_index_from_the_time_on_that_they_are_needed(
-    database: Database, owners: list[Owner]
-) -> None:
+async def test_events_are_found_by_an_index_on_admission(database: Database, owners: list[Owner]) -> None:
     query = events_query({owner: SPANS[owner] for owner in owners})
     asked = str(query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True}))
     async with database.reading() as connection:

@@ -64,7 +64,7 @@ async def test_a_correction_is_a_new_event_at_the_rate_and_on_the_day_of_the_one
     assert await all_events(database) == [event, correction]
 
 
-async def test_a_correction_of_what_had_no_price_costs_nothing(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_a_correction_of_an_unpriced_event_costs_nothing(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = factories.pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -73,7 +73,7 @@ async def test_a_correction_of_what_had_no_price_costs_nothing(database: Databas
     assert (posted.cost_picos, correction.cost_picos, correction.completion_tokens) == (0, 0, -2)
 
 
-async def test_the_audit_log_says_which_event_a_correction_is_of_why_and_what_it_comes_to(
+async def test_the_audit_entry_of_a_correction_has_its_event_reason_and_cost(
     database: Database, clock: FakeClock, event: UsageEvent
 ) -> None:
     correction = await correct(database, clock, event.id, completion_tokens=-2)
@@ -85,7 +85,7 @@ async def test_the_audit_log_says_which_event_a_correction_is_of_why_and_what_it
     }  # fmt: skip
 
 
-async def test_reports_show_what_stands_after_the_correction(database: Database, clock: FakeClock, event: UsageEvent) -> None:
+async def test_reports_include_corrections(database: Database, clock: FakeClock, event: UsageEvent) -> None:
     await correct(database, clock, event.id, completion_tokens=-2)
     (row,) = await UsageReports(database, calendar=BillingCalendar()).usage(
         START - timedelta(days=1), START + timedelta(days=1), access=WHOLE_BOX
@@ -93,7 +93,7 @@ async def test_reports_show_what_stands_after_the_correction(database: Database,
     assert (row.requests, row.completion_tokens, row.cost_picos) == (1, 3, event.cost_picos - 2 * 1000)
 
 
-async def test_money_alone_can_be_given_back_but_not_more_than_was_taken(
+async def test_a_cost_alone_can_be_refunded_up_to_what_was_billed(
     database: Database, clock: FakeClock, event: UsageEvent
 ) -> None:
     credit = await correct(database, clock, event.id, cost_picos=-event.cost_picos + 1)
@@ -126,7 +126,7 @@ async def test_money_alone_can_be_given_back_but_not_more_than_was_taken(
         ({"completion_tokens": -1, "note": "a\x00b"}, "note"),
     ],
 )
-async def test_a_correction_that_cannot_be_is_refused_by_name_and_changes_nothing(
+async def test_an_invalid_correction_is_refused_naming_the_field_and_changes_nothing(
     database: Database, clock: FakeClock, event: UsageEvent, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidValue) as refused:
@@ -135,9 +135,7 @@ async def test_a_correction_that_cannot_be_is_refused_by_name_and_changes_nothin
     assert await all_events(database) == [event]
 
 
-async def test_only_what_was_settled_as_usage_is_corrected(
-    database: Database, clock: FakeClock, cast: Cast, event: UsageEvent
-) -> None:
+async def test_only_settled_usage_can_be_corrected(database: Database, clock: FakeClock, cast: Cast, event: UsageEvent) -> None:
     adjustment = await correct(database, clock, event.id, completion_tokens=1)
     entry, refused = factories.pending(cast.bob), factories.pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
@@ -156,7 +154,7 @@ async def test_only_what_was_settled_as_usage_is_corrected(
     assert postings == [1, 2, 3, 4]
 
 
-async def test_of_corrections_at_once_only_as_many_succeed_as_there_is_to_take_back(
+async def test_concurrent_corrections_never_take_back_more_than_was_recorded(
     database: Database, clock: FakeClock, event: UsageEvent
 ) -> None:
     tries = await asyncio.gather(
@@ -166,7 +164,7 @@ async def test_of_corrections_at_once_only_as_many_succeed_as_there_is_to_take_b
     assert sum(each.completion_tokens for each in await all_events(database)) == 1
 
 
-async def test_a_correction_is_heard_of_in_its_transaction(database: Database, clock: FakeClock, event: UsageEvent) -> None:
+async def test_on_settled_gets_a_correction_in_its_transaction(database: Database, clock: FakeClock, event: UsageEvent) -> None:
     heard: list[UsageEvent] = []
 
     def hear(_connection: object, events: Any) -> None:
@@ -177,7 +175,7 @@ async def test_a_correction_is_heard_of_in_its_transaction(database: Database, c
     assert heard == [made]
 
 
-async def test_what_adds_a_thousand_times_the_event_is_taken_once_it_is_confirmed(
+async def test_an_addition_of_a_thousand_times_the_event_needs_confirmation(
     database: Database, clock: FakeClock, event: UsageEvent
 ) -> None:
     await correct(database, clock, event.id, completion_tokens=15_000)
@@ -186,7 +184,7 @@ async def test_what_adds_a_thousand_times_the_event_is_taken_once_it_is_confirme
     assert made.completion_tokens == 15_001
 
 
-async def test_the_largest_correction_can_be_taken_back_and_the_books_can_be_proven_with_it(
+async def test_the_largest_correction_can_be_reversed_and_the_ledger_still_reconciles(
     database: Database, clock: FakeClock, event: UsageEvent
 ) -> None:
     most = COST_PICOS_MAX - event.cost_picos
@@ -208,7 +206,7 @@ def asking(cast: Cast, cost: Price, *, budget: int) -> AdmissionRequest:
     return AdmissionRequest(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=0, price=cost)
 
 
-async def test_what_a_correction_gives_back_can_be_used_at_once_and_is_counted_once_after_a_restart(
+async def test_tokens_returned_by_a_correction_are_usable_at_once_and_counted_once_after_a_restart(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     cost = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
@@ -254,7 +252,7 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_what_stands_of_an_event_is_found_by_its_id_and_its_request(database: Database) -> None:
+async def test_the_sums_of_an_event_and_its_corrections_are_found_by_indexes(database: Database) -> None:
     assert await query_plan(database, _recorded_sums_query(["cost_picos"], 5, "a request")) == [
         "SEARCH usage_events USING INTEGER PRIMARY KEY (rowid=?)",
         "SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)",

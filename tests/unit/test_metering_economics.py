@@ -54,7 +54,7 @@ def test_the_figures_are_those_of_the_worked_example() -> None:
     assert row.saved_month_micros == 149_041_667 - 1_300 * UNIT
 
 
-def test_one_token_less_than_the_break_even_is_dearer_here() -> None:
+def test_one_token_below_the_break_even_this_box_costs_more() -> None:
     (row,) = economics_of(BOX, MEASURED, []).break_even
     assert row.break_even_tokens_month is not None
     hosted_picos, total_picos = 147 * 10**12, 1_300 * 10**12
@@ -62,7 +62,7 @@ def test_one_token_less_than_the_break_even_is_dearer_here() -> None:
     assert (row.break_even_tokens_month - 1) * hosted_picos < total_picos * MEASURED.tokens
 
 
-def test_every_figure_says_where_it_comes_from() -> None:
+def test_every_figure_names_its_source() -> None:
     sources = {figure.name: figure.source for figure in economics_of(BOX, MEASURED, []).figures}
     assert all(sources.values())
     assert sources["hardware_cost"] == sources["power"] == "entered by the operator"
@@ -78,7 +78,7 @@ def test_power_is_read_from_the_gpus_unless_it_was_entered() -> None:
     assert economics_of(BOX, MEASURED, [350]).value("power") == 1000
 
 
-def test_what_cannot_be_known_is_not_guessed() -> None:
+def test_unknown_figures_are_none() -> None:
     unmeasured = Hardware(currency="EUR", cost_micros=UNIT, months=1, kwh_price_micros=UNIT, hosted=(HOSTED,))
     without_power = economics_of(unmeasured, MEASURED, [])
     assert without_power.value("total_month") is None
@@ -100,14 +100,14 @@ def test_what_cannot_be_known_is_not_guessed() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_field_of_the_hardware_is_named(changes: dict[str, object], param: str) -> None:
+def test_an_invalid_hardware_field_is_named(changes: dict[str, object], param: str) -> None:
     fields: dict[str, object] = {"currency": "EUR", "cost_micros": 1, "months": 1, "kwh_price_micros": 1, **changes}
     with pytest.raises(InvalidValue) as refused:
         Hardware(**fields)  # type: ignore[arg-type]
     assert refused.value.param == param
 
 
-async def test_the_hardware_is_kept_and_the_report_needs_it(database: Database, clock: FakeClock) -> None:
+async def test_the_hardware_is_stored_and_the_report_requires_it(database: Database, clock: FakeClock) -> None:
     report = EconomicsReport(BoxRecords(database, clock), UsageReports(database, calendar=BillingCalendar()), clock)
     with pytest.raises(NotFound, match="hardware"):
         await report.report([])

@@ -19,7 +19,7 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
-from appliance.metering.ledger.journaled import Journaled, encode, journal_beside
+from appliance.metering.ledger.journal_records import JournaledEntry, encode, open_journal
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.billing import Tokens, post_event
 from tests.support.cast import Cast
@@ -279,10 +279,10 @@ async def test_a_settled_event_without_an_end_is_found(database: Database, datab
 async def test_what_a_dead_process_left_in_its_journal_is_told(
     database: Database, database_url: str, ledger: str, cast: Cast, clock: FakeClock
 ) -> None:
-    journal = journal_beside(database_url)
+    journal = open_journal(database_url)
     if journal is None:
         return  # PostgreSQL has none
-    entry = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=pending(cast.bob))
+    entry = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=pending(cast.bob))
     await journal.append(encode(entry))
     found = {finding.name: finding for finding in await check_ledger(database_url, running=False, time_zone="UTC")}
     assert found["pending"].state == "note"
@@ -358,10 +358,10 @@ async def test_sums_by_day_move_to_another_time_zone_although_its_winter_days_be
     for day in (date(2026, 1, 10), date(2026, 7, 10)):
         await post_event(database, cast.bob, day, Tokens(), epoch_id=cast.epoch_id, of=None)
     await rollups.rebuild(database, BillingCalendar())
-    assert await rollups.align(database, london)
+    assert await rollups.align_days(database, london)
     async with database.reading() as connection:
-        assert await rollups.differing(connection, database.kind, london) == []
-    assert not await rollups.align(database, london)
+        assert await rollups.mismatched_levels(connection, database.kind, london) == []
+    assert not await rollups.align_days(database, london)
 
 
 @on_databases("bucket", "minute", "hour", "day")

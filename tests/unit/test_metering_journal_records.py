@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from appliance.metering.ledger.journaled import Journaled, decode, encode
+from appliance.metering.ledger.journal_records import JournaledEntry, decode, encode
 from appliance.metering.ledger.records import PendingEntry, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price
 from tests.support.clock import START, FakeClock
 
 
-def test_an_entry_comes_back_from_its_record_as_it_was(clock: FakeClock) -> None:
+def test_an_entry_survives_encoding_and_decoding(clock: FakeClock) -> None:
     entry = pending_of_nobody(clock)
-    journaled = Journaled(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=entry)
+    journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=entry)
     assert decode(encode(journaled)) == journaled
 
 
-def test_a_settlement_comes_back_from_its_record_as_it_was() -> None:
+def test_a_settlement_survives_encoding_and_decoding() -> None:
     usage = Usage(prompt_tokens=9, cached_tokens=8, completion_tokens=7, rejected_tokens=6)
     record = RequestRecord(
         queue_s=0.1, ttft_s=0.2, inter_token_p50_s=None, decode_s=0.3, kv_blocks=4, preemptions=5, first_token_at=START,
@@ -40,7 +40,7 @@ def pending_of_nobody(clock: FakeClock) -> PendingEntry:
     )  # fmt: skip
 
 
-def test_a_later_version_reads_what_the_first_one_left() -> None:
+def test_records_of_the_first_version_can_be_read() -> None:
     first = (
         b'{"epoch_id":"epoch","currency":"EUR","billing_day":"2026-11-21","entry":{"request_id":"req","tenant_id":"tenant",'
         b'"key_id":"key","model":"demo","endpoint":"/v1","stream":false,"prompt_tokens":1,"reserved_tokens":2,"price":{"id":'
@@ -49,13 +49,13 @@ def test_a_later_version_reads_what_the_first_one_left() -> None:
         b'{"priority":120}},"admitted_at":"2026-11-21T20:38:14.467045Z","price_basis_points":10000,"currency":null}}'
     )
     entry = decode(first)
-    assert isinstance(entry, Journaled)
+    assert isinstance(entry, JournaledEntry)
     assert encode(entry) == first.replace(b'"currency":null}}', b'"currency":null,"batch":false}}')
     assert not entry.entry.batch, "nothing was batch work before there was any"
 
 
-def test_a_version_before_reads_what_a_later_one_left_but_for_what_it_has_no_word_for() -> None:
-    journaled = Journaled(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=pending_of_nobody(FakeClock()))
+def test_an_earlier_version_reads_later_records_ignoring_unknown_fields() -> None:
+    journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=pending_of_nobody(FakeClock()))
     later = encode(journaled).replace(b'"batch":true', b'"batch":true,"from_later":{"x":[1]}')
     assert b"from_later" in later
     assert decode(later) == journaled

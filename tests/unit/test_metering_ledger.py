@@ -37,9 +37,7 @@ async def price(database: Database, clock: FakeClock) -> Price:
     )
 
 
-async def test_a_request_is_pending_with_nothing_owed_once_open_returns(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_a_request_is_pending_at_zero_cost_once_open_returns(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -63,9 +61,7 @@ async def test_a_settled_request_costs_its_tokens_at_the_price_of_its_admission(
     assert await all_events(database) == [event]
 
 
-async def test_the_row_of_the_request_is_finished_in_the_same_transaction(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_the_requests_row_is_finished_in_the_same_transaction(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     record = RequestRecord(
         queue_s=0.5, ttft_s=1.25, inter_token_p50_s=0.02, decode_s=2.0, kv_blocks=3, error="a\x00b" * 400, tenant_open=12
@@ -96,9 +92,7 @@ async def test_settling_twice_with_the_same_figures_returns_the_same_event(
     assert len(await all_events(database)) == 1
 
 
-async def test_settlements_wait_a_moment_for_each_other_and_an_open_for_neither(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_settlements_are_batched_and_an_open_waits_for_none(database: Database, clock: FakeClock, cast: Cast) -> None:
     counting = FailingDatabase.around(database)
     entries = [pending(cast.bob) for _ in range(4)]
     async with running_ledger(counting, clock, cast.epoch_id, settle_pause_s=60.0) as ledger:
@@ -117,7 +111,7 @@ async def test_settlements_wait_a_moment_for_each_other_and_an_open_for_neither(
     assert {event.status for event in await all_events(database)} == {"posted"}
 
 
-async def test_settling_otherwise_is_refused_loudly(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_settling_with_other_figures_raises(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -133,7 +127,7 @@ async def test_settling_otherwise_is_refused_loudly(database: Database, clock: F
     assert await all_events(database) == [first]
 
 
-async def test_of_settlements_of_one_request_in_one_round_the_first_counts_and_only_different_ones_are_refused(
+async def test_of_several_settlements_in_one_round_the_first_counts_and_different_ones_raise(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     gated, entry = FailingDatabase.around(database), pending(cast.bob)
@@ -143,7 +137,7 @@ async def test_of_settlements_of_one_request_in_one_round_the_first_counts_and_o
         blocking = asyncio.create_task(ledger.open(pending(cast.charlie)))
         await poll_until(lambda: gated.held == 1)
         settling = [asyncio.create_task(ledger.settle(posted(entry.request_id, completion=tokens))) for tokens in (5, 6, 5)]
-        await poll_until(lambda: len(ledger._waiting) == 3)
+        await poll_until(lambda: len(ledger._queue) == 3)
         gated.gate.set()
         answers = await asyncio.gather(*settling, return_exceptions=True)
         await blocking
@@ -153,7 +147,7 @@ async def test_of_settlements_of_one_request_in_one_round_the_first_counts_and_o
     assert (events[entry.request_id].completion_tokens, gated.commits) == (5, 3)
 
 
-async def test_what_is_voided_is_voided_and_the_first_says_why(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_the_first_void_decides_the_reason(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -162,7 +156,7 @@ async def test_what_is_voided_is_voided_and_the_first_says_why(database: Databas
     assert await all_events(database) == [first]
 
 
-def test_a_cost_that_does_not_fit_its_column_is_refused() -> None:
+def test_a_cost_that_does_not_fit_its_column_raises() -> None:
     rate = dataclasses.replace(factories.price(), prompt=PRICE_MICROS_MAX).rate()
     most = ledger_rows.COST_PICOS_MAX // PRICE_MICROS_MAX
     assert ledger_rows.cost_of(rate, Usage(prompt_tokens=most)) == most * PRICE_MICROS_MAX
@@ -170,7 +164,7 @@ def test_a_cost_that_does_not_fit_its_column_is_refused() -> None:
         ledger_rows.cost_of(rate, Usage(prompt_tokens=most + 1))
 
 
-async def test_an_entry_that_somebody_else_settles_meanwhile_is_not_settled_twice(
+async def test_an_entry_settled_by_another_writer_meanwhile_is_not_settled_twice(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = pending(cast.bob)
@@ -186,14 +180,14 @@ async def test_an_entry_that_somebody_else_settles_meanwhile_is_not_settled_twic
     assert (await PastRequests(database).get(entry.request_id, access=WHOLE_BOX)).finished_at is None
 
 
-async def test_settling_what_was_never_opened_is_refused_loudly(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_settling_an_unknown_request_raises(database: Database, clock: FakeClock, cast: Cast) -> None:
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         with pytest.raises(LedgerBroken, match="no entry"):
             await ledger.settle(posted("req_unknown"))
         assert ledger.unrecorded_usage_tokens == 15
 
 
-async def test_many_requests_are_committed_in_few_groups(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_many_requests_are_committed_in_few_rounds(database: Database, clock: FakeClock, cast: Cast) -> None:
     counting = FailingDatabase.around(database)
     entries = [pending(cast.bob) for _ in range(200)]
     async with running_ledger(counting, clock, cast.epoch_id) as ledger:
@@ -223,7 +217,7 @@ async def test_a_bad_row_fails_alone(database: Database, clock: FakeClock, cast:
     assert await all_events(database) == [event]
 
 
-async def test_a_commit_that_fails_refuses_the_request_and_leaves_no_entry(
+async def test_a_failed_commit_refuses_the_request_and_leaves_no_entry(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -238,7 +232,7 @@ async def test_a_commit_that_fails_refuses_the_request_and_leaves_no_entry(
     assert await all_events(database) == []
 
 
-async def test_an_entry_whose_commit_had_an_unknown_outcome_does_not_stay_pending(
+async def test_an_entry_with_a_commit_of_unknown_outcome_does_not_stay_pending(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -252,7 +246,7 @@ async def test_an_entry_whose_commit_had_an_unknown_outcome_does_not_stay_pendin
 
 
 @pytest.mark.parametrize("where", ["fail_before_commit", "fail_after_commit"])
-async def test_a_settlement_is_tried_until_it_is_written(
+async def test_a_settlement_is_retried_until_it_is_written(
     database: Database, clock: FakeClock, cast: Cast, price: Price, where: str
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -269,9 +263,7 @@ async def test_a_settlement_is_tried_until_it_is_written(
     assert (event.status, event.cost_picos) == ("posted", 10 * 1_000_000 + 5 * 3_000_000)
 
 
-async def test_a_caller_that_is_cancelled_does_not_stop_the_settlement(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_a_cancelled_caller_does_not_stop_the_settlement(database: Database, clock: FakeClock, cast: Cast) -> None:
     gated = FailingDatabase.around(database)
     entry = pending(cast.bob)
     async with running_ledger(gated, clock, cast.epoch_id) as ledger:
@@ -289,7 +281,7 @@ async def test_a_caller_that_is_cancelled_does_not_stop_the_settlement(
 @pytest.mark.parametrize(
     "error", [OperationalError("COMMIT", {}, Exception()), PoolTimeout("no connection is free"), OSError("no route to host")]
 )
-async def test_a_round_that_the_database_does_not_take_now_is_written_later(
+async def test_a_round_that_fails_on_the_database_is_written_later(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     write, entry, failures = Round.write, pending(cast.bob), [error]
@@ -308,7 +300,7 @@ async def test_a_round_that_the_database_does_not_take_now_is_written_later(
     assert [event.status for event in await all_events(database)] == ["posted"]
 
 
-async def test_a_caller_that_was_cancelled_before_its_settlement_is_refused_does_not_stop_the_writer(
+async def test_a_caller_cancelled_before_its_settlement_is_rejected_does_not_stop_the_writer(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     gated = FailingDatabase.around(database)
@@ -327,7 +319,7 @@ async def test_a_caller_that_was_cancelled_before_its_settlement_is_refused_does
     assert [event.status for event in await all_events(database)] == ["posted"]
 
 
-async def test_who_is_to_hear_of_its_rows_does_so_once_whatever_becomes_of_them(
+async def test_on_recorded_is_called_exactly_once_whatever_the_outcome(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     gated = FailingDatabase.around(database)
@@ -349,9 +341,7 @@ async def test_who_is_to_hear_of_its_rows_does_so_once_whatever_becomes_of_them(
     assert heard == ["written", "refused", "there already"]
 
 
-async def test_of_an_entry_nothing_is_kept_in_memory_once_it_is_settled_or_voided(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_settled_and_voided_entries_are_not_kept_in_memory(database: Database, clock: FakeClock, cast: Cast) -> None:
     entries = [pending(cast.bob) for _ in range(4)]
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
@@ -385,12 +375,12 @@ _OF_TABLES_AWAY.sqlstate, _OF_ANOTHER_FAULT.sqlstate = "42P01", "42601"  # type:
         (OSError("disk full"), False),
     ],
 )
-def test_an_error_is_of_the_row_or_of_the_database(error: Exception, is_bad: bool) -> None:
+def test_errors_are_attributed_to_the_row_or_to_the_database(error: Exception, is_bad: bool) -> None:
     assert is_bad_row(error) == is_bad
 
 
 @pytest.mark.parametrize("written_before", [False, True])
-async def test_an_open_that_is_cancelled_leaves_nothing_pending(
+async def test_a_cancelled_open_leaves_nothing_pending(
     database: Database, clock: FakeClock, cast: Cast, written_before: bool
 ) -> None:
     gated = FailingDatabase.around(database)
@@ -407,9 +397,7 @@ async def test_an_open_that_is_cancelled_leaves_nothing_pending(
     assert all(event.status == "voided" for event in await all_events(database))
 
 
-async def test_opens_that_are_cancelled_together_after_they_were_taken_are_all_voided(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_opens_cancelled_after_a_round_took_them_are_all_voided(database: Database, clock: FakeClock, cast: Cast) -> None:
     gated = FailingDatabase.around(database)
     gated.gate = asyncio.Event()
     async with running_ledger(gated, clock, cast.epoch_id) as ledger:
@@ -424,9 +412,7 @@ async def test_opens_that_are_cancelled_together_after_they_were_taken_are_all_v
     assert len({event.posting for event in events}) == 3
 
 
-async def test_an_open_that_is_cancelled_is_not_written_after_its_void(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_a_cancelled_open_is_not_written_after_its_void(database: Database, clock: FakeClock, cast: Cast) -> None:
     gated = FailingDatabase.around(database)
     gated.gate = asyncio.Event()
     async with running_ledger(gated, clock, cast.epoch_id, settle_pause_s=0.0) as ledger:
@@ -443,7 +429,7 @@ async def test_an_open_that_is_cancelled_is_not_written_after_its_void(
 
 
 @pytest.mark.parametrize("written_before", [False, True])
-async def test_an_open_that_takes_too_long_is_refused_and_leaves_nothing_pending(
+async def test_an_open_that_times_out_is_refused_and_leaves_nothing_pending(
     database: Database, clock: FakeClock, cast: Cast, written_before: bool
 ) -> None:
     gated = FailingDatabase.around(database)
@@ -493,7 +479,7 @@ async def test_the_latest_checkpoint_of_each_request_is_written(database: Databa
     assert events[other.request_id].completion_tokens == 0
 
 
-async def test_a_ledger_whose_checkpoint_failed_is_not_healthy_before_something_is_written(
+async def test_after_a_failed_checkpoint_the_ledger_is_unhealthy_until_a_write_succeeds(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     entry = pending(cast.bob)
@@ -510,9 +496,7 @@ async def test_a_ledger_whose_checkpoint_failed_is_not_healthy_before_something_
     assert [event.completion_tokens for event in await all_events(database)] == [1]
 
 
-async def test_a_checkpoint_that_no_table_takes_costs_no_other_and_no_settlement(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_a_bad_checkpoint_affects_no_other_and_no_settlement(database: Database, clock: FakeClock, cast: Cast) -> None:
     gated, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(4)]
     counts = dict(zip(sorted(entry.request_id for entry in entries), (1, 2**70, 2, 0), strict=True))
     settled = max(counts)
@@ -531,14 +515,14 @@ async def test_a_checkpoint_that_no_table_takes_costs_no_other_and_no_settlement
         settling = asyncio.create_task(ledger.settle(posted(settled)))
         gated.gate.set()
         await asyncio.gather(blocking, settling)
-        await poll_until(lambda: ledger._waiting.is_empty)
+        await poll_until(lambda: ledger._queue.is_empty)
         assert ledger.healthy
     events = {event.request_id: event for event in await all_events(database)}
     assert [events[request_id].completion_tokens for request_id in sorted(counts)] == [1, 0, 2, 5]
     assert events[settled].status == "posted"
 
 
-async def test_a_database_that_fails_while_operations_are_written_one_by_one_gives_none_of_them_up(
+async def test_a_database_failure_while_operations_are_written_one_by_one_loses_none(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     failing, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(3)]
@@ -549,7 +533,7 @@ async def test_a_database_that_fails_while_operations_are_written_one_by_one_giv
         await poll_until(lambda: failing.held == 1)
         settling = [asyncio.create_task(ledger.settle(posted(entry.request_id))) for entry in entries[1:]]
         settling.append(asyncio.create_task(ledger.settle(posted(entries[0].request_id, completion=2**70))))
-        await poll_until(lambda: len(ledger._waiting) == 3)
+        await poll_until(lambda: len(ledger._queue) == 3)
         failing.gate.set()
         failing.gate = None
         await blocking
@@ -590,7 +574,7 @@ async def test_stopping_writes_what_is_queued(database: Database, clock: FakeClo
         await ledger.open(pending(cast.bob))
 
 
-async def test_a_ledger_that_cannot_write_says_so_when_it_stops(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_stopping_a_ledger_that_cannot_write_raises(database: Database, clock: FakeClock, cast: Cast) -> None:
     failing = FailingDatabase.around(database)
     entry = pending(cast.bob)
     ledger = utc_ledger(failing, clock, cast.epoch_id)
@@ -606,7 +590,7 @@ async def test_a_ledger_that_cannot_write_says_so_when_it_stops(database: Databa
     assert ledger.unrecorded_usage_tokens == 15
 
 
-async def test_a_writer_that_ends_by_a_bug_is_visible_and_refuses(
+async def test_a_writer_ended_by_an_unexpected_error_is_unhealthy_and_refuses(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = utc_ledger(database, clock, cast.epoch_id)
@@ -615,7 +599,7 @@ async def test_a_writer_that_ends_by_a_bug_is_visible_and_refuses(
     def bug(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(ledger._waiting, "take", bug)
+    monkeypatch.setattr(ledger._queue, "take", bug)
     with pytest.raises(LedgerBroken, match="a bug"):
         await ledger.open(pending(cast.bob))
     assert not ledger.healthy

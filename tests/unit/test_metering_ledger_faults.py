@@ -39,7 +39,7 @@ async def _limit_pages(database: Database, pages: str) -> None:
     await database.batch_write(lambda connection: connection.execute(text(f"PRAGMA max_page_count = {pages}")).close())
 
 
-async def test_a_full_disk_refuses_requests_settles_what_runs_and_heals(full_disk: Database, clock: FakeClock) -> None:
+async def test_a_full_disk_refuses_requests_settles_running_ones_and_recovers(full_disk: Database, clock: FakeClock) -> None:
     database = full_disk
     cast = await make_cast(database, clock)
     running = pending(cast.bob)
@@ -64,7 +64,7 @@ async def test_a_full_disk_refuses_requests_settles_what_runs_and_heals(full_dis
 
 
 @pytest.mark.postgres
-async def test_a_server_that_drops_its_connections_costs_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
+async def test_dropped_connections_lose_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
     url = postgresql.acquire()
     database = Database.open(url)
     cast = await make_cast(database, clock)
@@ -91,7 +91,7 @@ def _drop_connections(url: str) -> None:
         )
 
 
-async def test_readers_that_take_every_connection_hold_up_no_request(database: Database, clock: FakeClock) -> None:
+async def test_readers_that_use_every_connection_delay_no_request(database: Database, clock: FakeClock) -> None:
     cast = await make_cast(database, clock)
     entry, done = pending(cast.bob), asyncio.Event()
 
@@ -110,7 +110,7 @@ async def test_readers_that_take_every_connection_hold_up_no_request(database: D
 
 
 @pytest.mark.postgres
-async def test_tables_that_are_away_for_a_moment_cost_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
+async def test_briefly_unavailable_tables_lose_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
     url = postgresql.acquire()
     database = Database.open(url)
     cast = await make_cast(database, clock)

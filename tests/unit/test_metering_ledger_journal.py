@@ -24,12 +24,10 @@ from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger import journaled as journaled_module
-from appliance.metering.ledger import rollups
-from appliance.metering.ledger import waiting as waiting_module
+from appliance.metering.ledger import journal_records, operation_queue, rollups
 from appliance.metering.ledger import writer as writer_module
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, only_in_journal, replay
+from appliance.metering.ledger.journal_records import JournaledEntry, count_unwritten_entries, encode, open_journal, replay
 from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.writer import Ledger
@@ -61,7 +59,7 @@ def database_url(tmp_path: Path, migrated_sqlite_file: Path) -> str:
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody give a slow disk up after a second, unless that is what a test is about."""
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 60.0)
-    monkeypatch.setattr(writer_module, "LINE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(writer_module, "JOURNAL_TIMEOUT_S", 60.0)
 
 
 @asynccontextmanager
@@ -92,7 +90,7 @@ def _contents(path: Path) -> list[bytes]:
     return [file.read_bytes().strip(b"\0") for file in path.parent.glob(f"{path.name}-*")]
 
 
-async def test_an_entry_in_the_journal_is_settled_as_any_other(
+async def test_a_journaled_entry_is_settled_like_any_other(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
@@ -105,7 +103,7 @@ async def test_an_entry_in_the_journal_is_settled_as_any_other(
     assert _contents(tmp_path / "j") == [b"", b""]
 
 
-async def test_the_rows_of_an_entry_follow_by_themselves(
+async def test_the_rows_of_a_journaled_entry_follow_by_themselves(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     entry = pending(cast.bob)
@@ -118,7 +116,7 @@ async def test_the_rows_of_an_entry_follow_by_themselves(
         await ledger.settle(voided(entry.request_id))
 
 
-async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
+async def test_a_crash_between_the_journal_record_and_its_rows_leaves_a_recovered_request(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     gated = FailingDatabase.around(database)
@@ -138,7 +136,7 @@ async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
     assert await start_again(database, clock, tmp_path / "j") == events, "once"
 
 
-async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_exact_bill(
+async def test_a_crash_between_a_journaled_settlement_and_its_rows_leaves_the_exact_bill(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
@@ -147,7 +145,7 @@ async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_
     await ledger.start()
     with_rows, in_lines, refused, running = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(4))
     await ledger.open(with_rows)
-    await ledger.caught_up()
+    await ledger.catch_up()
     gated.gate = asyncio.Event()
     await asyncio.gather(*(ledger.open(entry) for entry in (in_lines, refused, running)))
     await asyncio.gather(*(ledger.settle(posted(entry.request_id, completion=5)) for entry in (with_rows, in_lines)))
@@ -164,13 +162,13 @@ async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_
     assert events[running.request_id].status == "recovered"
     assert await start_again(database, clock, tmp_path / "j") == events, "once"
     async with database.reading() as connection:
-        assert await rollups.differing(connection, database.kind, BillingCalendar()) == []
+        assert await rollups.mismatched_levels(connection, database.kind, BillingCalendar()) == []
 
 
-async def test_who_reads_or_writes_sees_what_was_settled_however_late_the_rows_come(
+async def test_readers_and_writers_see_settlements_however_late_the_rows_come(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_module, "ROWS_PAUSE_S", 60.0)
+    monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
     statuses = select(usage_events.c.status)
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         for transaction in (database.reading, database.writing):
@@ -181,11 +179,11 @@ async def test_who_reads_or_writes_sees_what_was_settled_however_late_the_rows_c
                 assert set((await connection.execute(statuses)).scalars()) == {"posted"}
 
 
-async def test_where_many_wait_a_settlement_goes_with_their_round(
+async def test_when_many_operations_wait_a_settlement_joins_their_round(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_module, "ROWS_PAUSE_S", 60.0)
-    entries = [pending(cast.bob) for _ in range(waiting_module.TOGETHER_FROM)]
+    monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
+    entries = [pending(cast.bob) for _ in range(operation_queue.COMBINE_FROM)]
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
         await ledger.settle(posted(entries[0].request_id))
@@ -194,15 +192,15 @@ async def test_where_many_wait_a_settlement_goes_with_their_round(
     assert events == {entry.request_id: "pending" for entry in entries} | {entries[0].request_id: "posted"}
 
 
-async def test_while_the_tables_fail_a_settlement_has_its_line_however_many_wait(
+async def test_while_the_tables_fail_a_settlement_is_journaled_however_many_wait(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     failing = FailingDatabase.around(database)
     ledger = utc_ledger(failing, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
     await ledger.start()
-    entries = [pending(cast.bob) for _ in range(waiting_module.TOGETHER_FROM + 1)]
+    entries = [pending(cast.bob) for _ in range(operation_queue.COMBINE_FROM + 1)]
     await asyncio.gather(*(ledger.open(entry) for entry in entries))
-    await ledger.caught_up()
+    await ledger.catch_up()
     failing.fail_before_commit = 1_000_000
     await ledger.settle(posted(entries[0].request_id))
     await poll_until(lambda: not ledger.healthy)
@@ -214,7 +212,7 @@ async def test_while_the_tables_fail_a_settlement_has_its_line_however_many_wait
     assert {event.status for event in events.values()} == {"posted"}
 
 
-async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_and_at_once_when_that_is_known(
+async def test_a_settlement_is_written_to_the_tables_if_the_journal_times_out_and_at_once_if_it_is_known_to_fail(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -225,7 +223,7 @@ async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_
         real = journal._waiting
         deaf = SimpleNamespace(put=lambda _append: None, get=real.get, get_nowait=real.get_nowait)
         for entry, timeout_s, stuck_s in ((first, 0.01, None), (second, 60.0, -60.0)):
-            monkeypatch.setattr(writer_module, "LINE_TIMEOUT_S", timeout_s)
+            monkeypatch.setattr(writer_module, "JOURNAL_TIMEOUT_S", timeout_s)
             with monkeypatch.context() as hanging:
                 hanging.setattr(journal, "_waiting", deaf)  # nobody takes what waits, whatever queue the thread looks at
                 hanging.setattr(journal, "_writing_since_s", stuck_s)  # long ago
@@ -234,7 +232,7 @@ async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_
     assert [event.status for event in await all_events(database)] == ["posted"] * 2
 
 
-async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_for_the_next_start(
+async def test_a_settlement_after_the_writer_ended_unexpectedly_is_journaled_for_the_next_start(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bug(*_: object) -> None:
@@ -245,7 +243,7 @@ async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_fo
     await ledger.start()
     entry = pending(cast.bob)
     await ledger.open(entry)
-    monkeypatch.setattr(ledger._waiting, "take", bug)
+    monkeypatch.setattr(ledger._queue, "take", bug)
     await poll_until(lambda: not ledger.healthy)
     await ledger.settle(posted(entry.request_id, completion=5))
     assert ledger.unrecorded_usage_tokens == 0
@@ -254,7 +252,7 @@ async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_fo
     assert (event.status, event.completion_tokens) == ("posted", 5)
 
 
-async def test_a_round_that_hangs_is_waited_for_by_its_first_reader_alone(
+async def test_only_the_first_reader_waits_for_a_hanging_round(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 0.05)
@@ -263,15 +261,15 @@ async def test_a_round_that_hangs_is_waited_for_by_its_first_reader_alone(
     async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await ledger.open(pending(cast.bob))
         await poll_until(lambda: gated.held == 1)
-        await ledger.caught_up()
-        await poll_until(lambda: ledger._round_lasts(0.05))
+        await ledger.catch_up()
+        await poll_until(lambda: ledger._round_exceeds(0.05))
         monkeypatch.setattr(asyncio, "wait", None)
-        await ledger.caught_up()
+        await ledger.catch_up()
         monkeypatch.undo()
         gated.gate.set()
 
 
-async def test_a_caller_that_is_cancelled_while_its_line_is_written_does_not_stop_the_settlement(
+async def test_a_caller_cancelled_during_the_journal_write_does_not_stop_the_settlement(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -284,7 +282,7 @@ async def test_a_caller_that_is_cancelled_while_its_line_is_written_does_not_sto
     assert [event.status for event in await all_events(database)] == ["posted"]
 
 
-async def test_a_settlement_that_contradicts_the_ledger_is_counted_also_behind_its_callers_back(
+async def test_a_contradicting_settlement_is_counted_even_after_its_caller_has_continued(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
@@ -298,19 +296,19 @@ async def test_a_settlement_that_contradicts_the_ledger_is_counted_also_behind_i
     assert "other figures" in capfd.readouterr().out
 
 
-async def test_what_no_line_can_say_waits_for_its_rows(
+async def test_a_settlement_that_cannot_be_encoded_waits_for_its_rows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         entry = pending(cast.bob)
         await ledger.open(entry)
-        with pytest.raises(LedgerBroken, match="refused by the database"):
+        with pytest.raises(LedgerBroken, match="the database rejected the settlement"):
             await ledger.settle(posted(entry.request_id, completion=2**63))
         await ledger.settle(posted(entry.request_id))
         assert ledger.unrecorded_usage_tokens == 10 + 2**63
 
 
-async def test_what_stands_in_the_tables_already_is_not_written_again(
+async def test_replay_does_not_write_existing_rows_again(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     ledger = utc_ledger(database, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
@@ -322,7 +320,7 @@ async def test_what_stands_in_the_tables_already_is_not_written_again(
     assert await start_again(database, clock, tmp_path / "j") == {entry.request_id: event}
 
 
-async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
+async def test_rows_with_a_commit_of_unknown_outcome_are_written_once(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -336,10 +334,10 @@ async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
         await poll_until(lambda: ledger.healthy)
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
     assert [event.status for event in await all_events(database)] == ["posted"] * 5
-    assert "refused what was promised" not in capfd.readouterr().out, "none of them was written a second time"
+    assert "rejected a journaled operation" not in capfd.readouterr().out, "none of them was written a second time"
 
 
-async def test_a_journal_that_cannot_be_written_refuses_and_heals(
+async def test_an_unwritable_journal_refuses_requests_and_recovers(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("appliance.base.journal.RETRY_S", 0.01)
@@ -363,7 +361,7 @@ def _no_space(*_arguments: Any) -> int:
     raise OSError(28, "no space left on device")
 
 
-async def test_a_disk_that_does_not_answer_refuses_and_leaves_nothing_pending(
+async def test_a_hanging_disk_refuses_requests_and_leaves_nothing_pending(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
@@ -378,7 +376,7 @@ async def test_a_disk_that_does_not_answer_refuses_and_leaves_nothing_pending(
     assert await start_again(database, clock, tmp_path / "j") == {}
 
 
-async def test_an_entry_that_the_tables_refuse_is_loud_and_costs_no_other(
+async def test_a_journaled_entry_rejected_by_the_tables_is_logged_and_affects_no_other(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
@@ -389,7 +387,7 @@ async def test_an_entry_that_the_tables_refuse_is_loud_and_costs_no_other(
         assert ledger.unrecorded_usage_tokens == 15
         assert ledger.healthy
     assert await all_events(database) == [event]
-    assert "the tables refused what was promised" in capfd.readouterr().out
+    assert "the tables rejected a journaled operation" in capfd.readouterr().out
 
 
 async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
@@ -397,15 +395,15 @@ async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
 ) -> None:
     journal = Journal(tmp_path / "j")
     day = START.date()
-    good = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=day, entry=pending(cast.bob))
-    lost = Journaled(epoch_id="epoch_of_a_later_backup", currency="EUR", billing_day=day, entry=pending(cast.bob))
+    good = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=day, entry=pending(cast.bob))
+    lost = JournaledEntry(epoch_id="epoch_of_a_later_backup", currency="EUR", billing_day=day, entry=pending(cast.bob))
     for record in (encode(lost), b'{"not": "an entry"}', b"not JSON", encode(good)):
         await journal.append(record)
     events = await start_again(database, clock, tmp_path / "j")
     assert set(events) == {good.entry.request_id}
 
 
-async def test_a_settlement_of_which_the_database_has_no_entry_is_in_the_log_of_the_start(
+async def test_replay_logs_a_settlement_without_an_entry(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await Journal(tmp_path / "j").append(encode(posted("req_of_a_later_backup")))
@@ -413,11 +411,11 @@ async def test_a_settlement_of_which_the_database_has_no_entry_is_in_the_log_of_
     assert "req_of_a_later_backup has no entry" in capfd.readouterr().out
 
 
-async def test_a_database_that_cannot_be_written_at_the_start_loses_nothing(
+async def test_a_start_with_an_unwritable_database_loses_nothing(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
-    left = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
+    left = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
     await journal.append(encode(left))
     failing = FailingDatabase.around(database)
     failing.fail_before_commit = 1
@@ -426,7 +424,7 @@ async def test_a_database_that_cannot_be_written_at_the_start_loses_nothing(
     assert set(await start_again(database, clock, tmp_path / "j")) == {left.entry.request_id}
 
 
-async def test_a_ledger_that_stops_refuses_what_comes_too_late(
+async def test_a_stopping_ledger_refuses_late_operations(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
@@ -442,7 +440,7 @@ async def test_a_ledger_that_stops_refuses_what_comes_too_late(
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_dies(
+async def test_every_admitted_request_is_in_the_ledger_once_despite_failures_and_crashes(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -487,20 +485,20 @@ async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_d
         assert (event.status, event.estimated, event.completion_tokens) == ("posted", False, completion)
 
 
-async def test_who_reads_pending_rows_can_wait_for_them(
+async def test_readers_can_wait_for_pending_rows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_module, "ROWS_PAUSE_S", 60.0)
+    monkeypatch.setattr(operation_queue, "ROWS_PAUSE_S", 60.0)
     entries = [pending(cast.bob) for _ in range(600)]  # more than two rounds take
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j", settle_pause_s=60.0) as ledger:
-        await ledger.caught_up()
+        await ledger.catch_up()
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
-        await asyncio.gather(ledger.caught_up(), ledger.caught_up())
+        await asyncio.gather(ledger.catch_up(), ledger.catch_up())
         assert {event.request_id for event in await all_events(database)} == {entry.request_id for entry in entries}
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
 
 
-async def test_who_reads_waits_for_the_round_that_is_just_being_written(
+async def test_readers_wait_for_the_round_being_written(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     gated, entry = FailingDatabase.around(database), pending(cast.bob)
@@ -508,7 +506,7 @@ async def test_who_reads_waits_for_the_round_that_is_just_being_written(
     async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await ledger.open(entry)
         await poll_until(lambda: gated.held == 1)
-        reading = asyncio.create_task(ledger.caught_up())
+        reading = asyncio.create_task(ledger.catch_up())
         for _ in range(10):
             await asyncio.sleep(0)
         assert not reading.done()
@@ -517,7 +515,7 @@ async def test_who_reads_waits_for_the_round_that_is_just_being_written(
         assert [event.request_id for event in await all_events(database)] == [entry.request_id]
 
 
-async def test_while_the_tables_fail_nobody_who_reads_waits(
+async def test_readers_do_not_wait_while_the_tables_fail(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -527,8 +525,8 @@ async def test_while_the_tables_fail_nobody_who_reads_waits(
         await poll_until(lambda: ledger.last_error is not None)
         with monkeypatch.context() as impatient:
             impatient.setattr(asyncio, "wait", None)
-            await ledger.caught_up()
-        reading = asyncio.create_task(ledger.caught_up())
+            await ledger.catch_up()
+        reading = asyncio.create_task(ledger.catch_up())
         for _ in range(10):
             await asyncio.sleep(0)
         assert reading.done()
@@ -536,7 +534,7 @@ async def test_while_the_tables_fail_nobody_who_reads_waits(
         failing.fail_before_commit = 0
 
 
-async def test_a_settlement_of_which_the_disk_refuses_the_line_waits_for_its_rows(
+async def test_a_settlement_that_cannot_be_journaled_waits_for_its_rows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = pending(cast.bob)
@@ -550,7 +548,7 @@ async def test_a_settlement_of_which_the_disk_refuses_the_line_waits_for_its_row
         assert ledger.unrecorded_usage_tokens == 0
 
 
-async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
+async def test_readers_wait_only_briefly_for_rows_that_cannot_be_written(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 0.01)
@@ -559,15 +557,15 @@ async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
     async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
         good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
         await asyncio.gather(ledger.open(good), ledger.open(bad))
-        await ledger.caught_up()
+        await ledger.catch_up()
         gated.gate.set()
         monkeypatch.setattr(writer_module, "CATCH_UP_S", 60.0)
-        await ledger.caught_up()
+        await ledger.catch_up()
         assert [event.request_id for event in await all_events(database)] == [good.request_id]
         await ledger.settle(voided(good.request_id))
 
 
-async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_says_so(
+async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_is_unhealthy(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated = FailingDatabase.around(database)
@@ -585,7 +583,7 @@ async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_says_so(
     assert [event.status for event in await all_events(database)] == ["posted"]
 
 
-async def test_stopping_while_the_database_fails_leaves_the_lines_to_the_next_start(
+async def test_stopping_while_the_database_fails_leaves_the_journal_to_the_next_start(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     failing = FailingDatabase.around(database)
@@ -603,7 +601,7 @@ async def test_stopping_while_the_database_fails_leaves_the_lines_to_the_next_st
     assert [events[entry.request_id].status for entry in entries] == ["posted", "recovered", "recovered"]
 
 
-async def test_a_journal_that_fails_says_why_in_the_log(
+async def test_a_journal_failure_is_logged_with_its_reason(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -617,7 +615,7 @@ async def test_a_journal_that_fails_says_why_in_the_log(
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "reserved_tokens"])
-async def test_a_count_that_no_table_takes_is_refused_before_anything_starts(
+async def test_a_count_beyond_64_bits_is_refused_before_anything_starts(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, field: str
 ) -> None:
     huge: dict[str, Any] = {field: 2**63}
@@ -628,7 +626,7 @@ async def test_a_count_that_no_table_takes_is_refused_before_anything_starts(
     assert await all_events(database) == []
 
 
-async def test_a_text_comes_through_the_journal_as_it_is_or_is_refused(
+async def test_text_passes_through_the_journal_unchanged_or_is_refused(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     entry = pending(cast.bob, model="a\nb\u2028 démo " + "l" * 100)
@@ -642,20 +640,22 @@ async def test_a_text_comes_through_the_journal_as_it_is_or_is_refused(
     assert events[entry.request_id].model == entry.model
 
 
-async def test_no_record_stops_the_start(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
+async def test_a_bad_journal_record_does_not_stop_the_start(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
     journal = Journal(tmp_path / "j")
     counts: dict[str, Any] = {"reserved_tokens": 2**80}
-    good = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
+    good = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
     huge = msgspec.structs.replace(good, entry=pending(cast.bob, **counts))
-    for record in (journaled_module._ENCODER.encode(huge), encode(good)):
+    for record in (journal_records._ENCODER.encode(huge), encode(good)):
         await journal.append(record)
     assert set(await start_again(database, clock, tmp_path / "j")) == {good.entry.request_id}
 
 
-async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
+async def test_entries_only_in_the_journal_are_counted_without_changing_it(
     database: Database, database_url: str, clock: FakeClock, cast: Cast
 ) -> None:
-    journal = journal_beside(database_url)
+    journal = open_journal(database_url)
     assert journal is not None
     ledger = utc_ledger(database, clock, cast.epoch_id, journal=journal)
     await ledger.start()
@@ -663,17 +663,17 @@ async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
     await ledger.open(written)
     await settle(ledger, posted(written.request_id))
     await kill_ledger(ledger)
-    await journal.append(encode(Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=left)))
+    await journal.append(encode(JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=left)))
     for _ in range(2):
         async with database.reading() as connection:
-            assert await only_in_journal(connection, database_url) == 1
+            assert await count_unwritten_entries(connection, database_url) == 1
 
 
-def test_a_journal_lies_beside_the_file_itself_whatever_links_lead_there(tmp_path: Path) -> None:
+def test_the_journal_is_next_to_the_real_file_behind_links(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "real.db").touch()
     (tmp_path / "link.db").symlink_to(tmp_path / "data" / "real.db")
-    journal = journal_beside(f"sqlite:///{tmp_path}/link.db")
+    journal = open_journal(f"sqlite:///{tmp_path}/link.db")
     assert journal is not None
     asyncio.run(journal.close())
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [

@@ -54,7 +54,9 @@ async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
         await PastRequests(database).get(entries[0].request_id, access=bob)
 
 
-async def test_a_page_of_the_ledger_shows_what_is_asked_for_alone(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_a_page_of_the_ledger_shows_only_what_the_filters_select(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
     reports, bob, charlie = UsageReports(database, calendar=BillingCalendar()), cast.bob, cast.charlie
     later = clock.now() + timedelta(hours=1)
     entries = [pending(bob), pending(charlie), pending(bob, model="large"), pending(bob, admitted_at=later)]
@@ -97,7 +99,7 @@ async def test_a_page_of_the_ledger_shows_what_is_asked_for_alone(database: Data
         assert refused.value.param == field
 
 
-async def test_the_corrections_of_an_event_are_added_up_for_whoever_may_see_it(
+async def test_corrections_of_an_event_are_summed_for_those_who_may_see_it(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     reports, corrections = UsageReports(database, calendar=BillingCalendar()), utc_corrections(database, clock)
@@ -121,7 +123,7 @@ async def test_the_corrections_of_an_event_are_added_up_for_whoever_may_see_it(
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
-async def test_a_page_of_the_ledger_reads_no_more_than_its_rows_and_in_their_order(
+async def test_a_page_of_the_ledger_reads_only_its_rows_in_order(
     database: Database, clock: FakeClock, cast: Cast, newest_first: bool
 ) -> None:
     with record_statements() as statements:

@@ -20,7 +20,7 @@ from tests.support.ledgers import FailingDatabase, all_events, poll_until, runni
 pytestmark = pytest.mark.on_either_database
 
 
-async def test_pauses_between_tries_grow_to_a_bound_and_after_a_success_nothing_pauses_any_more(
+async def test_retry_delays_grow_to_a_bound_and_end_after_a_success(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sleep, pauses_s = asyncio.sleep, list[float]()
@@ -41,14 +41,14 @@ async def test_pauses_between_tries_grow_to_a_bound_and_after_a_success_nothing_
     assert pauses_s == [*growing_s, RETRY_S_MIN]
 
 
-async def test_after_a_round_that_failed_the_first_of_several_settlements_still_counts(
+async def test_after_a_failed_round_the_first_of_several_settlements_still_counts(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     failing, entry = FailingDatabase.around(database), pending(cast.bob)
     async with running_ledger(failing, clock, cast.epoch_id, settle_pause_s=60.0) as ledger:
         await ledger.open(entry)
         settling = [asyncio.create_task(ledger.settle(posted(entry.request_id, completion=count))) for count in (5, 6, 7)]
-        await poll_until(lambda: len(ledger._waiting) == 3)
+        await poll_until(lambda: len(ledger._queue) == 3)
         failing.fail_before_commit = 1
         await ledger.stop()
         told = await asyncio.gather(*settling, return_exceptions=True)
@@ -57,7 +57,7 @@ async def test_after_a_round_that_failed_the_first_of_several_settlements_still_
     assert [event.completion_tokens for event in await all_events(database)] == [5]
 
 
-async def test_what_hangs_or_waits_when_a_stop_gives_up_is_counted_once_and_not_written_behind_its_callers_back(
+async def test_unwritten_settlements_of_a_timed_out_stop_are_counted_once_and_not_written_later(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     gated, entries = FailingDatabase.around(database), [pending(cast.bob) for _ in range(2)]
@@ -70,7 +70,7 @@ async def test_what_hangs_or_waits_when_a_stop_gives_up_is_counted_once_and_not_
     for entry in entries:  # one in a round that hangs, and one that waits for its turn
         settling.append(asyncio.create_task(ledger.settle(posted(entry.request_id))))
         await poll_until(lambda: gated.held == 1)
-    await poll_until(lambda: len(ledger._waiting) == 1)
+    await poll_until(lambda: len(ledger._queue) == 1)
     with pytest.raises(LedgerBroken, match="2 operations unwritten"):
         await ledger.stop(timeout_s=0.05)
     gated.gate.set()
@@ -81,9 +81,7 @@ async def test_what_hangs_or_waits_when_a_stop_gives_up_is_counted_once_and_not_
     assert [event.status for event in await all_events(database)] == ["pending"] * 2
 
 
-async def test_the_void_of_an_open_that_hung_is_nobodys_loss_when_a_stop_gives_up(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_the_unwritten_void_of_a_hanging_open_counts_no_tokens(database: Database, clock: FakeClock, cast: Cast) -> None:
     gated = FailingDatabase.around(database)
     gated.gate = asyncio.Event()
     ledger = utc_ledger(gated, clock, cast.epoch_id, open_timeout_s=0.05)
@@ -95,12 +93,12 @@ async def test_the_void_of_an_open_that_hung_is_nobodys_loss_when_a_stop_gives_u
     assert (ledger.unrecorded_usage_tokens, await all_events(database)) == (0, [])
 
 
-async def test_whoever_waits_when_the_writer_ends_by_a_bug_is_told(
+async def test_callers_get_an_error_when_the_writer_ends_unexpectedly(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = utc_ledger(database, clock, cast.epoch_id)
     await ledger.start()
-    monkeypatch.setattr(ledger._waiting, "take", None)
+    monkeypatch.setattr(ledger._queue, "take", None)
     waiting = [ledger.open(pending(cast.bob)), ledger.open(pending(cast.bob)), ledger.settle(posted("req_any"))]
     told = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(each) for each in told] == [LedgerBroken] * 3
@@ -109,7 +107,7 @@ async def test_whoever_waits_when_the_writer_ends_by_a_bug_is_told(
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_who_is_to_hear_of_rows_hears_when_the_next_start_will_write_them(
+async def test_on_recorded_is_called_when_only_the_next_start_will_write_the_rows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     failing, heard = FailingDatabase.around(database), list[str]()

@@ -48,7 +48,7 @@ async def admit(
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key"])
-async def test_a_limit_for_one_model_holds_for_that_model_alone_and_beside_the_one_for_all(
+async def test_a_limit_for_one_model_applies_only_to_it_in_addition_to_the_limit_over_all(
     admission: Admission, owner: str
 ) -> None:
     change = with_tenant if owner == "tenant" else with_key
@@ -71,7 +71,7 @@ async def test_a_models_limit_counts_all_tenants_together(admission: Admission) 
     await admit(admission, charlie, 1000, "other")
 
 
-async def test_when_a_models_limit_is_lifted_it_is_not_told_any_more(admission: Admission) -> None:
+async def test_a_removed_limit_of_a_model_is_no_longer_reported(admission: Admission) -> None:
     bob = principal()
     await admit(admission, bob, 60, policy=policy(tokens_per_minute=100))
     shown = admission.snapshot(bob, "demo").tokens
@@ -81,7 +81,7 @@ async def test_when_a_models_limit_is_lifted_it_is_not_told_any_more(admission: 
     assert admission.snapshot(bob, "demo").tokens is None
 
 
-async def test_the_requests_and_the_tokens_that_are_left_are_each_told_of_their_own_limit(admission: Admission) -> None:
+async def test_remaining_requests_and_tokens_are_each_those_of_the_tightest_limit(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=600, requests_per_minute=1))
     await admit(admission, bob, 0)
     assert admission.snapshot(bob) == RateLimitState(
@@ -89,7 +89,7 @@ async def test_the_requests_and_the_tokens_that_are_left_are_each_told_of_their_
     )
 
 
-async def test_a_limit_that_is_new_counts_what_runs_already(admission: Admission) -> None:
+async def test_a_new_limit_counts_running_requests(admission: Admission) -> None:
     bob = principal()
     running = [await admit(admission, bob, 10) for _ in range(3)]
     limited = with_tenant(bob, model_limits={"demo": Limits(concurrent_requests=3, tokens_per_day=100)})
@@ -104,7 +104,7 @@ async def test_a_limit_that_is_new_counts_what_runs_already(admission: Admission
 
 
 @pytest.mark.parametrize("scope", ["tenant", "key", "model"])
-async def test_what_a_limit_in_shadow_mode_would_refuse_is_served_and_takes_nothing_of_it(
+async def test_a_request_that_a_shadow_limit_would_refuse_is_served_and_takes_nothing_from_it(
     admission: Admission, scope: str
 ) -> None:
     limits = Limits(tokens_per_minute=100, requests_per_minute=3, concurrent_requests=2, tokens_per_day=150)
@@ -123,36 +123,36 @@ async def test_what_a_limit_in_shadow_mode_would_refuse_is_served_and_takes_noth
     large.settle(5000)
     small.void()
     assert (await admit(admission, bob, 10, policy=shadow)).shadow_refusals == []
-    assert admission.snapshot(bob, "demo").tokens is None, "what refuses nobody is not told"
+    assert admission.snapshot(bob, "demo").tokens is None, "limits in shadow mode are not reported"
 
 
-async def test_what_has_room_in_a_limit_in_shadow_mode_takes_of_it(admission: Admission) -> None:
+async def test_a_request_that_fits_a_shadow_limit_takes_from_it(admission: Admission) -> None:
     bob = principal()
-    for tokens, overlooked in ((60, []), (60, ["tokens"]), (40, []), (1, ["tokens"])):
+    for tokens, shadow_refusals in ((60, []), (60, ["tokens"]), (40, []), (1, ["tokens"])):
         made = await admit(admission, bob, tokens, policy=policy("shadow", tokens_per_minute=100))
-        assert [decision.kind for decision in made.shadow_refusals] == overlooked
+        assert [decision.kind for decision in made.shadow_refusals] == shadow_refusals
 
 
-async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(admission: Admission) -> None:
+async def test_a_shadow_limit_does_not_cut_the_estimate_for_other_limits(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
     forecast = await admission.forecast(asked)
 
     assert [(each.scope, each.need, each.allowed) for each in forecast.decisions] == [("tenant", 20, True), ("key", 266, True)]
-    assert (await admission.admit(asked)).tokens_reserved == 266
+    assert (await admission.admit(asked)).reserved_tokens == 266
 
 
-async def test_when_the_mode_becomes_enforce_what_was_spent_counts_of_the_day(admission: Admission) -> None:
+async def test_usage_in_shadow_mode_counts_for_the_day_once_the_limit_is_enforced(admission: Admission) -> None:
     bob = with_tenant(principal(), limits=Limits(tokens_per_day=100), limit_mode="shadow")
     (await admit(admission, bob, 90)).settle(90)
-    overlooked = await admit(admission, bob, 500)
-    overlooked.settle(500)
+    shadow_refused = await admit(admission, bob, 500)
+    shadow_refused.settle(500)
     assert (await admit(admission, bob, 10)).shadow_refusals == []
     with pytest.raises(RateLimitExceeded, match="tokens per day"):
         await admit(admission, with_tenant(bob, limit_mode="enforce"), 1)
 
 
-async def test_an_enforced_limit_refuses_whatever_stands_in_shadow_mode(admission: Admission) -> None:
+async def test_an_enforced_limit_refuses_whatever_is_in_shadow_mode(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(requests_per_minute=1)), limits=Limits(tokens_per_minute=5), limit_mode="shadow")
     await admit(admission, bob, 50)
     with pytest.raises(RateLimitExceeded, match="the key's limit of 1 requests per minute"):
@@ -244,7 +244,7 @@ def limited(owner: str, who: Principal, **limits: int) -> tuple[Principal, Model
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
-async def test_a_limit_that_goes_and_comes_back_counts_what_was_used_in_between(admission: Admission, owner: str) -> None:
+async def test_a_limit_removed_and_set_again_counts_the_usage_in_between(admission: Admission, owner: str) -> None:
     bob = principal()
     with_limit, shared = limited(owner, bob, tokens_per_day=100)
     (await admit(admission, with_limit, 10, policy=shared)).settle(10)
@@ -259,7 +259,7 @@ async def test_a_limit_that_goes_and_comes_back_counts_what_was_used_in_between(
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
-async def test_limits_of_all_scopes_that_go_count_what_is_used_without_them_also_on_another_day(
+async def test_removed_limits_of_all_scopes_keep_counting_also_on_another_day(
     admission: Admission, clock: FakeClock, owner: str
 ) -> None:
     bob = principal()
@@ -273,7 +273,7 @@ async def test_limits_of_all_scopes_that_go_count_what_is_used_without_them_also
     await admit(admission, with_limit, 40, policy=shared)
 
 
-async def test_budgets_of_all_scopes_that_were_taken_away_end_no_request(admission: Admission) -> None:
+async def test_removed_budgets_of_all_scopes_end_no_request(admission: Admission) -> None:
     bob = with_tenant(principal(), cut_at_budget=True)
     budget = {"demo": Limits(monthly_budget=100)}
     everywhere = with_key(with_tenant(bob, model_limits=budget), model_limits=budget)
@@ -283,7 +283,7 @@ async def test_budgets_of_all_scopes_that_were_taken_away_end_no_request(admissi
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
-async def test_a_budget_that_was_taken_away_ends_no_request(admission: Admission, owner: str) -> None:
+async def test_a_removed_budget_ends_no_request(admission: Admission, owner: str) -> None:
     bob = with_tenant(principal(), cut_at_budget=True)
     with_limit, shared = limited(owner, bob, monthly_budget=100)
     (await admit(admission, with_limit, 90, cost=price(), policy=shared)).settle(90)
@@ -291,12 +291,10 @@ async def test_a_budget_that_was_taken_away_ends_no_request(admission: Admission
     assert not running.record_progress(0, 50)
 
 
-async def test_a_spent_budget_in_shadow_mode_or_of_a_month_that_is_over_ends_no_request(
-    admission: Admission, clock: FakeClock
-) -> None:
+async def test_a_spent_budget_in_shadow_mode_or_of_a_past_month_ends_no_request(admission: Admission, clock: FakeClock) -> None:
     hard = with_tenant(principal(), cut_at_budget=True)
     shadow, enforced = (policy(mode, monthly_budget=100) for mode in ("shadow", "enforce"))
-    for tokens in (10, 200):  # one that is admitted, and one that is overlooked
+    for tokens in (10, 200):  # one that is admitted, and one refused only in shadow mode
         free = await admit(admission, hard, tokens, cost=price(), policy=shadow)
         assert not free.record_progress(0, 100)
         free.void()
@@ -307,7 +305,7 @@ async def test_a_spent_budget_in_shadow_mode_or_of_a_month_that_is_over_ends_no_
     assert not running.record_progress(0, 100)
 
 
-async def test_what_a_running_request_has_cost_counts_only_while_a_spent_budget_is_to_end_it(admission: Admission) -> None:
+async def test_the_cost_of_a_running_request_counts_only_with_cut_at_budget(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     first, second = [await admit(admission, hard, 10, cost=price(), policy=shared) for _ in range(2)]
     assert not first.record_progress(0, 10), "10 + 3 · 10"
@@ -323,7 +321,7 @@ async def test_what_a_running_request_has_cost_counts_only_while_a_spent_budget_
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
-async def test_what_runs_already_counts_in_a_budget_that_is_new(admission: Admission, owner: str) -> None:
+async def test_running_requests_count_towards_a_new_budget(admission: Admission, owner: str) -> None:
     bob = principal()
     running = await admit(admission, bob, 90, cost=price())
     with_limit, shared = limited(owner, bob, monthly_budget=100)
@@ -335,16 +333,16 @@ async def test_what_runs_already_counts_in_a_budget_that_is_new(admission: Admis
     await admit(admission, with_limit, 10, cost=price(), policy=shared)
 
 
-async def test_in_shadow_mode_what_was_overlooked_uses_no_budget_up(admission: Admission) -> None:
+async def test_usage_refused_only_in_shadow_mode_does_not_use_up_the_budget(admission: Admission) -> None:
     shared = policy("shadow", monthly_budget=100)
-    overlooked = await admit(admission, principal(), 101, cost=price(), policy=shared)
-    assert [decision.kind for decision in overlooked.shadow_refusals] == ["budget"]
-    overlooked.settle(101)
+    shadow_refused = await admit(admission, principal(), 101, cost=price(), policy=shared)
+    assert [decision.kind for decision in shadow_refused.shadow_refusals] == ["budget"]
+    shadow_refused.settle(101)
     admitted = await admit(admission, principal(), 100, cost=price(), policy=shared)
     assert not admitted.shadow_refusals
 
 
-async def test_what_was_overlooked_in_one_currency_gives_no_room_in_another(admission: Admission) -> None:
+async def test_usage_refused_in_shadow_mode_in_one_currency_gives_no_room_in_another(admission: Admission) -> None:
     bob = with_tenant(principal(), limits=Limits(monthly_budget=100), limit_mode="shadow")
     in_dollars = dataclasses.replace(price(), currency="USD")
     (await admit(admission, bob, 60, cost=in_dollars)).settle(60)
@@ -353,7 +351,7 @@ async def test_what_was_overlooked_in_one_currency_gives_no_room_in_another(admi
     assert (await admit(admission, with_dollars, 41, cost=in_dollars)).shadow_refusals
 
 
-async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_says(admission: Admission) -> None:
+async def test_rejected_draft_tokens_with_a_price_count_towards_a_hard_budget(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     guessed = dataclasses.replace(price(), rejected_draft=2_000_000)
     running = await admit(admission, hard, 10, cost=guessed, policy=shared)
@@ -367,7 +365,7 @@ async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_s
         await admit(admission, hard, 2, cost=guessed, policy=shared)
 
 
-async def test_a_budget_that_is_not_hard_ends_no_request_and_what_has_ended_is_in_it_once(admission: Admission) -> None:
+async def test_a_soft_budget_ends_no_request_and_counts_each_ended_request_once(admission: Admission) -> None:
     soft, shared = principal(), policy(monthly_budget=100)
     running, ended = [await admit(admission, soft, 10, cost=price(), policy=shared) for _ in range(2)]
     assert not running.record_progress(0, 100)
@@ -380,7 +378,7 @@ async def test_a_budget_that_is_not_hard_ends_no_request_and_what_has_ended_is_i
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
-async def test_what_ran_over_the_end_of_a_month_counts_in_that_one_with_limits_that_are_new(
+async def test_a_request_running_across_months_counts_in_the_month_of_admission_with_new_limits(
     admission: Admission, clock: FakeClock, owner: str
 ) -> None:
     bob = principal()
@@ -392,7 +390,7 @@ async def test_what_ran_over_the_end_of_a_month_counts_in_that_one_with_limits_t
     await admit(admission, with_limit, 100, cost=price(), policy=shared)
 
 
-async def test_what_a_running_request_costs_in_another_currency_ends_it_by_no_budget(admission: Admission) -> None:
+async def test_costs_in_another_currency_do_not_end_a_running_request(admission: Admission) -> None:
     bob = with_tenant(principal(), currency="USD", cut_at_budget=True)
     in_dollars = dataclasses.replace(price(), currency="USD")
     running = await admit(admission, bob, 50, cost=in_dollars, policy=policy(monthly_budget=100))
@@ -402,7 +400,7 @@ async def test_what_a_running_request_costs_in_another_currency_ends_it_by_no_bu
     assert again.record_progress(0, 50)
 
 
-async def test_with_another_currency_what_was_spent_in_that_one_counts_and_in_the_former_one_no_more(
+async def test_after_a_change_of_currency_only_costs_in_the_new_one_count(
     admission: Admission,
 ) -> None:
     bob = with_tenant(principal(), limits=Limits(monthly_budget=100))

@@ -58,16 +58,16 @@ async def test_a_start_reads_the_last_answers_of_a_key_and_a_model(
     assert await sums.outputs(bob, "third", now) == []
 
 
-async def test_after_a_restart_a_request_soon_holds_what_it_would_have_held_before(
+async def test_after_a_restart_requests_soon_reserve_what_they_would_have_before(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
 ) -> None:
     await answered(ledger, clock, cast.bob, [40] * OUTPUTS_MIN)
     clock.advance(1)
     for person, expected in ((cast.bob, 40), (cast.charlie, EXPECTED_OUTPUT_TOKENS)):
         started = utc_admission(clock, utc_sums(database))
-        assert (await admit(started, person.principal)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
+        assert (await admit(started, person.principal)).reserved_tokens == 5 + EXPECTED_OUTPUT_TOKENS
         await started.output_estimates.read()
-        assert (await admit(started, person.principal)).tokens_reserved == 5 + expected
+        assert (await admit(started, person.principal)).reserved_tokens == 5 + expected
 
 
 async def admit(admission: Admission, who: Principal, model: str = "demo") -> Reservation:
@@ -108,13 +108,13 @@ async def test_no_first_request_waits_for_the_history_of_its_key(clock: FakeCloc
     admission = utc_admission(clock, slow)
     admission.output_estimates.start()
     for key in keys:
-        assert (await admit(admission, key)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
+        assert (await admit(admission, key)).reserved_tokens == 5 + EXPECTED_OUTPUT_TOKENS
     await turns()
     assert slow.reading == 1
     slow.go_on.set()
     await turns(200)
     assert (slow.reading_most, slow.histories) == (1, [])
-    assert [(await admit(admission, key)).tokens_reserved for key in keys] == [45] * 50
+    assert [(await admit(admission, key)).reserved_tokens for key in keys] == [45] * 50
     await admission.output_estimates.stop()
 
 
@@ -128,12 +128,12 @@ async def test_answers_that_ended_while_the_history_was_read_come_after_it(clock
     await admission.output_estimates.read()
     for _ in range(9):
         (await admit(admission, bob)).settle(5 + 10)
-    assert (await admit(admission, bob)).tokens_reserved == 3005, "11 of the last 100 were as long"
+    assert (await admit(admission, bob)).reserved_tokens == 3005, "11 of the last 100 were as long"
     running.settle(5 + 10)
-    assert (await admit(admission, bob)).tokens_reserved == 45, "those of this run have put 20 of the long ones out"
+    assert (await admit(admission, bob)).reserved_tokens == 45, "those of this run have put 20 of the long ones out"
 
 
-async def test_a_history_that_cannot_be_read_leaves_a_key_as_a_new_one(clock: FakeClock) -> None:
+async def test_a_key_whose_history_cannot_be_read_is_treated_as_new(clock: FakeClock) -> None:
     broken, bob, charlie = SlowHistory(None, [40] * OUTPUTS_MIN), principal(), principal()
     broken.go_on.set()
     admission = utc_admission(clock, broken)
@@ -143,12 +143,12 @@ async def test_a_history_that_cannot_be_read_leaves_a_key_as_a_new_one(clock: Fa
             await admit(admission, who)
         await turns()
     assert [(line["event"], line["key_id"]) for line in logs] == [("lengths of earlier answers could not be read", bob.key.id)]
-    assert (await admit(admission, bob)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
-    assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
+    assert (await admit(admission, bob)).reserved_tokens == 5 + EXPECTED_OUTPUT_TOKENS
+    assert (await admit(admission, charlie)).reserved_tokens == 5 + 40
     await admission.output_estimates.stop()
 
 
-async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_run(
+async def test_recently_used_keys_and_those_with_running_answers_stay_in_memory(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 3)
@@ -160,14 +160,12 @@ async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_r
     (await admit(admission, charlie)).settle(5 + 40)
     (await admit(admission, eve)).void()  # bob is the oldest, but runs; then dora
     assert admission.output_estimates.num_pairs == 3
-    assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
-    assert (await admit(admission, dora)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
+    assert (await admit(admission, charlie)).reserved_tokens == 5 + 40
+    assert (await admit(admission, dora)).reserved_tokens == 5 + EXPECTED_OUTPUT_TOKENS
     running.settle(5 + 40)
 
 
-async def test_of_a_key_that_was_forgotten_before_its_history_was_read_none_is_read(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_history_of_an_evicted_key_is_not_read(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 1)
     history, (bob, charlie) = SlowHistory([], []), [principal() for _ in range(2)]
     history.go_on.set()
@@ -185,7 +183,7 @@ def test_a_running_answer_is_expected_to_be_short_while_nine_are_known_for_each(
     assert lengths.estimate(begin) == guess
 
 
-async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
+async def test_a_request_that_waited_until_its_key_was_evicted_is_counted(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 1)

@@ -67,7 +67,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
 
 
 @pytest.mark.postgres
-async def test_a_record_that_the_server_commits_after_its_gateway_died_is_recovered_too(
+async def test_a_record_committed_by_the_server_after_its_gateway_died_is_recovered_too(
     postgresql: Cluster, clock: FakeClock
 ) -> None:
     url = postgresql.acquire()
@@ -96,9 +96,7 @@ async def test_the_running_epoch_is_left_alone(database: Database, clock: FakeCl
     assert [event.status for event in await all_events(database)] == ["pending"]
 
 
-async def test_a_settlement_that_comes_after_recovery_is_refused_loudly(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_a_settlement_after_recovery_raises(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -107,7 +105,7 @@ async def test_a_settlement_that_comes_after_recovery_is_refused_loudly(
             await ledger.settle(posted(entry.request_id))
 
 
-async def test_two_recoveries_at_once_count_each_event_once(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_concurrent_recoveries_count_each_event_once(database: Database, clock: FakeClock, cast: Cast) -> None:
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await asyncio.gather(*(ledger.open(pending(cast.bob)) for _ in range(20)))
     epoch = await begin_epoch(database, clock, "next")
@@ -115,7 +113,7 @@ async def test_two_recoveries_at_once_count_each_event_once(database: Database, 
     assert [event.status for event in await all_events(database)] == ["recovered"] * 20
 
 
-async def test_more_events_than_one_transaction_takes_are_all_recovered(
+async def test_events_beyond_one_transaction_are_all_recovered(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "EVENTS_PER_TRANSACTION", 4)
@@ -186,9 +184,7 @@ async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock,
     await after.admit(asked(bob, 600))
 
 
-async def test_an_epoch_that_another_one_followed_settles_nothing_of_it(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_a_superseded_epoch_recovers_nothing_of_its_successor(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry, later = pending(cast.bob), await begin_epoch(database, clock, "later")
     async with running_ledger(database, clock, later) as ledger:
         await ledger.open(entry)
@@ -199,7 +195,7 @@ async def test_an_epoch_that_another_one_followed_settles_nothing_of_it(
 
 
 @pytest.mark.postgres
-async def test_an_epoch_that_another_one_followed_opens_nothing(postgresql: Cluster, clock: FakeClock) -> None:
+async def test_a_superseded_epoch_opens_nothing(postgresql: Cluster, clock: FakeClock) -> None:
     url = postgresql.acquire()
     database = Database.open(url)
     cast = await make_cast(database, clock)
@@ -215,7 +211,8 @@ async def test_an_epoch_that_another_one_followed_opens_nothing(postgresql: Clus
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_a_start_finds_what_was_left_behind_by_its_indexes(database: Database) -> None:
+async def test_recovery_finds_pending_events_by_their_index(database: Database) -> None:
     events = EVENTS_WITH_PRICES.params(request_ids=["one", "another"])
-    assert await query_plan(database, recovery._left_behind("now")) == ["SCAN usage_events USING INDEX ix_usage_events_pending"]
+    pending = recovery._pending_of_dead_epochs("now")
+    assert await query_plan(database, pending) == ["SCAN usage_events USING INDEX ix_usage_events_pending"]
     assert await query_plan(database, events) == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]

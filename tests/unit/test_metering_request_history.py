@@ -35,14 +35,16 @@ async def history(database: Database, clock: FakeClock, cast: Cast) -> RequestHi
     return RequestHistory(database, clock, keep_days=7)
 
 
-async def test_what_is_older_than_is_kept_goes_and_money_stays(database: Database, history: RequestHistory) -> None:
+async def test_requests_beyond_the_retention_period_are_deleted_and_usage_events_are_kept(
+    database: Database, history: RequestHistory
+) -> None:
     assert await history.prune() == 3
     assert await history.prune() == 0
     assert await left(database) == 3
     assert len(await all_events(database)) == 6
 
 
-async def test_a_call_does_a_bounded_amount_and_the_next_goes_on(
+async def test_a_call_deletes_a_bounded_amount_and_the_next_continues(
     database: Database, history: RequestHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_history, "BATCH_ROWS", 1)

@@ -26,14 +26,14 @@ def asked(who: Principal, output: int | None = 100, prompt: int = 10, room: int 
 
 
 def generate(clock: FakeClock, reservation: Reservation, tokens: int, token_s: float) -> None:
-    """Let a request get so many tokens more, in the time that they take."""
+    """Let a request generate this many more tokens, `token_s` seconds each."""
     for _ in range(tokens):
         clock.advance(token_s)
         reservation.record_progress(0, reservation.output_tokens + 1)
 
 
-async def told_s(admission: Admission, who: Principal, output: int | None = 100, prompt: int = 10) -> float:
-    """Return when a refused client is told to come back; the forecast says the same, and that it is an estimate."""
+async def retry_after_s(admission: Admission, who: Principal, output: int | None = 100, prompt: int = 10) -> float:
+    """Return the `retry-after` of a refused request; the dry run reports the same wait, as an estimate."""
     with pytest.raises(RateLimitExceeded) as refused:
         await admission.admit(asked(who, output, prompt))
     (decision,) = (await admission.forecast(asked(who, output, prompt))).refusals
@@ -49,54 +49,52 @@ def admission(clock: FakeClock) -> Admission:
     return utc_admission(clock, EmptySums())
 
 
-async def test_who_waits_for_a_place_is_told_when_the_first_of_those_who_run_has_probably_ended(
+async def test_a_concurrency_refusal_estimates_when_the_first_running_request_ends(
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal(Limits(concurrent_requests=2))
     first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob, 20))
     generate(clock, first, 41, 0.1)
-    assert await told_s(admission, bob) == 2, "20 tokens at the pace of the other, as nothing is known of the second's own"
+    assert await retry_after_s(admission, bob) == 2, "20 tokens at the pace of the first: the second has none yet"
     generate(clock, second, 10, 1.0)
-    assert await told_s(admission, bob) == 10
+    assert await retry_after_s(admission, bob) == 10
     second.settle(30)
     await admission.admit(asked(bob))
 
 
-async def test_nothing_is_told_that_nobody_knows(admission: Admission) -> None:
+async def test_without_any_known_pace_the_shortest_wait_is_reported(admission: Admission) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await admission.admit(asked(bob))
-    assert await told_s(admission, bob) == WAIT_S_MIN
+    assert await retry_after_s(admission, bob) == WAIT_S_MIN
 
 
-async def test_of_a_request_that_was_heard_of_once_no_pace_is_known(admission: Admission, clock: FakeClock) -> None:
+async def test_one_progress_report_gives_no_pace(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
     generate(clock, await admission.admit(asked(bob)), 1, 1.0)
-    assert await told_s(admission, bob) == WAIT_S_MIN
+    assert await retry_after_s(admission, bob) == WAIT_S_MIN
 
 
-async def test_a_long_answer_is_no_reason_to_stay_away_for_long(admission: Admission, clock: FakeClock) -> None:
+async def test_the_estimate_is_at_most_a_minute(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
     long = await admission.admit(asked(bob, 200))
     generate(clock, long, 2, 5.0)
-    assert await told_s(admission, bob) == WAIT_S_MAX
+    assert await retry_after_s(admission, bob) == WAIT_S_MAX
     generate(clock, long, 197, 0.01)
-    assert await told_s(admission, bob) == WAIT_S_MIN
+    assert await retry_after_s(admission, bob) == WAIT_S_MIN
 
 
-async def test_who_is_longer_than_expected_goes_on_for_as_long_again_within_what_he_may(
+async def test_a_request_beyond_its_estimate_is_expected_to_double_up_to_its_maximum(
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running = await admission.admit(asked(bob, None, room=1000))
     generate(clock, running, 301, 0.1)
-    assert await told_s(admission, bob) == 31  # 301 more
+    assert await retry_after_s(admission, bob) == 31  # 301 more
     generate(clock, running, 600, 0.1)
-    assert await told_s(admission, bob) == 10  # 99 are left
+    assert await retry_after_s(admission, bob) == 10  # 99 are left
 
 
-async def test_who_waits_for_what_is_held_is_told_when_enough_of_it_is_probably_given_back(
-    admission: Admission, clock: FakeClock
-) -> None:
+async def test_a_refusal_by_reservations_estimates_when_enough_is_released(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(tokens_per_day=2200))
     first = await admission.admit(asked(bob, None, room=990))  # holds 1000 and is expected to take 266
     second = await admission.admit(asked(bob, None, room=990))
@@ -104,40 +102,40 @@ async def test_who_waits_for_what_is_held_is_told_when_enough_of_it_is_probably_
     generate(clock, second, 56, 0.1)
     # 200 are left. The first gives 734 back after its last 100 tokens, the second as much after its last 200, 0.1 s each.
     # (The first had 156 in 21.1 s, because it stood still while the second ran.)
-    assert await told_s(admission, bob, prompt=200 + 734 - 100) == 14
-    assert await told_s(admission, bob, prompt=200 + 735 - 100) == 20
+    assert await retry_after_s(admission, bob, prompt=200 + 734 - 100) == 14
+    assert await retry_after_s(admission, bob, prompt=200 + 735 - 100) == 20
 
 
-async def test_what_would_fit_exactly_without_those_who_run_is_only_held_by_them(admission: Admission) -> None:
+async def test_a_request_that_would_exactly_fit_without_running_ones_is_held(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=100))
     (await admission.admit(asked(bob, 0, prompt=40))).settle(40)
     await admission.admit(asked(bob, 0, prompt=60))
-    assert await told_s(admission, bob, 0, prompt=60) == WAIT_S_MIN
+    assert await retry_after_s(admission, bob, 0, prompt=60) == WAIT_S_MIN
     (decision,) = (await admission.forecast(asked(bob, 0, prompt=61))).refusals
     assert not decision.estimated
 
 
-async def test_those_who_wait_before_take_the_first_places(admission: Admission, clock: FakeClock) -> None:
+async def test_waiters_ahead_take_the_first_free_slots(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=2))
     first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob))
     for _ in range(41):
         generate(clock, first, 1, 0.1)
         second.record_progress(0, first.output_tokens // 2)
-    assert await told_s(admission, bob) == 6
+    assert await retry_after_s(admission, bob) == 6
     waiting = asyncio.ensure_future(admission.admit(asked(bob), 60))
     await asyncio.sleep(0)
-    assert await told_s(admission, bob) > 15, "the first place is the other's"
+    assert await retry_after_s(admission, bob) > 15, "the waiter ahead gets the first slot"
     first.settle(50)
     (await waiting).void()
 
 
-async def test_what_never_comes_is_no_estimate(admission: Admission) -> None:
+async def test_a_wait_that_never_ends_is_no_estimate(admission: Admission) -> None:
     (decision,) = (await admission.forecast(asked(principal(Limits(concurrent_requests=0))))).refusals
     assert (decision.wait_s, decision.estimated) == (None, False)
 
 
 class Looks:
-    """Counts how often a running request was looked at."""
+    """Counts how often the pace of a running request is computed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at: list[Reservation] = []
@@ -151,7 +149,7 @@ class Looks:
 
 
 @pytest.mark.parametrize("limits", [Limits(concurrent_requests=30), Limits(tokens_per_day=30 * 110)])
-async def test_a_flood_of_refusals_looks_at_those_who_run_four_times_a_second_at_most(
+async def test_a_flood_of_refusals_computes_the_estimate_at_most_four_times_a_second(
     admission: Admission, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     bob, looks = principal(limits), Looks(monkeypatch)
@@ -164,39 +162,37 @@ async def test_a_flood_of_refusals_looks_at_those_who_run_four_times_a_second_at
     assert set(looks.at) == set(running)
 
 
-async def test_what_is_told_between_two_looks_ages(admission: Admission, clock: FakeClock) -> None:
+async def test_elapsed_time_is_subtracted_from_a_shared_estimate(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running = await admission.admit(asked(bob, 200))
     generate(clock, running, 98, 0.1)  # 102 are left
-    assert await told_s(admission, bob) == 11
+    assert await retry_after_s(admission, bob) == 11
     clock.advance(0.24)
-    assert await told_s(admission, bob) == 10
+    assert await retry_after_s(admission, bob) == 10
     running.record_progress(0, 195)
-    assert await told_s(admission, bob) == 10
+    assert await retry_after_s(admission, bob) == 10
     clock.advance(0.01)
-    assert await told_s(admission, bob) == WAIT_S_MIN
+    assert await retry_after_s(admission, bob) == WAIT_S_MIN
 
 
-async def test_only_those_who_hold_something_of_the_refusing_limit_are_looked_at(
-    admission: Admission, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_holders_of_the_refusing_limit_are_considered(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
     bob, others = principal(Limits(concurrent_requests=1)), principal()
     for _ in range(20):
         await admission.admit(asked(others))
     running, looks = await admission.admit(asked(bob)), Looks(monkeypatch)
-    await told_s(admission, bob)
+    await retry_after_s(admission, bob)
     assert looks.at == [running]
 
 
-async def test_who_has_ended_is_looked_at_no_more(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ended_requests_are_not_considered(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
     bob, looks = principal(Limits(concurrent_requests=1)), Looks(monkeypatch)
     (await admission.admit(asked(bob))).settle(20)
     running = await admission.admit(asked(bob))
-    await told_s(admission, bob)
+    await retry_after_s(admission, bob)
     assert looks.at == [running]
 
 
-async def test_who_runs_before_a_limit_is_set_is_looked_at_and_who_has_ended_is_not(
+async def test_requests_running_before_a_limit_is_set_are_considered_and_ended_ones_are_not(
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal()
@@ -205,10 +201,10 @@ async def test_who_runs_before_a_limit_is_set_is_looked_at_and_who_has_ended_is_
     limited = dataclasses.replace(
         bob, tenant=dataclasses.replace(bob.tenant, model_limits={"demo": Limits(concurrent_requests=1)})
     )
-    assert await told_s(admission, limited) == 10, "the second of both to end, of which no pace is known but the other's"
+    assert await retry_after_s(admission, limited) == 10, "the end of the second, at the pace of the first"
     first.settle(61)
     clock.advance(0.25)
     generate(clock, second, 90, 0.5)
-    assert await told_s(admission, limited) == 5
+    assert await retry_after_s(admission, limited) == 5
     second.settle(110)
     (await admission.admit(asked(limited))).void()

@@ -29,7 +29,7 @@ async def test_what_was_used_without_a_price_is_named(database: Database, clock:
             await ledger.open(entry)
             await ledger.settle(factories.posted(entry.request_id))
     async with database.reading() as connection:
-        used = await rollups.used_since(connection, clock.now() - timedelta(days=30))
+        used = await rollups.models_used_since(connection, clock.now() - timedelta(days=30))
     assert sorted(used) == [("demo", "EUR"), ("demo", "USD")]
     assert await prices.unpriced(used, clock.now()) == [("demo", "USD")]
 

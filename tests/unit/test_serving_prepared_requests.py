@@ -37,7 +37,7 @@ def test_limits_hear_how_long_an_answer_may_get_also_when_nothing_was_asked_for(
 async def test_the_record_of_a_request_has_what_it_holds(clock: FakeClock) -> None:
     prepared = prepared_by(principal())
     held = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
-    assert prepared.pending_entry(held).reserved_tokens == held.tokens_reserved > 0
+    assert prepared.pending_entry(held).reserved_tokens == held.reserved_tokens > 0
 
 
 async def test_the_record_of_a_request_without_a_price_has_the_currency_of_its_tenant(clock: FakeClock) -> None:

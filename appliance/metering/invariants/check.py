@@ -41,7 +41,7 @@ from appliance.metering import sealed_secrets
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import references, whole_ledger
 from appliance.metering.invariants.finding import LISTED_MAX, Finding, list_ids
-from appliance.metering.ledger import journaled
+from appliance.metering.ledger import journal_records
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.secrets import read_pepper
@@ -97,7 +97,7 @@ async def check_ledger(
                 on_progress(num_read / num_events)
             tally.violations["requests"] += await references.requests_without_event(connection)
             tally.violations["price"] += history.violations()
-            only_in_journal = 0 if running else await journaled.only_in_journal(connection, url)
+            only_in_journal = 0 if running else await journal_records.count_unwritten_entries(connection, url)
             findings += _findings_from_tally(tally, running=running, only_in_journal=only_in_journal)
             findings.append(await _check_sums(connection, tally))
             findings += await whole_ledger.check(connection, database.kind, BillingCalendar(time_zone))

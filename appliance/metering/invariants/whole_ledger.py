@@ -96,7 +96,7 @@ async def _check_postings(connection: AsyncConnection) -> Finding:
 
 
 async def _check_rollups(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> Finding:
-    wrong = await rollups.differing(connection, kind, calendar)
+    wrong = await rollups.mismatched_levels(connection, kind, calendar)
     if wrong:
         text = f"the sums by {', '.join(wrong)} differ from the events: run gatehouse db rebuild-rollups"
         return Finding("rollups", "broken", text)

@@ -1,1 +1,1 @@
-"""The usage events and their only writer: what was reserved, used and settled, and its sums."""
+"""The usage events, their only writer and their sums: pending, then posted, voided or recovered."""

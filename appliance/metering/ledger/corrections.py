@@ -1,9 +1,8 @@
-"""Corrections of the ledger: new signed events that name the event they correct. A settled event is never changed.
+"""Corrections of the ledger: new events with signed amounts that name the event they correct. Settled events never change.
 
-A correction takes tokens back or adds them at the rate of the event it corrects, or gives back an amount of money alone. It
-belongs to the day of the request; if the invoice of that month is closed, it goes to the next one. An event and all its
-corrections never sum to less than zero. An addition so large that it looks like a typing error is refused until it is
-confirmed.
+A correction adds or removes tokens at the prices of the event it corrects, or changes only its cost. It belongs to the day of
+the request; if the invoice of that month is closed, it goes to the next one. An event and all its corrections never sum to less
+than zero. An addition so large that it looks like a typing error is refused until it is confirmed.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ CAUSE = "correction"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What to add to an event: signed tokens, or a signed amount alone. `note` is the reason: the console shows it, but not the
-    files of invoices.
+    """What to add to an event: signed tokens, or only a signed cost. `note` is the reason; the console shows it, invoice files
+    do not.
 
-    `confirm` is needed to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES what the event counted or cost.
+    `confirm` is required to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES the event's tokens or cost.
     """
 
     note: str
@@ -56,12 +55,12 @@ class Correction:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Return the signed counts by column."""
+        """Return the signed token counts by column."""
         return {name: getattr(self, name) for name in TOKEN_COLUMNS}
 
 
 class Corrections:
-    """Writes corrections, each in a transaction of its own. `on_committed` is called with each of them once it is durable."""
+    """Writes corrections, each in its own transaction. `on_committed` is called with the new event once it is durable."""
 
     def __init__(
         self,
@@ -79,13 +78,13 @@ class Corrections:
         self._on_committed = on_committed
 
     async def add(self, event_id: int, correction: Correction) -> UsageEvent:
-        """Return the new event. Raises NotFound, and InvalidValue if the event to correct is pending, void or itself an
-        adjustment, or if more would be taken back than there is."""
+        """Return the new event. Raises NotFound, and InvalidValue if the event to correct is pending, voided or an adjustment,
+        or if more would be taken back than was recorded."""
         _check(correction)
         async with self._db.writing() as connection:
-            # Settlements and other corrections wait meanwhile: the sums are read and added to in one step.
+            # This locks out settlements and other corrections, so that reading and changing the sums is atomic.
             posting = await counters.take(connection, counters.POSTING)
-            row = await _corrected(connection, event_id)
+            row = await _find_correctable(connection, event_id)
             _check_confirmed(row, correction)
             cost_picos = _cost(row, correction)
             await _check_remainder(connection, row, correction, cost_picos)
@@ -94,9 +93,9 @@ class Corrections:
             await connection.run_sync(rollups.add, self._calendar, [event])
             if self._on_settled is not None:
                 await connection.run_sync(self._on_settled, [event])
-            facts = {"corrects_id": event_id, "note": event.note, "cost_picos": cost_picos, **correction.tokens}
+            after = {"corrects_id": event_id, "note": event.note, "cost_picos": cost_picos, **correction.tokens}
             await record(
-                connection, self._clock, "ledger.correct", "event", str(event.id), tenant_id=event.tenant_id, after=facts
+                connection, self._clock, "ledger.correct", "event", str(event.id), tenant_id=event.tenant_id, after=after
             )
             if (on_committed := self._on_committed) is not None:
                 after_commit(connection, lambda _db: on_committed(event))
@@ -106,7 +105,7 @@ class Corrections:
 def _check(correction: Correction) -> None:
     note = correction.note.strip() if isinstance(correction.note, str) else ""
     if not 1 <= len(note) <= NOTE_CHARS_MAX:
-        raise InvalidValue(f"note must have 1 to {NOTE_CHARS_MAX} characters: it gives the reason", param="note")
+        raise InvalidValue(f"note must give the reason in 1 to {NOTE_CHARS_MAX} characters", param="note")
     check_name(note.replace("\n", " ")[:200], "note")
     for name, count in correction.tokens.items():
         check_whole(count, name, -TOKENS_MAX, TOKENS_MAX)
@@ -116,12 +115,12 @@ def _check(correction: Correction) -> None:
         return
     check_whole(correction.cost_picos, "cost_picos", -COST_PICOS_MAX, COST_PICOS_MAX)
     if any(correction.tokens.values()):
-        raise InvalidValue("a correction of token counts is priced by them: omit cost_picos", param="cost_picos")
+        raise InvalidValue("the cost of a token correction is computed: omit cost_picos", param="cost_picos")
     if not correction.cost_picos:
         raise InvalidValue("cost_picos must not be zero", param="cost_picos")
 
 
-async def _corrected(connection: AsyncConnection, event_id: int) -> RowMapping:
+async def _find_correctable(connection: AsyncConnection, event_id: int) -> RowMapping:
     found = await connection.execute(price_query().where(usage_events.c.id == event_id))
     row: RowMapping | None = found.mappings().first()
     if row is None:
@@ -141,10 +140,10 @@ def _check_confirmed(row: RowMapping, correction: Correction) -> None:
     counted = row["prompt_tokens"] + row["completion_tokens"]
     for name, count in added.items():
         if count > min(UNCONFIRMED_TIMES * max(counted, 1), UNCONFIRMED_TOKENS):
-            raise InvalidValue(f"the event counts {counted} tokens: {count} more {name} need `confirm`", param="confirm")
+            raise InvalidValue(f"the event counts {counted} tokens: adding {count} {name} needs `confirm`", param="confirm")
     if (correction.cost_picos or 0) > UNCONFIRMED_TIMES * row["cost_picos"]:
-        asked, cost = (format_picos(picos, row["currency"]) for picos in (correction.cost_picos or 0, row["cost_picos"]))
-        raise InvalidValue(f"the event cost {cost}: {asked} more need `confirm`", param="confirm")
+        added_cost, cost = (format_picos(picos, row["currency"]) for picos in (correction.cost_picos or 0, row["cost_picos"]))
+        raise InvalidValue(f"the event cost {cost}: adding {added_cost} needs `confirm`", param="confirm")
 
 
 def _cost(row: RowMapping, correction: Correction) -> int:
@@ -158,8 +157,8 @@ def _cost(row: RowMapping, correction: Correction) -> int:
 
 
 def _recorded_sums_query(names: Sequence[str], event_id: int, request_id: str) -> Select[Any]:
-    """Return the query for the sums, in halves, of an event and all its corrections. All have the same request, by which the
-    partial index on adjustments finds them; that index needs the kind as a literal."""
+    """Return the query for the sums, in halves, of an event and all its corrections. They share the request id, by which the
+    partial index on adjustments finds them; the kind must be a literal to match that index."""
     events = usage_events.c
     is_adjustment = events.kind == literal_column("'adjustment'")
     corrects = and_(is_adjustment, events.request_id == request_id, events.corrects_id == event_id)
@@ -168,8 +167,8 @@ def _recorded_sums_query(names: Sequence[str], event_id: int, request_id: str) -
 
 
 async def _check_remainder(connection: AsyncConnection, row: RowMapping, correction: Correction, cost_picos: int) -> None:
-    """Raise InvalidValue, naming the field, when the event and all its corrections would sum to less than zero, or to more
-    money than an event can hold."""
+    """Raise InvalidValue, naming the field, if the event and all its corrections would sum to less than zero or to a cost that
+    does not fit."""
     names = (*TOKEN_COLUMNS, "cost_picos")
     sums = (await connection.execute(_recorded_sums_query(names, row["id"], row["request_id"]))).one()
     recorded = {name: join_sum(*sums[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
@@ -179,19 +178,19 @@ async def _check_remainder(connection: AsyncConnection, row: RowMapping, correct
             message = f"correction would make {name} negative: recorded {recorded[name]}, result {after[name]}"
             raise InvalidValue(message, param=name)
     if after["cost_picos"] > COST_PICOS_MAX:
-        present = recorded["cost_picos"]
-        raise InvalidValue(f"correction would make cost_picos exceed {COST_PICOS_MAX}: recorded {present}", param="cost_picos")
+        message = f"correction would make cost_picos exceed {COST_PICOS_MAX}: recorded {recorded['cost_picos']}"
+        raise InvalidValue(message, param="cost_picos")
     if after["cached_tokens"] > after["prompt_tokens"]:
         raise InvalidValue("cached_tokens would exceed prompt_tokens", param="cached_tokens")
 
 
 def _columns(row: RowMapping, correction: Correction, cost_picos: int, posting: int, now: datetime) -> dict[str, Any]:
-    kept: Sequence[str] = (
+    copied: Sequence[str] = (
         "request_id", "tenant_id", "key_id", "epoch_id", "model", "endpoint", "finish_reason", "batch", "price_basis_points",
         "currency", "billing_day", "admitted_at",
     )  # fmt: skip
     return {
-        **{name: row[name] for name in kept},
+        **{name: row[name] for name in copied},
         **correction.tokens,
         "kind": "adjustment",
         "status": "posted",

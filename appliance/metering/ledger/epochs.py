@@ -1,4 +1,4 @@
-"""Runs of the gateway on one database: each may write until the next begins, even if it has not noticed that."""
+"""Epochs: runs of the gateway on one database. The next one fences off the last, even if that is still alive (`lock_epoch`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from appliance.base.tables import epochs
 
 
 class EpochEnded(Exception):
-    """A later run of the gateway has begun on this database: this one must not write, nor settle what it finds."""
+    """A later run of the gateway has begun on this database: this one must neither write nor recover anything."""
 
 
 async def begin_epoch(db: Database, clock: Clock, version: str) -> str:
-    """Return the id of a new epoch: one run of the gateway. Earlier epochs end and can begin no more requests."""
+    """Begin a new epoch and return its id. Earlier epochs end and can admit no more requests."""
     epoch_id, now = new_id("epoch"), clock.now()
     async with db.writing() as connection:
         await connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
@@ -26,18 +26,18 @@ async def begin_epoch(db: Database, clock: Clock, version: str) -> str:
 
 
 async def end_epoch(db: Database, clock: Clock, epoch_id: str) -> None:
-    """Note that the epoch ended, with nothing pending."""
+    """Record that the epoch ended with nothing pending."""
     async with db.writing() as connection:
         await connection.execute(
             update(epochs).where(epochs.c.id == epoch_id, epochs.c.ended_at.is_(None)).values(ended_at=clock.now())
         )
 
 
-def hold(connection: Connection, epoch_id: str) -> None:
-    """Let no later epoch begin before this transaction ends. Raises EpochEnded when one has begun, or this one has ended."""
+def lock_epoch(connection: Connection, epoch_id: str) -> None:
+    """Keep later epochs from beginning until this transaction ends. Raises EpochEnded if the epoch has ended."""
     is_open = select(epochs.c.id).where(epochs.c.id == epoch_id, epochs.c.ended_at.is_(None)).with_for_update(read=True)
     if connection.execute(is_open).first() is None:
-        raise EpochEnded(f"the epoch {epoch_id} has ended: another Gatehouse has begun to use this database")
+        raise EpochEnded(f"the epoch {epoch_id} has ended: another Gatehouse has taken over this database")
 
 
 async def is_open(db: Database, epoch_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""The values that the ledger takes and returns."""
+"""Values passed to and returned by the ledger."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ERROR_CHARS_MAX = 500
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request as the engine counted them. `cached_tokens` are prompt tokens not computed anew, `rejected_tokens`
-    are speculative ones that were computed and discarded."""
+    """Tokens of one request as counted by the engine. `cached_tokens` are prompt tokens reused from the cache;
+    `rejected_tokens` are speculative tokens that were computed and discarded."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -31,18 +31,18 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_tokens(self) -> int:
-        """Return prompt and completion together, which limits count. Rejected tokens never reach the client."""
+        """Return prompt plus completion tokens: what limits count. Rejected tokens never reach the client."""
         return self.prompt_tokens + self.completion_tokens
 
 
 TOKEN_COLUMNS = Usage.__struct_fields__
-"""The columns of token counts, with the same names in every table."""
+"""Names of the token count columns, the same in every table."""
 
 
 class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """An admitted request that the engine has not yet received. `prompt_tokens` is the length of its prompt; the event itself
-    begins with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is paid, by
-    tier and batch; `batch` says that it is batch work; `currency` is that of the tenant, used if there is no price."""
+    """An admitted request, not yet sent to the engine. `prompt_tokens` is the length of its prompt; the event itself begins
+    with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is paid, by tier
+    and batch; `batch` marks batch work; `currency` is the tenant's, used if there is no price."""
 
     request_id: str
     tenant_id: str
@@ -60,7 +60,8 @@ class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request went, for the console; nothing here is money. `tenant_open`: open requests of the tenant when it came."""
+    """Timings and outcome of a request, for the console; not for billing. `tenant_open`: the tenant's open requests on
+    arrival."""
 
     queue_s: float | None = None
     ttft_s: float | None = None
@@ -75,9 +76,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """How a pending entry ends. Nothing is owed for a voided one: its usage must be zero.
+    """The final state of a pending entry. A voided one costs nothing: its usage must be zero.
 
-    `cause` says why it ended early, where `finish_reason` alone does not: `key_revoked`, `budget_exceeded`, `shutdown`, ….
+    `cause` says why it ended early if `finish_reason` does not: `key_revoked`, `budget_exceeded`, `shutdown`, ….
     """
 
     request_id: str
@@ -93,10 +94,10 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One record of the ledger. While pending its tokens are checkpoints and it costs nothing yet.
+    """One record of the ledger. While pending, its token counts are checkpoints and its cost is zero.
 
-    `posting` numbers the events in the order in which they got their final state; `billing_day` is the day of admission in the
-    billing time zone. An adjustment names the event that it `corrects_id`; its counts and its cost are signed.
+    `posting` numbers events in the order of their final states; `billing_day` is the day of admission in the billing time zone.
+    An adjustment's counts and cost are signed; `corrects_id` is the event that it corrects.
     """
 
     id: int
@@ -130,7 +131,7 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow:
-    """One past request as the console and `/admin/v1/requests` show it. `finished_at` None: not settled."""
+    """One past request as shown by the console and `/admin/v1/requests`. `finished_at` is None until it is settled."""
 
     id: str
     tenant_id: str

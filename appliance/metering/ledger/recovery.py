@@ -1,4 +1,4 @@
-"""Settles what a dead epoch left behind: its pending events become `recovered`, once, before anything is served."""
+"""Crash recovery: pending events of dead epochs become `recovered`, exactly once, before anything is served."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.base.db import Database
 from appliance.base.tables import requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.epochs import hold
+from appliance.metering.ledger.epochs import lock_epoch
 from appliance.metering.ledger.records import TOKEN_COLUMNS, Usage, UsageEvent
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.rows import (
@@ -54,16 +54,16 @@ async def recover(
     calendar: BillingCalendar,
     on_settled: OnSettled | None = None,
 ) -> int:
-    """Settle every pending event of other epochs at its last checkpoint, as an estimate, and return how many there were.
+    """Settle every pending event of other epochs at its last checkpoint, marked as an estimate; return their number.
 
-    `on_settled` gets them in the same transaction, as it gets those of the ledger. Call this before the ledger of
-    `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event still changes once. Raises
-    EpochEnded when a later epoch has begun meanwhile: its pending events are live.
+    `on_settled` receives them in the same transaction, as it does from the ledger. Call this before the ledger of
+    `current_epoch` starts: there is one writer at a time. Each event changes once, even if this is interrupted or run twice.
+    Raises EpochEnded if a later epoch has begun meanwhile: its pending events are live.
     """
     total = 0
     while True:
         async with db.writing() as connection:
-            events = await _recover_some(connection, current_epoch, calendar, clock.now())
+            events = await _recover_batch(connection, current_epoch, calendar, clock.now())
             if events:
                 after = {"events": len(events)}
                 await record(connection, clock, "ledger.recover", "epoch", current_epoch, after=after)
@@ -74,15 +74,15 @@ async def recover(
             return total
 
 
-async def _recover_some(
+async def _recover_batch(
     connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime
 ) -> list[UsageEvent]:
-    await connection.run_sync(hold, current_epoch)
+    await connection.run_sync(lock_epoch, current_epoch)
     await counters.lock(connection, counters.POSTING)  # a concurrent recovery waits here, and then finds nothing
     if connection.dialect.name == "postgresql":
-        # A killed gateway's COMMIT may still run on the server, and its event would appear after our query: wait for it.
+        # A killed gateway's COMMIT may still be running on the server, and its event would appear after our query: wait for it.
         await connection.execute(text("LOCK TABLE usage_events IN SHARE ROW EXCLUSIVE MODE"))
-    request_ids = (await connection.execute(_left_behind(current_epoch))).scalars().all()
+    request_ids = (await connection.execute(_pending_of_dead_epochs(current_epoch))).scalars().all()
     if not request_ids:
         return []
     rows = (await connection.execute(EVENTS_WITH_PRICES, {"request_ids": request_ids})).mappings().all()
@@ -96,8 +96,8 @@ async def _recover_some(
     return events
 
 
-def _left_behind(current_epoch: str) -> Select[Any]:
-    """Return the query for some pending events of other epochs, in the order of the index on pending events."""
+def _pending_of_dead_epochs(current_epoch: str) -> Select[Any]:
+    """Return the query for a batch of pending events of other epochs, in the order of the index on pending events."""
     events = usage_events.c
     query = select(events.request_id).where(events.status == literal_column("'pending'"), events.epoch_id != current_epoch)
     return query.order_by(events.epoch_id, events.id).limit(EVENTS_PER_TRANSACTION)

@@ -1,4 +1,4 @@
-"""Forgets past requests that are older than the operator keeps them. Never touches usage events, which are money."""
+"""Deletes past requests older than the operator's retention period. Never touches usage events, which are money."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import requests
 
-BATCH_ROWS = 500  # blocks other writers for a few milliseconds, which settlements do not notice
+BATCH_ROWS = 500  # a batch blocks other writers for a few milliseconds, which settlements do not notice
 BATCHES_MAX = 20
 
 
 class RequestHistory:
-    """Prunes the table of requests to the last `keep_days`."""
+    """Prunes the `requests` table to the last `keep_days`."""
 
     def __init__(self, db: Database, clock: Clock, *, keep_days: int) -> None:
         self._db = db
@@ -23,20 +23,20 @@ class RequestHistory:
         self._keep = timedelta(days=keep_days)
 
     async def prune(self, batches_max: int = BATCHES_MAX) -> int:
-        """Remove finished requests admitted before the time that is kept, and return how many.
+        """Delete finished requests older than the retention period, and return how many.
 
-        Each batch is a transaction of its own, and a call ends after `batches_max` of them; the next call goes on.
+        Each batch is a transaction of its own. A call ends after `batches_max` of them; the next call continues.
         """
         total = 0
         for _ in range(batches_max):
-            count = await self._prune_some()
+            count = await self._prune_batch()
             total += count
             if count < BATCH_ROWS:
                 break
         return total
 
-    async def _prune_some(self) -> int:
-        # Running requests have pending events: whatever their age, they are shown until they are settled.
+    async def _prune_batch(self) -> int:
+        # Unfinished requests have pending events: whatever their age, they are shown until they are settled.
         old = (
             select(requests.c.id)
             .where(requests.c.admitted_at < self._clock.now() - self._keep, requests.c.finished_at.is_not(None))

@@ -1,10 +1,10 @@
-"""Sums of settled events by minute, hour and day: written in the transaction that settles, and rebuilt from events on demand.
+"""Rollups: sums of settled events by minute, hour and day, updated in the settling transaction and rebuilt on demand.
 
-    minute, hour   of UTC, by the moment of admission
-    day            of the billing time zone, by the event's billing day; its `start_at` is the beginning of that day
+    minute, hour   of UTC, by the time of admission
+    day            of the billing time zone, by the event's billing day; `start_at` is the beginning of that day
 
-A voided or pending event is in no sum; an adjustment adds its signed counts and no request. At each level every event is added
-to one row of its owner (tenant, key, model, currency) and to one row of the box (model, currency). The rows of the box have a
+Voided and pending events are in no sum; an adjustment adds its signed counts and no request. At each level an event is added to
+one row of its owner (tenant, key, model, currency) and to one row of the whole box (model, currency). The box's rows have a
 table of their own and are the sums of the owners' rows. Knows no reports.
 """
 
@@ -54,15 +54,15 @@ _INSERT_ROWS = 5000
 
 
 def _upserts(table: Table, keys: Sequence[str]) -> dict[str, Prepared]:
-    """Return the statements, by dialect, that add counts to the rows of `keys`."""
+    """Return, by dialect, the statement that adds counts to the rows with these `keys`."""
     return {kind: Prepared(_upsert(kind, table, keys)) for kind in ("sqlite", "postgresql")}
 
 
 def _upsert(kind: str, table: Table, keys: Sequence[str]) -> Insert:
     statement = insert_for(kind, table)
     added = {name: table.c[name] + statement.excluded[name] for name in COUNTS}
-    made: Insert = statement.on_conflict_do_update(index_elements=list(keys), set_=added)
-    return made
+    upsert: Insert = statement.on_conflict_do_update(index_elements=list(keys), set_=added)
+    return upsert
 
 
 _ADD = _upserts(usage_rollups, KEYS)
@@ -72,16 +72,16 @@ _ADD_TO_BOX = _upserts(usage_box_rollups, BOX_KEYS)
 def add(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
     """Add newly settled events to their sums.
 
-    The caller must hold the counter of postings, so that no two transactions wait for each other's rows.
+    The caller must hold the lock of the posting counter, so that transactions cannot deadlock on each other's rows.
     """
-    rows = sums_of(events, calendar)
+    rows = sum_rows(events, calendar)
     if rows:
         _ADD[connection.dialect.name].execute(connection, rows)
-        _ADD_TO_BOX[connection.dialect.name].execute(connection, _of_box(rows))
+        _ADD_TO_BOX[connection.dialect.name].execute(connection, _box_rows(rows))
 
 
-async def differing(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[str]:
-    """Return the levels at which the sums differ from those of the events, as this connection sees both."""
+async def mismatched_levels(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[str]:
+    """Return the levels at which the stored sums differ from the events, both as seen by this connection."""
     wrong = {bucket for bucket in (MINUTE, HOUR) if await _differs(connection, kind, bucket)}
     days = await _days(connection, calendar)
     stored = (await connection.execute(_stored(DAY))).mappings().all()
@@ -91,23 +91,23 @@ async def differing(connection: AsyncConnection, kind: str, calendar: BillingCal
     return [bucket for bucket in LEVELS if bucket in wrong]
 
 
-def sums_of(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dict[str, Any]]:
-    """Return the rows that these events add up to."""
+def sum_rows(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dict[str, Any]]:
+    """Return the owners' rollup rows for these events."""
     by_minute: dict[tuple[Any, ...], list[int]] = {}
     for event in events:
         if event.status in SETTLED:
             minute = event.admitted_at.replace(second=0, microsecond=0)
-            place = (minute, event.billing_day, event.tenant_id, event.key_id, event.model, event.currency)
-            _add_to(by_minute, place, _counts(event))
+            key = (minute, event.billing_day, event.tenant_id, event.key_id, event.model, event.currency)
+            _add_to(by_minute, key, _counts(event))
     sums: dict[tuple[Any, ...], list[int]] = {}
     for (minute, day, *owner), counts in by_minute.items():
-        for bucket, start_at in _starts(minute, day, calendar):
+        for bucket, start_at in _bucket_starts(minute, day, calendar):
             _add_to(sums, (bucket, start_at, *owner), counts)
     return [dict(zip((*KEYS, *COUNTS), (*key, *row), strict=True)) for key, row in sums.items()]
 
 
-def _of_box(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of owners added up for the whole box."""
+def _box_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the owners' rows summed for the whole box."""
     sums: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
         _add_to(sums, tuple(row[name] for name in BOX_KEYS), [row[name] for name in COUNTS])
@@ -115,40 +115,37 @@ def _of_box(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _counts(event: UsageEvent) -> list[int]:
-    """Return what the event adds to each of COUNTS."""
-    high, low = halves(event.cost_picos)
+    """Return the event's contribution to each of COUNTS."""
+    high, low = split_cost(event.cost_picos)
     return [int(event.kind == "usage"), *(getattr(event, name) for name in TOKEN_COLUMNS), high, low]
 
 
-def _add_to(sums: dict[tuple[Any, ...], list[int]], place: tuple[Any, ...], counts: list[int]) -> None:
-    there = sums.get(place)
-    sums[place] = counts if there is None else list(map(add_integers, there, counts))
+def _add_to(sums: dict[tuple[Any, ...], list[int]], key: tuple[Any, ...], counts: list[int]) -> None:
+    present = sums.get(key)
+    sums[key] = counts if present is None else list(map(add_integers, present, counts))
 
 
-def halves(cost_picos: int) -> tuple[int, int]:
-    """Return the cost as the two halves that are stored; both have its sign, as division in both databases gives it."""
+def split_cost(cost_picos: int) -> tuple[int, int]:
+    """Return the two stored halves of a cost; both have its sign, as division and modulo give in both databases."""
     high, low = divmod(abs(cost_picos), SPLIT)
     return (high, low) if cost_picos >= 0 else (-high, -low)
 
 
-async def used_since(connection: AsyncConnection, moment: datetime) -> list[tuple[str, str]]:
-    """Return the pairs of model and currency with usage on the days from `moment` on."""
+async def models_used_since(connection: AsyncConnection, moment: datetime) -> list[tuple[str, str]]:
+    """Return the (model, currency) pairs with usage on days that begin at or after `moment`."""
     days = usage_box_rollups.c
     query = select(days.model, days.currency).where(days.bucket == DAY, days.start_at >= moment).distinct()
     return [(model, currency) for model, currency in (await connection.execute(query)).all()]
 
 
 async def rebuild(db: Database, calendar: BillingCalendar) -> int:
-    """Rebuild all sums from the events, and return how many rows of owners there are.
-
-    Settlements wait meanwhile.
-    """
+    """Rebuild all sums from the events, and return the number of owners' rows. Blocks settlements meanwhile."""
     async with db.writing() as connection:
         await counters.lock(connection, counters.POSTING)
         await connection.execute(delete(usage_rollups))
         await connection.execute(delete(usage_box_rollups))
         for bucket in (MINUTE, HOUR):
-            # In the order of time, as they were first written: the rows that a report reads are close together.
+            # In order of time, as originally written, so that rows read by one report are stored close together.
             query = _summed(bucket, floor_of(db.kind, usage_events.c.admitted_at, bucket)).order_by(literal_column("start_at"))
             await connection.execute(insert(usage_rollups).from_select([*KEYS, *COUNTS], query))
         await _insert_days(connection, calendar)
@@ -156,8 +153,8 @@ async def rebuild(db: Database, calendar: BillingCalendar) -> int:
         return int((await connection.execute(select(func.count()).select_from(usage_rollups))).scalar_one())
 
 
-async def align(db: Database, calendar: BillingCalendar) -> bool:
-    """Rebuild the sums by day if they were made in another time zone, and return whether they were."""
+async def align_days(db: Database, calendar: BillingCalendar) -> bool:
+    """Rebuild the daily sums if they were made in another time zone, and return whether they were."""
     days = select(usage_rollups.c.start_at).where(usage_rollups.c.bucket == DAY).distinct()
     async with db.reading() as connection:
         starts = (await connection.execute(days)).scalars().all()
@@ -173,7 +170,7 @@ async def align(db: Database, calendar: BillingCalendar) -> bool:
 
 
 def event_counts() -> list[ColumnElement[Any]]:
-    """Return the sums of COUNTS over events, for a query of settled ones."""
+    """Return the sums of COUNTS as columns, for a query over settled events."""
     events = usage_events.c
     return [
         func.sum(case((events.kind == "usage", 1), else_=0)).label("requests"),
@@ -185,12 +182,12 @@ def event_counts() -> list[ColumnElement[Any]]:
 
 def _summed(bucket: str, start: ColumnElement[Any]) -> Select[Any]:
     query = select(literal(bucket).label("bucket"), start.label("start_at"), *_owner_columns(), *event_counts())
-    # Grouped by the label: PostgreSQL does not see that two expressions with parameters are the same.
+    # Grouped by the label: PostgreSQL does not recognise two expressions with parameters as equal.
     return query.where(usage_events.c.status.in_(SETTLED)).group_by(literal_column("start_at"), *_owner_columns())
 
 
 def floor_of(kind: str, moment: ColumnElement[Any], bucket: str) -> ColumnElement[Any]:
-    """Return the beginning of the UTC minute or hour that contains the column `moment`."""
+    """Return the column expression for the start of the UTC minute or hour that contains `moment`."""
     if kind == "sqlite":
         chars, rest = (16, ":00.000000") if bucket == MINUTE else (13, ":00:00.000000")
         return type_coerce(func.substr(moment, 1, chars).op("||")(literal(rest)), UtcDateTime())
@@ -246,7 +243,7 @@ async def _insert_box(connection: AsyncConnection, levels: Iterable[str]) -> Non
         await connection.execute(insert(usage_box_rollups).from_select([*BOX_KEYS, *COUNTS], query))
 
 
-def _starts(minute: datetime, day: date, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:
+def _bucket_starts(minute: datetime, day: date, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:
     return ((MINUTE, minute), (HOUR, minute.replace(minute=0)), (DAY, calendar.day_start(day)))
 
 
@@ -255,7 +252,7 @@ def _owner_columns() -> list[ColumnElement[Any]]:
 
 
 def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
-    """Return the sums of the two halves of `column`: SQLite's SUM of whole values fails beyond 64 bits, these do not."""
+    """Return the sums of the two halves of `column`: SQLite's SUM of the whole values fails beyond 64 bits."""
     return func.coalesce(func.sum(column // SPLIT), 0), func.coalesce(func.sum(column % SPLIT), 0)
 
 

@@ -1,4 +1,4 @@
-"""One round of the ledger's writer: the operations that are committed together, and the result of each."""
+"""One round of the ledger's writer: a group of operations that are committed together, and the result of each."""
 
 from __future__ import annotations
 
@@ -26,59 +26,61 @@ _log = structlog.get_logger()
 
 
 class LedgerBroken(Exception):
-    """A settlement contradicts the ledger, or the ledger can no longer be written. A bug or a lost database, never input."""
+    """A settlement contradicts the ledger, or the ledger can no longer be written. Caused by a bug or a lost database, not by
+    input."""
 
 
 def is_bad_row(error: Exception) -> bool:
-    """Return whether `error` is the operation's own fault and would recur at every try; other errors are the database's."""
-    if getattr(getattr(error, "orig", None), "sqlstate", None) in _TABLES_AWAY:
+    """Return whether `error` is caused by the operation's values and would recur on every retry, not by the database."""
+    if getattr(getattr(error, "orig", None), "sqlstate", None) in _TABLES_UNAVAILABLE:
         return False
     bad = (IntegrityError, DataError, ProgrammingError, ValueError, OverflowError, LedgerBroken)
     return isinstance(error, bad) or type(error) is StatementError  # its subclasses are errors of the driver
 
 
-# PostgreSQL: no right to the table (its owner was changed), no such table, no such column (it is being restored).
-_TABLES_AWAY = ("42501", "42P01", "42703")
+# PostgreSQL: no privilege on the table (its owner was changed), no such table, no such column (it is being restored).
+_TABLES_UNAVAILABLE = ("42501", "42P01", "42703")
 _BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TrackedOperation:
-    """An operation whose outcome is reported. Without a `number` its caller waits for `outcome`. With one, it is in the journal
-    under that number and the caller has gone on; then `outcome` exists only if somebody else waits for its rows.
+    """An operation whose outcome is reported. Without a `number` its caller waits for `outcome`. With one, it is journaled
+    under that record number and the caller has continued; then `outcome` exists only if another task waits for its rows.
     """
 
     outcome: asyncio.Future[None] | None = None
     number: int | None = None
 
     def succeed(self) -> None:
-        """Report success to the caller, if it still waits."""
+        """Report success to the caller if it still waits."""
         if self.outcome is not None and not self.outcome.done():
             self.outcome.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Report to the caller if it still waits, or to the log if it has gone on."""
+        """Report the error to the caller if it still waits, or log it if the caller has continued."""
         if self.number is not None or self.outcome is None:
-            _log.error("the tables refused what was promised", error=str(error.__cause__ or error), operation=repr(self))
+            _log.error("the tables rejected a journaled operation", error=str(error.__cause__ or error), operation=repr(self))
             self.succeed()
         elif not self.outcome.done():
             self.outcome.set_exception(error)
-            self.outcome.exception()  # marks it as retrieved: a cancelled caller never reads it, and it is in the log
+            self.outcome.exception()  # marks it as retrieved: a cancelled caller never does
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Open(TrackedOperation):
-    """Write a pending entry. `abandoned`: its caller went away before it was written. `again`: it may have been written."""
+    """Write a pending entry. `abandoned`: its caller was cancelled before it was written. `may_exist`: an earlier try may have
+    written it."""
 
     entry: PendingEntry
     abandoned: bool = False
-    again: bool = False
+    may_exist: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Settle(TrackedOperation):
-    """Bring an entry to its final state. `written`: the event is in the ledger with these figures. `on_recorded` is called when
-    its rows are committed, or when it is certain that they will not be."""
+    """Bring an entry to its final state. `written`: the event is in the ledger with these figures. `on_recorded` is called once
+    the rows are committed, or when they certainly will not be."""
 
     settlement: Settlement
     written: bool = False
@@ -106,23 +108,23 @@ class Settle(TrackedOperation):
 
 @dataclass(slots=True, eq=False)
 class Void:
-    """Void an entry if it exists and is pending: its caller was told that it was not written."""
+    """Void an entry if it exists and is pending: its caller got an error."""
 
     request_id: str
 
 
 Operation = Open | Settle | Void
 OnSettled = Callable[[Connection, Sequence[UsageEvent]], object]
-"""Called with newly settled events, in the transaction that settles them and after they were added to the sums."""
+"""Called with newly settled events, in the transaction that settles them, after they are added to the sums."""
 
 
 @dataclass(slots=True)
 class Round:
-    """Operations and checkpoints that are committed together; if one of them is bad, each alone. A checkpoint is what a running
-    request would be billed if the process died now.
+    """Operations and checkpoints that are committed together, or each alone if one of them is bad. A checkpoint is what a
+    running request would be billed if the process died now.
 
-    `opened` are the pending entries that this process wrote; `report_results` keeps it up to date. `errors` are those of bad
-    operations, by the operation's identity.
+    `opened` are the pending entries written by this process, kept up to date by `report_results`. `errors` are the errors of
+    bad operations, by `id(operation)`.
     """
 
     db: Database
@@ -140,8 +142,8 @@ class Round:
     async def write(self) -> None:
         """Commit the round. Afterwards `errors` has the error of each bad operation.
 
-        Raises the database's error when nothing can be written now; then it is unknown whether this round was committed.
-        Raises EpochEnded when it opens requests in an epoch that has ended.
+        Raises the database's error if nothing can be written now; then it is unknown whether this round was committed. Raises
+        EpochEnded if it opens requests in an epoch that has ended.
         """
         try:
             await self._transaction(self.operations, self.checkpoints)
@@ -178,7 +180,7 @@ class Round:
                 _log.error("checkpoint_refused", request_id=request_id, error=str(error))
 
     async def _try(self, operations: Sequence[Operation], checkpoints: Mapping[str, Usage]) -> Exception | None:
-        """Commit only these and return the error if they are bad."""
+        """Commit only these, and return their error if they are bad."""
         try:
             await self._transaction(operations, checkpoints)
         except _BAD_OR_FAILED as error:
@@ -205,9 +207,9 @@ class Round:
         settles: Sequence[Settle],
         voids: Sequence[str],
     ) -> dict[str, rows.Opened]:
-        """Send every statement of the transaction, and return the new entries."""
-        if opens and connection.dialect.name == "postgresql":  # nobody takes over a SQLite file while this process lives
-            epochs.hold(connection, self.epoch_id)
+        """Execute every statement of the transaction, and return the new entries."""
+        if opens and connection.dialect.name == "postgresql":  # a SQLite file is not taken over while this process lives
+            epochs.lock_epoch(connection, self.epoch_id)
         inserted = self._insert(connection, opens) if opens else {}
         if checkpoints:
             rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(*each) for each in checkpoints.items()])
@@ -218,13 +220,13 @@ class Round:
         return inserted
 
     def _insert(self, connection: Connection, opens: Sequence[Open]) -> dict[str, rows.Opened]:
-        made = [(operation.entry, self._event_row(operation.entry)) for operation in opens]
-        maybe_there = [operation.entry.request_id for operation in opens if operation.again]
-        there = rows.known(connection, maybe_there) if maybe_there else ()
-        missing = [(entry, row) for entry, row in made if entry.request_id not in there]
+        new = [(operation.entry, self._event_row(operation.entry)) for operation in opens]
+        may_exist = [operation.entry.request_id for operation in opens if operation.may_exist]
+        existing = rows.existing(connection, may_exist) if may_exist else ()
+        missing = [(entry, row) for entry, row in new if entry.request_id not in existing]
         if missing:
             rows.insert(connection, [entry for entry, _ in missing], [row for _, row in missing])
-        return {entry.request_id: rows.Opened(row, entry.price) for entry, row in made}
+        return {entry.request_id: rows.Opened(row, entry.price) for entry, row in new}
 
     def _event_row(self, entry: PendingEntry) -> dict[str, Any]:
         return rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at))
@@ -232,8 +234,8 @@ class Round:
     def _settle(
         self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str], opened: Mapping[str, rows.Opened]
     ) -> list[UsageEvent]:
-        wanted = {operation.settlement.request_id for operation in settles} | set(voids)
-        entries = rows.find(connection, sorted(wanted), opened)
+        request_ids = {operation.settlement.request_id for operation in settles} | set(voids)
+        entries = rows.find_entries(connection, sorted(request_ids), opened)
         changes: dict[str, tuple[UsageEvent, Settlement]] = {}
         for operation in settles:
             error = self._apply(operation.settlement, entries, changes)
@@ -244,13 +246,13 @@ class Round:
             if entry is not None and entry.event.status == "pending" and request_id not in changes:
                 self._apply(_void(request_id), entries, changes)
         if changes:
-            self._number(connection, changes)
+            self._assign_postings(connection, changes)
             self._update(connection, [changes[request_id] for request_id in sorted(changes)])
         return [event for event, _ in changes.values()]
 
     @staticmethod
-    def _number(connection: Connection, changes: dict[str, tuple[UsageEvent, Settlement]]) -> None:
-        """Give the changed events their postings, in the order of the operations."""
+    def _assign_postings(connection: Connection, changes: dict[str, tuple[UsageEvent, Settlement]]) -> None:
+        """Assign posting numbers to the changed events, in the order of the operations."""
         first = counters.take_sync(connection, counters.POSTING, len(changes))
         for posting, (request_id, (event, settlement)) in enumerate(list(changes.items()), first):
             changes[request_id] = (msgspec.structs.replace(event, posting=posting), settlement)
@@ -258,7 +260,7 @@ class Round:
     def _apply(
         self, settlement: Settlement, entries: Mapping[str, rows.Entry], changes: dict[str, tuple[UsageEvent, Settlement]]
     ) -> LedgerBroken | None:
-        """Note the change that `settlement` makes, if there is one. Return the error of a settlement that cannot be."""
+        """Add the change made by `settlement`, if any, to `changes`. Return the error of a settlement that is impossible."""
         request_id = settlement.request_id
         if request_id not in entries:
             return LedgerBroken(f"request {request_id} has no entry to settle")
@@ -297,9 +299,9 @@ def _void(request_id: str) -> Settlement:
 def _refusal(operation: Operation, error: Exception) -> Exception:
     """Return the error for the caller of a bad operation: a refusal for an open, a contradiction for a settlement."""
     if isinstance(operation, Open):
-        refusal = InternalError("the usage record was refused by the database; nothing was started")
+        refusal = InternalError("the database rejected the usage record; nothing was started")
         refusal.__cause__ = error
         return refusal
-    broken = LedgerBroken(f"the settlement was refused by the database: {error}")
+    broken = LedgerBroken(f"the database rejected the settlement: {error}")
     broken.__cause__ = error
     return broken

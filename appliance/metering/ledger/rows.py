@@ -1,4 +1,4 @@
-"""The statements of the ledger: rows for new entries, checkpoints and settlements. Decides nothing about time or retries."""
+"""SQL statements of the ledger and their rows: new entries, checkpoints, settlements. Decides nothing about time or retries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SETTLE_REQUESTS = Prepared(update(requests).where(requests.c.id == bindparam("of
 
 
 def event_row(entry: PendingEntry, epoch_id: str, default_currency: str, billing_day: date) -> dict[str, Any]:
-    """Return the pending row of `entry`: nothing computed, nothing owed."""
+    """Return the pending row of `entry` in `usage_events`, with zero tokens and cost."""
     return {
         "request_id": entry.request_id,
         "tenant_id": entry.tenant_id,
@@ -99,23 +99,23 @@ def request_row(entry: PendingEntry) -> dict[str, Any]:
 
 
 def insert(connection: Connection, entries: Sequence[PendingEntry], event_rows: Sequence[dict[str, Any]]) -> None:
-    """Write new entries: their events, and the rows of their requests."""
+    """Insert new entries into `usage_events` and `requests`."""
     INSERT_EVENTS.execute(connection, event_rows)
     INSERT_REQUESTS.execute(connection, [request_row(entry) for entry in entries])
 
 
-def known(connection: Connection, request_ids: Sequence[str]) -> set[str]:
+def existing(connection: Connection, request_ids: Sequence[str]) -> set[str]:
     """Return which of these requests already have an event."""
     return {request_id for request_id, _event_id, _status in _STATES.rows(connection, request_ids)}
 
 
-def ended(connection: Connection, request_ids: Sequence[str]) -> set[str]:
+def finished(connection: Connection, request_ids: Sequence[str]) -> set[str]:
     """Return which of these requests have an event that is no longer pending."""
     return {request_id for request_id, _event_id, status in _STATES.rows(connection, request_ids) if status != "pending"}
 
 
 def price_query() -> Select[Any]:
-    """Return the query for events, each with its price where it has one."""
+    """Return the query for events joined with their prices, if any."""
     return select(usage_events, *(prices.c[name].label(f"price_{name}") for name in _PRICE_FIELDS if name != "id")).join_from(
         usage_events, prices, prices.c.id == usage_events.c.price_id, isouter=True
     )
@@ -123,9 +123,9 @@ def price_query() -> Select[Any]:
 
 EVENTS_WITH_PRICES: Select[Any] = price_query().where(
     usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)),
-    usage_events.c.kind == literal_column("'usage'"),  # a literal, as in the partial index: a parameter could be anything
+    usage_events.c.kind == literal_column("'usage'"),  # a literal, so that the partial index matches
 )
-"""The events of some requests. Built once: building it each time would cost more than running it."""
+"""The events of given requests. Built once: building the query costs more than running it."""
 
 
 _STATES = Lookup(
@@ -138,7 +138,7 @@ _STATES = Lookup(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """An event as it is in the ledger, and the rate for its tokens."""
+    """An event as stored in the ledger, and the unit prices of its tokens."""
 
     event: UsageEvent
     rate: Rate | None
@@ -146,17 +146,17 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """A pending entry that this process wrote: all of its event but the id."""
+    """A pending entry written by this process: all of its event but the id."""
 
     row: dict[str, Any]
     price: Price | None
 
 
-def find(connection: Connection, request_ids: Sequence[str], opened: Mapping[str, Opened]) -> dict[str, Entry]:
-    """Return the entries of these requests. For those in `opened`, it reads only whether they are still pending."""
+def find_entries(connection: Connection, request_ids: Sequence[str], opened: Mapping[str, Opened]) -> dict[str, Entry]:
+    """Return the entries of these requests. For those in `opened`, only the id and status are read."""
     found: dict[str, Entry] = {}
-    mine = [request_id for request_id in request_ids if request_id in opened]
-    for request_id, event_id, status in _STATES.rows(connection, mine) if mine else ():
+    known = [request_id for request_id in request_ids if request_id in opened]
+    for request_id, event_id, status in _STATES.rows(connection, known) if known else ():
         if status == "pending":
             found[request_id] = _entry_of(event_id, opened[request_id])
     others = [request_id for request_id in request_ids if request_id not in found]
@@ -174,7 +174,7 @@ def _entry_of(event_id: int, opened: Opened) -> Entry:
 
 
 def rate_of(row: RowMapping) -> Rate | None:
-    """Return the unit prices of the event in a row of `price_query`."""
+    """Return the unit prices of an event, from a row of `price_query`."""
     if row["price_id"] is None:
         return None
     price = Price(id=row["price_id"], **{name: row[f"price_{name}"] for name in _PRICE_FIELDS if name != "id"})
@@ -182,12 +182,12 @@ def rate_of(row: RowMapping) -> Rate | None:
 
 
 def event_from_row(row: RowMapping) -> UsageEvent:
-    """Return the event of a row that has the columns of `usage_events`."""
+    """Return the event of a row with the columns of `usage_events`."""
     return UsageEvent(**{name: row[name] for name in _EVENT_FIELDS})
 
 
 def cost_of(rate: Rate | None, usage: Usage) -> int:
-    """Return what these tokens cost; raise OverflowError when it does not fit the column."""
+    """Return the cost of these tokens in pico-units. Raises OverflowError if it does not fit the column."""
     if rate is None:
         return 0
     cost = rate.cost_picos(**{name: getattr(usage, name) for name in TOKEN_COLUMNS})
@@ -197,7 +197,7 @@ def cost_of(rate: Rate | None, usage: Usage) -> int:
 
 
 def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: datetime) -> UsageEvent:
-    """Return `event` after `settlement`, except for its posting, which is taken when all events of a round are known."""
+    """Return `event` after `settlement`, without its posting, which is assigned once all events of a round are known."""
     return msgspec.structs.replace(
         event,
         status=settlement.status,
@@ -211,7 +211,7 @@ def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: dat
 
 
 def same_outcome(event: UsageEvent, settlement: Settlement) -> bool:
-    """Return whether `event` was settled with the same figures. Two voids are the same, whatever their reasons."""
+    """Return whether `event` was settled with the same figures. Two voids are equal whatever their reasons."""
     if event.status == settlement.status == "voided":
         return True
     if (event.status, event.finish_reason) != (settlement.status, settlement.finish_reason):
@@ -225,7 +225,7 @@ def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
 
 
 def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str, Any]:
-    """Return the parameters of SETTLE_REQUESTS. The prompt keeps its whole length, billed or not."""
+    """Return the parameters of SETTLE_REQUESTS. `prompt_tokens` stays the full prompt length, whether billed or not."""
     record = settlement.record
     durations = {f"new_{name}_us": _micros(getattr(record, f"{name}_s")) for name in _DURATIONS}
     return durations | {
@@ -252,19 +252,19 @@ def _parameters(request_id: str, source: UsageEvent | Usage, names: Sequence[str
 
 
 def request_from_row(row: RowMapping) -> RequestRow:
-    """Return the request of a row of `requests`."""
+    """Return the past request of a row of `requests`."""
     values: dict[str, Any] = {name: row[name] for name in _REQUEST_FIELDS if name in row}
     values |= {f"{name}_s": _seconds(row[f"{name}_us"]) for name in _DURATIONS}
     return RequestRow(**values, tokens_per_second=tokens_per_second(row["completion_tokens"], values["decode_s"]))
 
 
 def tokens_per_second(completion_tokens: int, decode_s: float | None) -> float | None:
-    """Return the speed of decoding: the tokens after the first, over the time they took. None without a second token."""
+    """Return the decode speed: tokens after the first divided by the decode time. None without a second token."""
     return (completion_tokens - 1) / decode_s if decode_s and completion_tokens > 1 else None
 
 
 def _storable(text: str) -> str:
-    """Return `text` as every database accepts it: no NUL, no half surrogates, not too long."""
+    """Return `text` without NULs and lone surrogates, which a database may reject, cut to ERROR_CHARS_MAX."""
     clean = text.replace("\x00", "").encode(errors="replace").decode()
     return clean[:ERROR_CHARS_MAX]
 

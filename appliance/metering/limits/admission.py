@@ -123,7 +123,7 @@ class Admission:
                     continue
                 touched.add(allowance)
                 if rule is not None:
-                    allowance.bill_in(rule.currency)
+                    allowance.set_currency(rule.currency)
                 allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
         self._queue.wake(touched)
 
@@ -173,10 +173,10 @@ class Admission:
             allowance = self._allowances.get(rule.owner)
             if allowance is None and rule.mode != SHADOW:
                 found.append((None, rule.limits))
-            elif allowance is not None and allowance.enforces:
+            elif allowance is not None and allowance.is_enforced:
                 found.append((allowance, allowance.limits))
         if model is not None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, model))) is not None:
-            found += [(shared, shared.limits)] if shared.enforces else []
+            found += [(shared, shared.limits)] if shared.is_enforced else []
         return rate_limit_state(found, at)
 
     def in_use(self, owner: Owner) -> Mapping[LimitKind, int]:
@@ -212,7 +212,7 @@ class Admission:
         at = self._moment()
         allowances = [self._allowances[rule.owner] for rule in rules]
         for rule, allowance in zip(rules, allowances, strict=True):
-            allowance.bill_in(rule.currency)
+            allowance.set_currency(rule.currency)
             allowance.configure(rule.limits, rule.mode, at)
         for other in self._other_allowances(request, allowances):
             other.configure(NO_LIMITS, other.mode, at)  # its own limits for this model were removed
@@ -231,7 +231,7 @@ class Admission:
         shadow_refusals: dict[Allowance, list[LimitDecision]] = {}
         for allowance, need in needs.by_allowance.items():
             refusals = allowance.refusals(need, at, self._queue.ahead(allowance, waiter))
-            if allowance.enforces:
+            if allowance.is_enforced:
                 refused += [(allowance, decision) for decision in refusals]
             elif refusals:
                 shadow_refusals[allowance] = refusals

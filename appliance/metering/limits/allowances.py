@@ -77,7 +77,7 @@ class Allowance:
         day, month = self._windows.enter(at)
         day.used += sums.tokens_today
         month.used += sums.cost_month_picos
-        month.others.update(sums.other_costs_picos)
+        month.other_currencies.update(sums.other_costs_picos)
         self._through_posting = sums.through_posting
         self._recent = [(_monotonic_at(moment, at), tokens) for moment, tokens in sums.recent]
         for kind, saved in sums.levels.items():
@@ -106,14 +106,14 @@ class Allowance:
         if currency is None or currency == self.currency:
             month.used += cost_picos
         else:
-            month.others[currency] = month.others.get(currency, 0) + cost_picos
+            month.other_currencies[currency] = month.other_currencies.get(currency, 0) + cost_picos
 
-    def bill_in(self, currency: str) -> None:
+    def set_currency(self, currency: str) -> None:
         """Switch the budget to `currency`: costs in it count, earlier ones included; those in the former one no longer do."""
         if currency == self.currency:
             return
         for month in self._windows.months:
-            month.others[self.currency], month.used = month.used, month.others.pop(currency, 0)
+            month.other_currencies[self.currency], month.used = month.used, month.other_currencies.pop(currency, 0)
             month.shadow_used = 0
         self.currency = currency
 
@@ -122,9 +122,9 @@ class Allowance:
         self.mode = mode
         if limits is self.limits:
             return
-        self.tokens = self._resized("tokens", limits.tokens_per_minute, at.monotonic_s, self._recent)
+        self.tokens = self._bucket_for("tokens", limits.tokens_per_minute, at.monotonic_s, self._recent)
         requests = [(moment_s, 1) for moment_s, _tokens in self._recent]
-        self.requests = self._resized("requests", limits.requests_per_minute, at.monotonic_s, requests)
+        self.requests = self._bucket_for("requests", limits.requests_per_minute, at.monotonic_s, requests)
         self.limits = limits
 
     def in_use(self, at: Moment) -> dict[LimitKind, int]:
@@ -133,7 +133,7 @@ class Allowance:
         return {**buckets, "concurrency": self.running}
 
     @property
-    def enforces(self) -> bool:
+    def is_enforced(self) -> bool:
         """Return whether refusals are enforced: not in shadow mode."""
         return self.mode != SHADOW
 
@@ -143,11 +143,11 @@ class Allowance:
 
     def refusals(self, need: Need, at: Moment, ahead: Ahead = NOTHING_AHEAD) -> list[LimitDecision]:
         """Return the decisions of the limits that refuse `need`. Changes nothing."""
-        if ahead is NOTHING_AHEAD and self._has_plenty(need, at):
+        if ahead is NOTHING_AHEAD and self._clearly_fits(need, at):
             return []
         return [decision for decision in self.decisions(need, at, ahead) if not decision.allowed]
 
-    def _has_plenty(self, need: Need, at: Moment) -> bool:
+    def _clearly_fits(self, need: Need, at: Moment) -> bool:
         """Return whether certainly no limit refuses `need`: a fast path for almost every request.
 
         False only means that `decisions` must be evaluated.
@@ -169,15 +169,17 @@ class Allowance:
         """Yield each limit's decision on `need`, leaving room for the waiters `ahead`."""
         limits = self.limits
         if limits.concurrent_requests is not None:
-            yield self._concurrency(limits.concurrent_requests, ahead)
+            yield self._decide_concurrency(limits.concurrent_requests, ahead)
         if self.requests is not None:
-            yield self._bucket("requests", self.requests, 1, at, ahead.requests, ahead)
+            yield self._decide_bucket("requests", self.requests, 1, at, ahead.requests, ahead)
         if self.tokens is not None:
-            yield self._bucket("tokens", self.tokens, need.expected.tokens, at, ahead.tokens, ahead)
+            yield self._decide_bucket("tokens", self.tokens, need.expected.tokens, at, ahead.tokens, ahead)
         if limits.tokens_per_day is not None:
-            yield self._per_day(limits.tokens_per_day, need.expected.tokens, at, ahead)
+            yield self._decide_per_day(limits.tokens_per_day, need.expected.tokens, at, ahead)
         if limits.monthly_budget is not None:
-            yield self._budget(limits.monthly_budget, self.counted_cost(need.expected.cost_picos, need.currency), at, ahead)
+            yield self._decide_budget(
+                limits.monthly_budget, self.counted_cost(need.expected.cost_picos, need.currency), at, ahead
+            )
 
     def take(self, need: Need, at: Moment) -> Hold:
         """Take `need`. Call it only when `refusals` is empty, without an await in between. When it raises, nothing is taken."""
@@ -218,9 +220,9 @@ class Allowance:
     def is_budget_spent(self, month: Window, at: Moment) -> bool:
         """Return whether settled and running requests have used up an enforced budget, if `month` is the current month."""
         budget = self._budget_picos
-        if budget is None or not self.enforces:
+        if budget is None or not self.is_enforced:
             return False
-        return month.used + month.live >= budget and month is self._windows.enter(at)[1]
+        return month.used + month.running_cost >= budget and month is self._windows.enter(at)[1]
 
     @property
     def _budget_picos(self) -> int | None:
@@ -230,7 +232,7 @@ class Allowance:
         """Return how much of a cost counts towards the budget: zero if it is in another currency, such as a former one."""
         return cost_picos if currency is None or currency == self.currency else 0
 
-    def _resized(
+    def _bucket_for(
         self, kind: LimitKind, capacity: int | None, now_s: float, recent: Sequence[tuple[float, int]]
     ) -> TokenBucket | None:
         """Return the bucket for a limit of `capacity`. A new one is charged with what an earlier process admitted."""
@@ -244,29 +246,29 @@ class Allowance:
         bucket.resize(capacity, now_s)
         return bucket
 
-    def _concurrency(self, limit: int, ahead: Ahead) -> LimitDecision:
+    def _decide_concurrency(self, limit: int, ahead: Ahead) -> LimitDecision:
         allowed = self.running + ahead.requests < limit
         wait_s = None if limit < 1 else RUNNING_RETRY_S
         return self._decision("concurrency", allowed, 1, limit, limit - self.running, wait_s, ahead=ahead)
 
-    def _bucket(
+    def _decide_bucket(
         self, kind: LimitKind, bucket: TokenBucket, need: int, at: Moment, ahead_tokens: int, ahead: Ahead
     ) -> LimitDecision:
         wait_s = bucket.wait_s(need, at.monotonic_s, ahead=ahead_tokens)
         return self._decision(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
 
-    def _per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
-        wait_s = None if need > limit else _until(at.next_day_start, at.now)
-        return self._window("tokens_per_day", self._windows.enter(at)[0], need, limit, wait_s, ahead)
+    def _decide_per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
+        wait_s = None if need > limit else _seconds_until(at.next_day_start, at.now)
+        return self._decide_window("tokens_per_day", self._windows.enter(at)[0], need, limit, wait_s, ahead)
 
-    def _budget(self, limit_micros: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
-        return self._window("budget", self._windows.enter(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
+    def _decide_budget(self, limit_micros: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
+        return self._decide_window("budget", self._windows.enter(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
 
-    def _window(
+    def _decide_window(
         self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
     ) -> LimitDecision:
         """Decide by what is used and reserved; `wait_s` is for a refusal that the end of running requests cannot lift."""
-        used = window.used if self.enforces else window.used - window.shadow_used
+        used = window.used if self.is_enforced else window.used - window.shadow_used
         left = limit - used - window.reserved
         allowed = need <= left and not ahead.wants_window
         held = not allowed and used + need <= limit
@@ -315,21 +317,21 @@ class Hold:
     tokens: Take | None = None
     requests: Take | None = None
     is_shadow_refused: bool = False
-    live_picos: int = 0
+    running_picos: int = 0
 
     def record_cost(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
         """Update the running request's cost so far; return whether the budget is used up."""
         if self.is_shadow_refused:
             return False
         cost_picos = self.allowance.counted_cost(cost_picos, currency)
-        self.month.live += cost_picos - self.live_picos
-        self.live_picos = cost_picos
+        self.month.running_cost += cost_picos - self.running_picos
+        self.running_picos = cost_picos
         return self.allowance.is_budget_spent(self.month, at)
 
-    def forget_live(self) -> None:
+    def clear_running_cost(self) -> None:
         """Stop counting the running request's cost so far."""
-        self.month.live -= self.live_picos
-        self.live_picos = 0
+        self.month.running_cost -= self.running_picos
+        self.running_picos = 0
 
     def settle(self, used: Amount, currency: str | None, monotonic_s: float) -> None:
         """Replace the reserved amount by the used one."""
@@ -358,7 +360,7 @@ class Hold:
         self.allowance.running -= 1
         self.day.reserved -= self.held.tokens
         self.month.reserved -= self.held.cost_picos
-        self.forget_live()
+        self.clear_running_cost()
 
 
 def _reservable(worst: int, limit: int | None, window: Window) -> int:
@@ -371,6 +373,6 @@ def _monotonic_at(moment: datetime, at: Moment) -> float:
     return at.monotonic_s - max((at.now - moment).total_seconds(), 0.0)
 
 
-def _until(moment: datetime, now: datetime) -> float:
+def _seconds_until(moment: datetime, now: datetime) -> float:
     difference = moment - now
     return ceil_to_ms((difference.days * 86400 + difference.seconds) * MICROS_PER_S + difference.microseconds)

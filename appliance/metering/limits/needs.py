@@ -23,13 +23,13 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 def needs_of(request: AdmissionRequest, allowances: Sequence[Allowance], estimates: OutputEstimates) -> Needs:
     """Return the need from each of `allowances`. They differ where the output estimate is cut to the room that limits leave:
     limits in shadow mode cut it only for themselves."""
-    limits = [allowance.limits for allowance in allowances if allowance.enforces]
+    limits = [allowance.limits for allowance in allowances if allowance.is_enforced]
     enforced = _need(request, _smallest_token_limit(limits), estimates)
     return Needs(
         enforced=enforced,
         by_allowance={
             allowance: enforced
-            if allowance.enforces
+            if allowance.is_enforced
             else _need(request, _smallest_token_limit([*limits, allowance.limits]), estimates)
             for allowance in allowances
         },

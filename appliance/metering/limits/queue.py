@@ -228,13 +228,13 @@ class AdmissionQueue:
             return self._fail(waiter, error)
 
     def _try_once(self, waiter: Waiter) -> set[Allowance]:
-        answer = waiter.attempt(waiter)
-        if isinstance(answer, Reservation):
-            return self._admit(waiter, answer)
+        result = waiter.attempt(waiter)
+        if isinstance(result, Reservation):
+            return self._admit(waiter, result)
         left_s = waiter.deadline_s - self._clock.monotonic_s()
-        if left_s <= 0 or not may_wait(answer.decisions, left_s + ROUNDING_S):
-            return self._refuse(waiter, answer.error)
-        return self._join_queues(waiter, answer)
+        if left_s <= 0 or not may_wait(result.decisions, left_s + ROUNDING_S):
+            return self._refuse(waiter, result.error)
+        return self._join_queues(waiter, result)
 
     def _admit(self, waiter: Waiter, reservation: Reservation) -> set[Allowance]:
         """End a wait with `reservation` and return the queues that the waiter has left."""

@@ -29,7 +29,7 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
     longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
     wait_s = longest.wait_s or 0.0
     return RateLimitExceeded(
-        f"{_reason(longest)}; try again in {_about(longest)}" + (", or ask for fewer max_tokens" if longest.held else ""),
+        f"{_reason(longest)}; try again in {_about(longest)}" + (", or lower max_tokens" if longest.held else ""),
         limit_type=_limit_type(longest),
         retry_after_s=wait_s,
     )
@@ -67,7 +67,7 @@ def _money(picos: int, currency: str) -> str:
 
 def _about(decision: LimitDecision) -> str:
     wait = format_wait(decision.wait_s or 0.0)
-    return f"about {wait}, by when running requests have probably ended" if decision.estimated else wait
+    return f"about {wait}, when running requests have probably ended" if decision.estimated else wait
 
 
 def _reason(decision: LimitDecision) -> str:

@@ -48,7 +48,7 @@ class Reservation:
         self._first_output: tuple[float, int] | None = None  # time and tokens at the first progress report with output
 
     @property
-    def tokens_reserved(self) -> int:
+    def reserved_tokens(self) -> int:
         """Return the tokens reserved in the buckets."""
         return self.need.expected.tokens
 
@@ -73,7 +73,7 @@ class Reservation:
         """Set whether a spent budget ends the request; if not, its cost counts towards budgets only once it has ended."""
         if not cut_at_budget:
             for hold in self.holds:
-                hold.forget_live()
+                hold.clear_running_cost()
         self._cut_at_budget = cut_at_budget
 
     def seconds_per_token(self, now_s: float) -> float | None:

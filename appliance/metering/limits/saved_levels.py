@@ -39,7 +39,7 @@ class LevelSource(Protocol):
         ...
 
 
-class LimitLevels:
+class LevelSaver:
     """Writes the changed levels of `source` about once a second; `stop` writes the rest."""
 
     def __init__(self, db: Database, source: LevelSource, *, sleep: Callable[[float], Any] = asyncio.sleep) -> None:

@@ -29,16 +29,17 @@ class Moment(msgspec.Struct, frozen=True):
 class Window:
     """What is used and reserved in one day (tokens) or month (pico-units of money) of the billing calendar.
 
-    `shadow_used` is the part of `used` that limits in shadow mode would have refused. `live` is the part of `reserved` that
-    running requests have cost so far. `others` are costs in other currencies, which do not count towards the budget.
+    `shadow_used` is the part of `used` that limits in shadow mode would have refused. `running_cost` is the part of `reserved`
+    that running requests have cost so far. `other_currencies` are costs in other currencies, which do not count towards the
+    budget.
     """
 
     start: date
     used: int = 0
     reserved: int = 0
     shadow_used: int = 0
-    live: int = 0
-    others: dict[str, int] = field(default_factory=dict)
+    running_cost: int = 0
+    other_currencies: dict[str, int] = field(default_factory=dict)
 
 
 class Windows:

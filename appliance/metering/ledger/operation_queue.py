@@ -1,9 +1,9 @@
-"""The operations that wait for the ledger's next round: their order, and how long each may wait for others.
+"""Queue of the operations for the ledger's next rounds: their order, and how long each may be delayed for batching.
 
-An open without a line in the journal goes into rounds of its own, because its caller waits and a settlement costs several times
-as much; but when many wait, all go together, as fewer rounds are less work. Operations that nobody urgently waits for are held
-back a moment for others, since a round of several costs little more than a round of one. Only the latest checkpoint of each
-request counts.
+Opens that are not journaled go into rounds of their own, because their callers wait and a settlement costs several times as
+much; but when many operations wait, all go together, since fewer rounds are less work. Operations that nobody waits for
+urgently are delayed a moment, since a round of several costs little more than a round of one. Only the latest checkpoint of
+each request counts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from appliance.metering.ledger.round import Open, Operation, Settle, TrackedOper
 T = TypeVar("T")
 
 ROUND_OPERATIONS_MAX = 256
-TOGETHER_FROM = 24
-SETTLE_PAUSE_S = 0.001  # how long a settlement waits for others; with more, answers end together, and clients return together
-ROWS_PAUSE_S = 0.025  # how long rows wait for others, when their line is in the journal
-CHECKPOINT_INTERVAL_S = 0.5  # at least; progress that requests report is to be written as it comes
+COMBINE_FROM = 24  # from this many waiting operations on, opens and the others share rounds
+SETTLE_PAUSE_S = 0.001  # batching delay of a settlement; with a longer one, answers end together and clients return together
+ROWS_PAUSE_S = 0.025  # batching delay of the rows of a journaled operation
+CHECKPOINT_INTERVAL_S = 0.5  # at least; progress reported by requests should be written as it arrives
 
 
-class Waiting:
-    """Operations and checkpoints that no round has taken yet. `closing`: nothing waits for others any more."""
+class OperationQueue:
+    """Operations and checkpoints that no round has taken yet. `closing`: batching delays no longer apply."""
 
     def __init__(self, clock: Clock, *, checkpoint_interval_s: float, settle_pause_s: float) -> None:
         self.closing = False
@@ -48,7 +48,7 @@ class Waiting:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is nothing left to write."""
+        """Return whether nothing is left to write."""
         return not self._opens and not self._others and not self._checkpoints
 
     def put(self, operation: Operation) -> None:
@@ -56,8 +56,8 @@ class Waiting:
         if isinstance(operation, Open) and operation.number is None:
             self._opens.append(operation)
         else:
-            has_line = isinstance(operation, TrackedOperation) and operation.number is not None
-            due_s = asyncio.get_running_loop().time() + (ROWS_PAUSE_S if has_line else self._settle_pause_s)
+            is_journaled = isinstance(operation, TrackedOperation) and operation.number is not None
+            due_s = asyncio.get_running_loop().time() + (ROWS_PAUSE_S if is_journaled else self._settle_pause_s)
             self._others_due_s = min(self._others_due_s, due_s) if self._others else due_s
             self._others.append(operation)
         self._wake.set()
@@ -72,21 +72,21 @@ class Waiting:
         self._checkpoints.pop(request_id, None)
 
     def make_due(self) -> None:
-        """Make everything that waits now due at once."""
+        """Make all queued operations due at once."""
         self._others_due_s = 0.0
         self._wake.set()
 
     def close(self) -> None:
-        """From now on, let nothing wait for others."""
+        """Make everything due at once from now on."""
         self.closing = True
         self._wake.set()
 
     def newest_first(self) -> Iterator[Operation]:
-        """Yield the waiting operations, the newest first, without opens whose callers wait."""
+        """Yield the queued operations, newest first, except opens whose callers wait."""
         return reversed(self._others)
 
     async def wait_until_due(self) -> None:
-        """Return when there is something to write."""
+        """Wait until something is due, or an open is queued."""
         while not self._opens and not self.closing:
             self._wake.clear()
             pause_s = self._pause_s()
@@ -99,18 +99,18 @@ class Waiting:
                 return
 
     def take(self) -> tuple[list[Operation], dict[str, Usage]]:
-        """Return what the next round writes: opens, or the rest, in turns while both wait, or both when many wait.
+        """Return what the next round writes: opens and other operations in alternation, or both when many wait.
 
-        An abandoned open is dropped here, so that its void, which may come first, finds nothing to do.
+        Abandoned opens are dropped, so that their voids, which may be written first, find nothing to do.
         """
-        others_wait = self._others_are_due() or self._checkpoints_are_due()
-        together = len(self) >= TOGETHER_FROM
-        self._opens_alone = bool(self._opens) and not (others_wait and (together or self._opens_alone))
+        others_are_due = self._others_are_due() or self._checkpoints_are_due()
+        combine = len(self) >= COMBINE_FROM
+        self._opens_alone = bool(self._opens) and not (others_are_due and (combine or self._opens_alone))
         operations: list[Operation] = []
-        if self._opens_alone or together:
-            operations += [operation for operation in _first(self._opens) if not operation.abandoned]
+        if self._opens_alone or combine:
+            operations += [operation for operation in _pop_round(self._opens) if not operation.abandoned]
         if not self._opens_alone:
-            operations += _first(self._others)
+            operations += _pop_round(self._others)
         return operations, self._take_checkpoints()
 
     def take_all(self) -> list[Operation]:
@@ -121,7 +121,7 @@ class Waiting:
         return operations
 
     def put_back(self, operations: Sequence[Operation], checkpoints: Mapping[str, Usage]) -> None:
-        """Queue again what a failed round had taken, before all others and in the same order."""
+        """Put back what a failed round had taken, ahead of all others and in the same order."""
         self._others.extendleft(reversed(operations))
         settling = {operation.request_id for operation in self._others if isinstance(operation, Settle)}
         for request_id, usage in checkpoints.items():
@@ -129,7 +129,7 @@ class Waiting:
                 self._checkpoints.setdefault(request_id, usage)
 
     def _pause_s(self) -> float | None:
-        """Return how many seconds until something is due, if no open comes; None when nothing waits."""
+        """Return the seconds until something is due, if no open arrives; None when nothing is queued."""
         pauses_s: list[float] = []
         if self._others:
             pauses_s.append(self._others_due_s - asyncio.get_running_loop().time())
@@ -138,8 +138,8 @@ class Waiting:
         return min(pauses_s, default=None)
 
     def _others_are_due(self) -> bool:
-        late = self.closing or asyncio.get_running_loop().time() >= self._others_due_s
-        return bool(self._others) and late
+        is_time = self.closing or asyncio.get_running_loop().time() >= self._others_due_s
+        return bool(self._others) and is_time
 
     def _checkpoints_are_due(self) -> bool:
         return bool(self._checkpoints) and (self.closing or self._clock.monotonic_s() >= self._checkpoints_due_s)
@@ -149,11 +149,11 @@ class Waiting:
             return {}
         self._checkpoints_due_s = self._clock.monotonic_s() + self._checkpoint_interval_s
         without_rows = {operation.entry.request_id for operation in self._others if isinstance(operation, Open)}
-        taken = {name: usage for name, usage in sorted(self._checkpoints.items()) if name not in without_rows}
-        self._checkpoints = {name: usage for name, usage in self._checkpoints.items() if name in without_rows}
+        taken = {request_id: usage for request_id, usage in sorted(self._checkpoints.items()) if request_id not in without_rows}
+        self._checkpoints = {request_id: usage for request_id, usage in self._checkpoints.items() if request_id in without_rows}
         return taken
 
 
-def _first(waiting: deque[T]) -> list[T]:
-    """Take the operations of one round."""
-    return [waiting.popleft() for _ in range(min(len(waiting), ROUND_OPERATIONS_MAX))]
+def _pop_round(queue: deque[T]) -> list[T]:
+    """Remove and return the operations of one round."""
+    return [queue.popleft() for _ in range(min(len(queue), ROUND_OPERATIONS_MAX))]
