@@ -1,4 +1,4 @@
-"""What a request is billed: exactly what its engine counted, and nothing before its prompt was computed or a token made."""
+"""A request is billed exactly what its engine counted, and nothing before its prompt was computed or a token generated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) 
 
 
 class Scripted:
-    """The events of an engine that counts as the test says, one for each of `counts`; the last of each answer is its end."""
+    """Events with the given `counts`, one event each; the last one of each answer is its final event."""
 
     def __init__(self, request: GenerationRequest, counts: Sequence[dict[str, int]], end: FinishReason) -> None:
         self._events: list[TokenEvent] = []
@@ -95,7 +95,7 @@ async def test_each_kind_of_token_has_its_price_and_the_limits_count_what_the_le
     ],
     ids=["nothing", "part of the prompt", "the prompt", "then preempted", "a token", "preempted behind it"],
 )
-async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_token_on(
+async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_token_generated(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, counts: list[tuple[int, int]], billed: tuple[int, int] | None
 ) -> None:
     script = [{"num_prompt_tokens_computed": computed, "num_output_tokens": output} for computed, output in counts]
@@ -125,7 +125,7 @@ async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_t
         (20, [14], 7, 7),  # as the engine has told meanwhile
     ],
 )
-async def test_a_past_request_shows_the_blocks_that_its_tokens_filled(
+async def test_a_past_request_shows_the_kv_blocks_of_its_tokens(
     box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch,
     prompt: int, made: list[int], seen: int, blocks: int,
 ) -> None:  # fmt: skip
@@ -141,7 +141,7 @@ async def test_a_past_request_shows_the_blocks_that_its_tokens_filled(
     assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == blocks
 
 
-async def test_of_an_engine_that_has_gone_or_computed_nothing_no_blocks_are_shown(
+async def test_no_kv_blocks_are_shown_if_the_engine_is_gone_or_computed_nothing(
     box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = [{"num_prompt_tokens_computed": 0}]
@@ -157,7 +157,7 @@ async def test_of_an_engine_that_has_gone_or_computed_nothing_no_blocks_are_show
         assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == 0
 
 
-async def test_what_is_not_billed_takes_nothing_of_any_limit(box: Serving, database: Database, clock: FakeClock) -> None:
+async def test_an_unbilled_request_uses_up_no_limit(box: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(requests_per_minute=1, tokens_per_day=1000))
     left = await box.start(dora, [STALL, 5])
     left.end_early("disconnected")

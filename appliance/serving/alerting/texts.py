@@ -12,7 +12,7 @@ from appliance.metering.alerts.send_limits import TEST_EVENT
 
 SUBJECT_CHARS_MAX = 300
 MICROS_PER_CENT = 10_000
-_LABELS = {"due_micros": "amount due", "total_micros": "total with tax", "down_s": "down for seconds"}
+_LABELS = {"due_micros": "amount due", "total_micros": "total with tax", "down_s": "seconds down"}
 Data = Mapping[str, Any]
 Headline = tuple[str, str]  # what happened, and the figures (may be empty)
 
@@ -68,7 +68,7 @@ def _budget(data: Data) -> Headline:
 
 
 def _tokens(data: Data) -> Headline:
-    return _reached(data, f"the tokens of {data['day']}"), f"{data['tokens']} of {data['tokens_per_day']}"
+    return _reached(data, f"the token limit of {data['day']}"), f"{data['tokens']} of {data['tokens_per_day']}"
 
 
 def _reached(data: Data, limit: str) -> str:
