@@ -26,8 +26,8 @@ def alerts(database: Database, clock: FakeClock) -> AlertBox:
 
 
 async def webhook(alerts: AlertBox, target: str = TARGET) -> str:
-    made, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_BOX)
-    return made.id
+    created, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_BOX)
+    return created.id
 
 
 def counted(alerts: AlertBox, name: str, **labels: str) -> float:

@@ -60,11 +60,11 @@ class Sending:
     """Creates senders and closes them."""
 
     def __init__(self) -> None:
-        self.made: list[HttpSender] = []
+        self.senders: list[HttpSender] = []
 
     async def __call__(self, target: str, *, reach: Reach = LOOPBACK, now: datetime = START, **options: Any) -> None:
         sender = HttpSender(reach, version="test", **{"resolve": names(), **options})
-        self.made.append(sender)
+        self.senders.append(sender)
         await sender.send(endpoint(target), DELIVERY, now)
 
 
@@ -73,7 +73,7 @@ async def send() -> AsyncIterator[Sending]:
     """A function that sends DELIVERY to a target."""
     sending = Sending()
     yield sending
-    for sender in sending.made:
+    for sender in sending.senders:
         await sender.close()
 
 

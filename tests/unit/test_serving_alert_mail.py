@@ -64,16 +64,16 @@ class MailServer:
 
     def __init__(self, answer: str = "250 OK") -> None:
         self.answer = answer
-        self.taken: list[Envelope] = []
+        self.accepted: list[Envelope] = []
         self.port = 0
 
     async def handle_DATA(self, _server: Any, _session: Any, envelope: Envelope) -> str:
-        self.taken.append(envelope)
+        self.accepted.append(envelope)
         return self.answer
 
     def message(self) -> EmailMessage:
         """Return the last accepted message."""
-        content = self.taken[-1].content
+        content = self.accepted[-1].content
         assert isinstance(content, bytes)
         message = message_from_bytes(content, policy=default)
         assert isinstance(message, EmailMessage)
@@ -119,8 +119,8 @@ async def test_a_message_has_identifying_headers() -> None:
     async with mail_server(MailServer()) as server:
         await send(f"smtp://127.0.0.1:{server.port}")
     message = server.message()
-    assert server.taken[0].rcpt_tos == ["ops@example.com"]
-    assert server.taken[0].mail_from == "gatehouse@box.example.com"
+    assert server.accepted[0].rcpt_tos == ["ops@example.com"]
+    assert server.accepted[0].mail_from == "gatehouse@box.example.com"
     assert message["From"] == "gatehouse@box.example.com"
     assert message["To"] == "ops@example.com"
     assert message["Subject"] == "[Gatehouse] Bob & <Söhne> has reached 80 % of the budget of 2026-11"
@@ -204,20 +204,20 @@ async def test_starttls_is_used_and_its_certificate_checked(certificate: Certifi
             await send(f"smtp+starttls://127.0.0.1:{server.port}")
         with pytest.raises(SendFailed, match="STARTTLS"):
             await send(f"smtp://127.0.0.1:{server.port}")
-    assert len(server.taken) == 1
+    assert len(server.accepted) == 1
 
 
 async def test_nothing_is_sent_if_starttls_is_configured_but_not_offered() -> None:
     async with mail_server(MailServer()) as server:
         with pytest.raises(SendFailed, match="STARTTLS"):
             await send(f"smtp+starttls://127.0.0.1:{server.port}")
-    assert server.taken == []
+    assert server.accepted == []
 
 
 async def test_smtps_uses_tls_from_the_first_byte(certificate: Certificate) -> None:
     async with mail_server(MailServer(), implicit=certificate.server()) as server:
         await send(f"smtps://127.0.0.1:{server.port}", tls=certificate.client())
-    assert len(server.taken) == 1
+    assert len(server.accepted) == 1
 
 
 async def test_the_configured_login_is_percent_decoded(certificate: Certificate) -> None:
@@ -228,7 +228,7 @@ async def test_the_configured_login_is_percent_decoded(certificate: Certificate)
             await send(f"smtp+starttls://gate%40house:wrong-one@127.0.0.1:{server.port}", tls=certificate.client())
     assert "535" in str(failure.value)
     assert "wrong-one" not in str(failure.value)
-    assert len(server.taken) == 1
+    assert len(server.accepted) == 1
 
 
 @pytest.mark.parametrize("answer", ["451 later, please", "550 no such mailbox", "554 5.7.1 looks like spam"])

@@ -107,9 +107,9 @@ async def test_revoked_rotated_archived_and_short_lived_keys_are_not_reported(
     clock.advance(3000)
     assert await watched.alerts_sent() == []
     clock.advance(3 * DAY_S)
-    told = [data["key_id"] for data in await watched.alerts_sent()]
-    assert len(told) == 1, "the successor of the rotated key alone"
-    assert told[0] not in (revoked, rotated)
+    reported = [data["key_id"] for data in await watched.alerts_sent()]
+    assert len(reported) == 1, "the successor of the rotated key alone"
+    assert reported[0] not in (revoked, rotated)
 
 
 async def test_a_key_with_a_successor_or_already_expired_is_not_reported(
@@ -131,11 +131,11 @@ async def test_keys_are_checked_hourly_and_whenever_keys_or_webhooks_change(
         return any("api_keys.replaced_by IS NULL" in statement for statement in statements)
 
     key_id = await watched.new_key(cast.bob, 10)
-    told = []
+    results = []
     for wait_s in (1000, 0, SWEEP_INTERVAL_S - 1, 1, 0):
         clock.advance(wait_s)
-        told.append(await looks())
-    assert told == [True, False, False, True, False]
+        results.append(await looks())
+    assert results == [True, False, False, True, False]
     clock.advance(3 * DAY_S - SWEEP_INTERVAL_S - 1000)  # a week is left now
     assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id]
     await watched.alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)

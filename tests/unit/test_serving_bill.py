@@ -40,13 +40,13 @@ class Scripted:
 
     def __init__(self, request: GenerationRequest, counts: Sequence[dict[str, int]], end: FinishReason) -> None:
         self._events: list[TokenEvent] = []
-        made, answers = Counter[int](), [told.get("index", 0) for told in counts]
-        for number, (index, told) in enumerate(zip(answers, counts, strict=True)):
-            output = told.get("num_output_tokens", made[index])
-            event = make_event(request, [5] * (output - made[index]), output)
+        generated, answers = Counter[int](), [changes.get("index", 0) for changes in counts]
+        for number, (index, changes) in enumerate(zip(answers, counts, strict=True)):
+            output = changes.get("num_output_tokens", generated[index])
+            event = make_event(request, [5] * (output - generated[index]), output)
             ended = index not in answers[number + 1 :]
-            self._events.append(replace(event, **told, finish_reason=end if ended else None))  # type: ignore[arg-type]
-            made[index] = output
+            self._events.append(replace(event, **changes, finish_reason=end if ended else None))  # type: ignore[arg-type]
+            generated[index] = output
 
     async def take(self) -> list[TokenEvent]:
         """Return the next event."""
@@ -54,7 +54,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize(
-    ("told", "billed"),
+    ("counts", "billed"),
     [
         ({"num_cached_tokens": 3}, 3),
         ({"num_cached_tokens": 3, "num_rejected_draft_tokens": 2}, 3),
@@ -64,16 +64,16 @@ class Scripted:
 )
 async def test_each_kind_of_token_has_its_price_and_the_limits_count_what_the_ledger_does(
     box: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
-    told: dict[str, int], billed: int,
+    counts: dict[str, int], billed: int,
 ) -> None:  # fmt: skip
     await euro_prices(database, clock).add(
         model=MODEL, currency="EUR", prompt=1000, cached_prompt=100, completion=30_000, rejected_draft=7
     )
-    script = [told, {**told, "num_output_tokens": 5}]
+    script = [counts, {**counts, "num_output_tokens": 5}]
     monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.LENGTH))
     generation = await box.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
-    event, rejected = await box.event(generation), told.get("num_rejected_draft_tokens", 0)
+    event, rejected = await box.event(generation), counts.get("num_rejected_draft_tokens", 0)
     cost_picos = (4 - billed) * 1000 + billed * 100 + 5 * 30_000 + rejected * 7
     used = generation._bill._reservation.used
 
@@ -99,8 +99,8 @@ async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_tok
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, counts: list[tuple[int, int]], billed: tuple[int, int] | None
 ) -> None:
     script = [{"num_prompt_tokens_computed": computed, "num_output_tokens": output} for computed, output in counts]
-    noted: list[float] = []
-    monkeypatch.setattr(box.client.stats, "note_ttft", noted.append)
+    ttfts_s: list[float] = []
+    monkeypatch.setattr(box.client.stats, "note_ttft", ttfts_s.append)
     monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
     generation = await box.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
@@ -109,12 +109,12 @@ async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_tok
     assert event.status == ("voided" if billed is None else "posted")
     assert (event.prompt_tokens, event.completion_tokens) == (billed or (0, 0))
     assert outcome.usage.total_tokens == used.tokens == sum(billed or (0, 0))
-    assert len(noted) == (outcome.usage.completion_tokens > 0), "without a token there is no time to the first"
+    assert len(ttfts_s) == (outcome.usage.completion_tokens > 0), "without a token there is no time to the first"
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 @pytest.mark.parametrize(
-    ("prompt", "made", "seen", "blocks"),
+    ("prompt", "outputs", "reported_blocks", "blocks"),
     [
         (17, [0], 0, 2),
         (16, [1], 0, 1),  # the last token is in no block
@@ -127,16 +127,16 @@ async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_tok
 )
 async def test_a_past_request_shows_the_kv_blocks_of_its_tokens(
     box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch,
-    prompt: int, made: list[int], seen: int, blocks: int,
+    prompt: int, outputs: list[int], reported_blocks: int, blocks: int,
 ) -> None:  # fmt: skip
-    script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(made)]
+    script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(outputs)]
 
     def submit(request: GenerationRequest) -> Scripted:
-        box.generations.live(access=WHOLE_BOX)[request.request_id].kv_blocks_max = seen
+        box.generations.live(access=WHOLE_BOX)[request.request_id].kv_blocks_max = reported_blocks
         return Scripted(request, script, FinishReason.LENGTH)
 
     monkeypatch.setattr(box.client, "submit", submit)
-    generation = await box.start(cast.bob, [7] * prompt, n=len(made))
+    generation = await box.start(cast.bob, [7] * prompt, n=len(outputs))
     await generation.outcome
     assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == blocks
 

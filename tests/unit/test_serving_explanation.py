@@ -104,8 +104,8 @@ def test_probes_are_left_out_of_rates() -> None:
     for second in range(4):
         stats.probe_id = f"probe_{second}"
         token = TokenEvent(f"probe_{second}", [7], 1, 1, finish_reason=FinishReason.LENGTH)
-        told, others = [token, TokenEvent("req_1", [7], 1, 1)], [("req_2", 0, 8)]
-        stats.note_tokens(EngineFrame(events=told, decoded=others))
+        events, others = [token, TokenEvent("req_1", [7], 1, 1)], [("req_2", 0, 8)]
+        stats.note_tokens(EngineFrame(events=events, decoded=others))
         stats.note_status(engine_status(generation_tokens_total=2 * second + 2), float(second))
 
     assert stats.tokens_per_second(3.0) == 1.0

@@ -140,8 +140,8 @@ async def test_tokens_generated_past_a_stop_string_are_counted_as_discarded(
 async def test_timings_are_observed_once_per_request(
     box: Serving, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted: list[float] = []
-    monkeypatch.setattr(box.client.stats, "note_ttft", noted.append)
+    ttfts_s: list[float] = []
+    monkeypatch.setattr(box.client.stats, "note_ttft", ttfts_s.append)
     box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT)
     clock.advance(2.5)
@@ -160,7 +160,7 @@ async def test_timings_are_observed_once_per_request(
         assert f'gatehouse_{name}_count{{model="tiny"}} {times}.0' in shown
     for name in ("request_seconds", "time_to_first_token_seconds"):
         assert f'gatehouse_{name}_sum{{model="tiny"}} 2.5' in shown
-    assert noted == [generation.live.ttft_s] == [2.5]
+    assert ttfts_s == [generation.live.ttft_s] == [2.5]
     assert generation.live.kv_blocks == 0
 
 
@@ -341,8 +341,8 @@ async def test_no_timer_of_a_request_outlives_it(box: Serving, cast: Cast, clock
     generation = await box.start(cast.bob, TEXT)
     generation.set_expiry(clock.now() + timedelta(hours=1))
     planned: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-    await poll_until(lambda: len([each for each in planned if each._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
-    timers = [each for each in planned if each._callback == generation.end_early]  # type: ignore[attr-defined]
+    await poll_until(lambda: len([timer for timer in planned if timer._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
+    timers = [timer for timer in planned if timer._callback == generation.end_early]  # type: ignore[attr-defined]
     await generation.outcome
     await poll_until(lambda: not box.generations._tasks)
 
@@ -432,12 +432,12 @@ async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: D
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "log_events"),
     [(InternalError("nothing was started"), []), (ValueError("a bug"), ["pending record could not be written"])],
     ids=["refused", "bug"],
 )
 async def test_a_request_without_a_pending_record_never_reaches_the_engine(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception, told: list[str]
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception, log_events: list[str]
 ) -> None:
     async def broken(_entry: PendingEntry) -> None:
         raise error
@@ -448,7 +448,7 @@ async def test_a_request_without_a_pending_record_never_reaches_the_engine(
             await box.start(cast.bob, TEXT)
         assert await box.generations.drain(5.0)
 
-    assert [line["event"] for line in logs] == told
+    assert [line["event"] for line in logs] == log_events
     assert [frame for frame in box.engine.frames if frame.submit] == []
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
@@ -481,11 +481,11 @@ async def test_a_disconnect_while_the_record_is_written_is_not_billed_and_never_
 async def test_a_full_queue_refuses_before_admission(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=1, seats=1) as box:
         for answers in ([1, 1], [2], [1, 1]):  # each answer takes a place and returns it
-            held = [await box.start(cast.bob, [STALL, 5], n=num) for num in answers]
-            assert [generation.live.tenant_open for generation in held] == list(range(len(answers)))
+            generations = [await box.start(cast.bob, [STALL, 5], n=num) for num in answers]
+            assert [generation.live.tenant_open for generation in generations] == list(range(len(answers)))
             with pytest.raises(Overloaded):
                 await box.start(cast.bob, TEXT)
-            for generation in held:
+            for generation in generations:
                 generation.end_early("disconnected")
             await poll_until(lambda: not box.generations.live(access=WHOLE_BOX))
 
@@ -494,16 +494,16 @@ async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=3, seats=1) as box:
-        held = []
+        generations = []
         for person, most in (
             (cast.charlie, 4),
             (cast.bob, 2),
         ):  # one tenant alone may take all places; then 4 + 2 and 2 come to 8
             for _ in range(most):
-                held.append(await box.start(person, [STALL, 5]))
+                generations.append(await box.start(person, [STALL, 5]))
             with pytest.raises(Overloaded):
                 await box.start(person, TEXT)
-        for generation in held:
+        for generation in generations:
             generation.end_early("disconnected")
 
 
@@ -541,10 +541,10 @@ async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> No
 
 
 async def test_running_requests_with_output_are_checkpointed(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Usage]] = []
-    monkeypatch.setattr(box.ledger, "checkpoint", told.append)
+    checkpoints: list[dict[str, Usage]] = []
+    monkeypatch.setattr(box.ledger, "checkpoint", checkpoints.append)
     box.generations.checkpoint()
-    assert told == [], "nothing runs"
+    assert checkpoints == [], "nothing runs"
 
     waiting = await box.start(cast.charlie, [STALL, 5])
     ended = await box.start(cast.bob, TEXT)
@@ -554,7 +554,7 @@ async def test_running_requests_with_output_are_checkpointed(box: Serving, cast:
         await generation.chunks.take(10.0)
     lives = [generation.live for generation in running]
     box.generations.checkpoint()
-    assert told == [
+    assert checkpoints == [
         {
             live.id: Usage(
                 prompt_tokens=live.prompt_tokens,
@@ -564,7 +564,7 @@ async def test_running_requests_with_output_are_checkpointed(box: Serving, cast:
             for live in lives
         }
     ]
-    assert all(usage.completion_tokens > 0 for usage in told[0].values())
+    assert all(usage.completion_tokens > 0 for usage in checkpoints[0].values())
     for generation in (waiting, *running):
         generation.end_early("aborted")
 

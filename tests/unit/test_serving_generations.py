@@ -100,9 +100,9 @@ async def test_a_request_waits_for_admission_as_long_as_its_tier_allows(
 ) -> None:
     admit, waits_s = box.admission.admit, list[float]()
 
-    async def noting(asked: AdmissionRequest, wait_s: float) -> Reservation:
+    async def noting(request: AdmissionRequest, wait_s: float) -> Reservation:
         waits_s.append(wait_s)
-        return await admit(asked, wait_s)
+        return await admit(request, wait_s)
 
     monkeypatch.setattr(box.admission, "admit", noting)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=1500)
@@ -118,10 +118,10 @@ async def test_the_seats_of_the_engine_add_to_the_requests_that_may_be_open(
     if seats is None:
         monkeypatch.setattr(InProcessEngine, "info", None)
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, seats=seats or 8, max_waiting_requests=1) as box:
-        held = [await box.start(cast.bob, [STALL, 5], n=num) for num in (places - 1, 1) if num]
+        generations = [await box.start(cast.bob, [STALL, 5], n=num) for num in (places - 1, 1) if num]
         with pytest.raises(Overloaded, match="queue is full"):
             await box.start(cast.bob, TEXT)
-        for generation in held:
+        for generation in generations:
             generation.end_early("disconnected")
 
 
@@ -142,10 +142,10 @@ async def test_a_request_pays_the_price_in_force_at_its_admission(
 ) -> None:
     admit, asked_at = box.admission.admit, list[int | None]()
 
-    async def after_a_wait(asked: AdmissionRequest, wait_s: float) -> Reservation:
-        asked_at.append(None if asked.price is None else asked.price.completion)
+    async def after_a_wait(request: AdmissionRequest, wait_s: float) -> Reservation:
+        asked_at.append(None if request.price is None else request.price.completion)
         clock.advance(10)
-        return await admit(asked, wait_s)
+        return await admit(request, wait_s)
 
     terms: dict[str, Any] = {"model": MODEL, "currency": "EUR", "prompt": 0, "cached_prompt": 0}
     prices = euro_prices(database, clock)
@@ -165,9 +165,9 @@ async def test_a_request_whose_engine_died_while_it_waited_reserves_nothing(
 ) -> None:
     admit = box.admission.admit
 
-    async def after_a_wait(asked: AdmissionRequest, wait_s: float) -> Reservation:
+    async def after_a_wait(request: AdmissionRequest, wait_s: float) -> Reservation:
         box.client.unavailable = "restarting"
-        return await admit(asked, wait_s)
+        return await admit(request, wait_s)
 
     monkeypatch.setattr(box.admission, "admit", after_a_wait)
     with pytest.raises(EngineUnavailable):
@@ -199,16 +199,16 @@ async def test_the_expiry_of_a_key_ends_its_running_requests(box: Serving, cast:
 async def test_a_request_whose_caller_is_cancelled_while_its_record_is_written_ends_unbilled(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, asked, disk = box.ledger.open, asyncio.Event(), asyncio.Event()
+    written, requested, disk = box.ledger.open, asyncio.Event(), asyncio.Event()
 
     async def slowly(entry: PendingEntry) -> None:
-        asked.set()
+        requested.set()
         await disk.wait()
         await written(entry)
 
     monkeypatch.setattr(box.ledger, "open", slowly)
     starting = asyncio.create_task(box.start(cast.bob, TEXT))
-    await asked.wait()
+    await requested.wait()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -222,14 +222,14 @@ async def test_a_request_whose_caller_is_cancelled_while_its_record_is_written_e
 async def test_an_ended_but_unsettled_request_is_neither_revived_nor_checkpointed(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, disk, told = box.ledger.settle, asyncio.Event(), list[dict[str, Usage]]()
+    settle, disk, checkpoints = box.ledger.settle, asyncio.Event(), list[dict[str, Usage]]()
 
     async def slowly(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
         await disk.wait()
         await settle(settlement, on_recorded)
 
     monkeypatch.setattr(box.ledger, "settle", slowly)
-    monkeypatch.setattr(box.ledger, "checkpoint", told.append)
+    monkeypatch.setattr(box.ledger, "checkpoint", checkpoints.append)
     generation = await box.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.state == "finished")
     late = [
@@ -242,7 +242,7 @@ async def test_an_ended_but_unsettled_request_is_neither_revived_nor_checkpointe
     for requests in (None, late):
         box.generations.note_frame(EngineFrame(status=engine_status(requests=requests)))
     box.generations.checkpoint()
-    assert (generation.live.state, generation.live.kv_blocks, told) == ("finished", 0, [])
+    assert (generation.live.state, generation.live.kv_blocks, checkpoints) == ("finished", 0, [])
     disk.set()
     assert await box.generations.drain(5.0)
 
@@ -250,11 +250,11 @@ async def test_an_ended_but_unsettled_request_is_neither_revived_nor_checkpointe
 async def test_a_request_is_checkpointed_from_its_first_token_on(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, Usage]] = []
-    monkeypatch.setattr(box.ledger, "checkpoint", told.append)
+    checkpoints: list[dict[str, Usage]] = []
+    monkeypatch.setattr(box.ledger, "checkpoint", checkpoints.append)
     box.engine.allow_steps(1)
     generation = await box.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.completion_tokens == 1)
     box.generations.checkpoint()
-    assert told == [{generation.request_id: Usage(prompt_tokens=len(box.ids(TEXT)), completion_tokens=1)}]
+    assert checkpoints == [{generation.request_id: Usage(prompt_tokens=len(box.ids(TEXT)), completion_tokens=1)}]
     generation.end_early("disconnected")

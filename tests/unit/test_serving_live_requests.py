@@ -91,5 +91,5 @@ async def test_a_past_request_also_shows_how_many_of_its_tenant_came_before_it(
             box.generations.abort(running.request_id, access=WHOLE_BOX)
             await running.outcome
     past = PastRequests(database)
-    found = [await past.get(each.request_id, access=WHOLE_BOX) for each in (first, second)]
+    found = [await past.get(generation.request_id, access=WHOLE_BOX) for generation in (first, second)]
     assert [row.tenant_open for row in found] == [0, 1]

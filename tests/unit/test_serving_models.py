@@ -117,11 +117,16 @@ def test_an_engine_gets_the_options_that_are_set_and_chooses_the_rest(tmp_path: 
     folder = ModelFolder.check(make_hollow_model(tmp_path / "model"))
     settings = load_settings(options={"data_dir": tmp_path, "max_model_len": 512, "swap_space_gib": 1.5}, environ={})
     command = engine_command(folder, settings, 7)
-    told = json.loads(command[-1])
+    passed = json.loads(command[-1])
 
     assert command[1:-1] == ["-m", "engine.main", "--fd", "7", "--options"]
-    assert (told["model"], told["name"], told["max_model_len"], told["swap_space"]) == (str(folder.path), "model", 512, 1.5)
-    assert not {"max_num_seqs", "kv_cache_bytes", "quantization", "inter_token_target_ms", "speculative_config"} & told.keys()
+    assert (passed["model"], passed["name"], passed["max_model_len"], passed["swap_space"]) == (
+        str(folder.path),
+        "model",
+        512,
+        1.5,
+    )
+    assert not {"max_num_seqs", "kv_cache_bytes", "quantization", "inter_token_target_ms", "speculative_config"} & passed.keys()
 
 
 def options_of(folder: Path, **values: Any) -> EngineOptions:
@@ -149,8 +154,8 @@ def test_each_engine_has_its_own_settings_and_knows_those_of_the_others(tmp_path
         options, alone = options_of(folder, **given), options_of(other, **given)
         assert options.quantization == ("int8" if folder is first else "awq")
         assert (options.speculative_config is None, options.max_num_seqs) == (folder is first, 4)
-        (told,) = options.colocated_models
-        of_other = EngineOptions.of({"name": alone.name, "inter_token_target_ms": INTER_TOKEN_TARGET_MS, **told})
+        (neighbour,) = options.colocated_models
+        of_other = EngineOptions.of({"name": alone.name, "inter_token_target_ms": INTER_TOKEN_TARGET_MS, **neighbour})
         assert of_other == dataclasses.replace(alone, colocated_models=())
 
 
@@ -256,10 +261,10 @@ def test_the_switches_of_the_settings_are_those_of_the_engine() -> None:
 
 
 def test_tenants_of_an_engine_are_listed_largest_first_without_the_probe() -> None:
-    held = [("tn_1", 2), ("tn_2", 9), ("probe", 1)]
+    blocks_by_tenant = [("tn_1", 2), ("tn_2", 9), ("probe", 1)]
     progress = [
         TenantProgress(tenant_id=tenant_id, num_running=1, num_waiting=2, kv_blocks=blocks, service_s=0.5)
-        for tenant_id, blocks in held
+        for tenant_id, blocks in blocks_by_tenant
     ]
     readings = tenant_readings(progress, {"tn_1": "bob", "tn_2": "charlie", "tn_3": "dora"})
 

@@ -28,7 +28,7 @@ def command(fd: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), *options]
 
 
-def wanted(first_token: int) -> GenerationRequest:
+def make_request(first_token: int) -> GenerationRequest:
     sampling = SamplingParams(max_tokens=3, seed=1)
     return GenerationRequest(request_id="req_1", tenant_id="bob", prompt_token_ids=[first_token], sampling=sampling)
 
@@ -53,11 +53,11 @@ async def supervised(*options: str, switched_off: Sequence[str] = ()) -> AsyncIt
 async def test_requests_get_model_loading_while_the_engine_loads() -> None:
     async with supervised() as watched:
         with pytest.raises(ModelLoading) as caught:
-            watched.submit(wanted(5))
+            watched.submit(make_request(5))
 
         assert caught.value.retry_after_s is not None
         await watched.wait_for_state("ready")
-        assert (await watched.submit(wanted(5)).take())[0].token_ids
+        assert (await watched.submit(make_request(5)).take())[0].token_ids
 
 
 async def test_a_killed_engine_is_restarted_and_its_streams_fail() -> None:
@@ -65,7 +65,7 @@ async def test_a_killed_engine_is_restarted_and_its_streams_fail() -> None:
         await watched.wait_for_state("ready")
         first_pid = watched.pid
         assert first_pid is not None
-        stream = watched.submit(wanted(STALL))
+        stream = watched.submit(make_request(STALL))
         await asyncio.sleep(0)
         os.kill(first_pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable):
@@ -77,7 +77,7 @@ async def test_a_killed_engine_is_restarted_and_its_streams_fail() -> None:
 
         assert watched.pid != first_pid
         assert watched.restarts == 1
-        assert (await watched.submit(wanted(5)).take())[0].token_ids
+        assert (await watched.submit(make_request(5)).take())[0].token_ids
 
 
 async def test_during_a_restart_retry_after_is_the_expected_start_time() -> None:
@@ -92,27 +92,27 @@ async def test_during_a_restart_retry_after_is_the_expected_start_time() -> None
     try:
         async with asyncio.timeout(DEADLINE_S):
             await watched.wait_for_state("ready")
-            stream = watched.submit(wanted(STALL))
+            stream = watched.submit(make_request(STALL))
             assert watched.pid is not None
             os.kill(watched.pid, signal.SIGKILL)
             with pytest.raises(EngineUnavailable) as of_a_running_request:
                 await stream.take()
             with pytest.raises(EngineUnavailable) as before_the_exit_is_known:
-                watched.submit(wanted(5))
+                watched.submit(make_request(5))
             await watched.wait_for_state("restarting")
         with pytest.raises(EngineUnavailable) as of_a_new_request:
             watched.check_ready()
     finally:
         await watched.stop()
 
-    for told in (of_a_running_request, before_the_exit_is_known, of_a_new_request):
-        assert told.value.retry_after_s == pytest.approx(9 + supervisor.BACKOFF_FIRST_S)
+    for refusal in (of_a_running_request, before_the_exit_is_known, of_a_new_request):
+        assert refusal.value.retry_after_s == pytest.approx(9 + supervisor.BACKOFF_FIRST_S)
 
 
 async def test_an_engine_crashed_by_a_request_is_restarted() -> None:
     async with supervised() as watched:
         await watched.wait_for_state("ready")
-        stream = watched.submit(wanted(DIE))
+        stream = watched.submit(make_request(DIE))
         with pytest.raises(EngineUnavailable):
             await stream.take()
         await watched.wait_for_state("restarting")
@@ -124,7 +124,7 @@ async def test_a_hanging_engine_is_killed_and_restarted(monkeypatch: pytest.Monk
     monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
     async with supervised() as watched:
         await watched.wait_for_state("ready")
-        stream = watched.submit(wanted(STALL))
+        stream = watched.submit(make_request(STALL))
         assert watched.pid is not None
         os.kill(watched.pid, signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
