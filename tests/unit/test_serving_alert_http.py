@@ -60,11 +60,11 @@ class Sending:
     """Creates senders and closes them."""
 
     def __init__(self) -> None:
-        self.senders: list[HttpSender] = []
+        self.made: list[HttpSender] = []
 
     async def __call__(self, target: str, *, reach: Reach = LOOPBACK, now: datetime = START, **options: Any) -> None:
         sender = HttpSender(reach, version="test", **{"resolve": names(), **options})
-        self.senders.append(sender)
+        self.made.append(sender)
         await sender.send(endpoint(target), DELIVERY, now)
 
 
@@ -73,7 +73,7 @@ async def send() -> AsyncIterator[Sending]:
     """A function that sends DELIVERY to a target."""
     sending = Sending()
     yield sending
-    for sender in sending.senders:
+    for sender in sending.made:
         await sender.close()
 
 

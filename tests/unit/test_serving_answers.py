@@ -265,18 +265,18 @@ async def test_a_slow_reader_of_several_answers_gets_everything(
 async def test_a_read_of_the_ledger_knows_of_requests_that_ended_but_are_not_settled(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended_before_settlement: list[list[str]] = []
+    told: list[list[str]] = []
     settle = box.ledger.settle
 
     async def settle_seen(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
-        ended_before_settlement.append(list(box.admission._first_reads._ended))
+        told.append(list(box.admission._first_reads._ended))
         await settle(settlement, on_recorded)
 
     monkeypatch.setattr(box.ledger, "settle", settle_seen)
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
     await poll_until(lambda: not box.admission._first_reads._ended)
-    assert ended_before_settlement == [[generation.request_id]]
+    assert told == [[generation.request_id]]
 
 
 async def test_every_answer_is_reserved_and_counts_as_waiting(box: Serving, database: Database, clock: FakeClock) -> None:

@@ -20,7 +20,7 @@ class TakenAgain:
     goes_on = False
 
     async def lost(self, go_on: GoOn) -> str:
-        """Ask the holder once."""
+        """Ask once."""
         self.goes_on = await go_on()
         return "the server is gone"
 

@@ -39,7 +39,7 @@ class Alerts:
         self._watch: AlertWatch | None = None
 
     def start(self, models: ModelRegistry, metrics: Metrics, *, version: str) -> None:
-        """Start the watch and delivery tasks."""
+        """Start to watch and to deliver."""
         self._watch = AlertWatch(self._db, self._clock, self.budgets, KeyAlerts(self._db, self._clock), models)
         self._delivery = AlertDelivery(
             self._db, self._clock, self.outbox, self.webhooks, self._senders(version), metrics, randomness=random.random
