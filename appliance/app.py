@@ -256,12 +256,12 @@ class Appliance:
         """Open the journal, if the database has one, and write the records that a crashed run left in it to the tables."""
         try:
             self._journal = journal_beside(self.settings.database_url)
-            replayed = 0 if self._journal is None else await replay(db, self._journal, self._clock, self._calendar, on_settled)
+            missing = 0 if self._journal is None else await replay(db, self._journal, self._clock, self._calendar, on_settled)
         except OSError as error:
             where = f"{self.settings.database_url.removeprefix('sqlite:///')}{SUFFIX}"
             raise UnusableData(f"the journal {where} cannot be used: {error.strerror or error}") from error
-        if replayed:
-            log.warning("records of an earlier run written from the journal to the tables", count=replayed)
+        if missing:
+            log.warning("records of an earlier run written from the journal to the tables", count=missing)
 
     async def _start_parts(self, services: Services) -> None:
         self._gpu.open()

@@ -121,7 +121,7 @@ class HttpSender:
         try:
             found = await self._resolve(url.host, url.port or (443 if encrypted else 80))
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-            raise SendFailed("name", f"the name {url.host} cannot be found: {one_line(error, 200)}") from error
+            raise SendFailed("name", f"the name {url.host} cannot be resolved: {one_line(error, 200)}") from error
         allowed = [address for address in dict.fromkeys(found) if self._reach.allows(address, encrypted=encrypted)]
         if not allowed:
             raise SendFailed("address", f"alerts may not be sent to the address of {url.host} this way (webhook_networks)")
