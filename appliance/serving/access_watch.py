@@ -83,8 +83,8 @@ class AccessWatch:
         now = self._clock.now()
         for generation in running:
             principal = principals.get(generation.live.key_id)
-            why = why_ended(principal, now)
-            if why is not None:
-                generation.end_early(why)
+            reason = why_ended(principal, now)
+            if reason is not None:
+                generation.end_early(reason)
             elif principal is not None:
                 generation.set_expiry(principal.key.expires_at)

@@ -19,7 +19,7 @@ async def stop_when_claim_lost(claim: DatabaseClaim, services: Services, stop: C
     Requests are also ended if the wait is cancelled or fails: nothing is served while the claim is not watched.
     """
 
-    async def may_resume() -> bool:
+    async def may_continue() -> bool:
         # A command may have changed rows while the database was unclaimed.
         for cached in (services.db.principals, services.db.webhooks):
             cached.bump()
@@ -27,7 +27,7 @@ async def stop_when_claim_lost(claim: DatabaseClaim, services: Services, stop: C
         return await epochs.is_open(services.db, services.epoch_id)
 
     try:
-        reason = await claim.lost(may_resume)
+        reason = await claim.lost(may_continue)
     finally:
         services.generations.end_all()
         stop()

@@ -39,8 +39,8 @@ def build_models(
 
 
 def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
-    """Return the command line of an engine process that speaks on the inherited socket `fd`. All engines use the same GPU, if
-    there is one: each learns of the others, and leaves them memory."""
+    """Return the command line of an engine process that uses the inherited socket `fd`. All engines share the GPU, if there is
+    one: each is told of the others, so that it leaves them memory."""
     engines = {model.path: settings.of_model(model).engine_options() for model in settings.models}
     own = engines.pop(folder.path, None) or settings.engine_options()
     others = [{"model": str(path), **_without_prefixes(options)} for path, options in engines.items()]
