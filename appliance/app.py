@@ -1,4 +1,4 @@
-"""The composition root: the one place that knows every part. Builds the services, mounts the routes, starts and stops."""
+"""The composition root: the only place that knows every part. Builds the services, mounts the routes, starts and stops."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ log = structlog.get_logger()
 
 
 class Appliance:
-    """All parts of one appliance. With `engines=False` it serves no model: so the command line uses it while none runs."""
+    """All parts of one appliance. With `engines=False` it serves no model; the command line uses this when none is running."""
 
     def __init__(self, settings: Settings, *, engines: bool = True) -> None:
         self.settings = settings
@@ -106,15 +106,15 @@ class Appliance:
 
     @property
     def services(self) -> Services:
-        """Return the parts, which exist once `start` has returned."""
+        """Return the parts. Raises RuntimeError before `start` has built them."""
         if self._services is None:
             raise RuntimeError("the appliance has not been started")
         return self._services
 
     async def start(self) -> None:
-        """Claim the database, migrate, recover what a dead run left, and start every part. Engines load in the background.
+        """Claim the database, migrate, recover records of a crashed run, and start every part. Engines load in the background.
 
-        Raises NotAModel, UnusableData, ValueError or the database's own error; nothing is left running then.
+        Raises NotAModel, UnusableData, ValueError, EpochEnded or an error of the database; nothing is left running then.
         """
         settings = self.settings
         make_data_folder(settings.data_dir)
@@ -130,7 +130,7 @@ class Appliance:
             raise
 
     async def stop(self) -> None:
-        """Settle live requests and stop every part, in the order of dependence."""
+        """Settle live requests and stop every part before those that it depends on."""
         services = self.services
         await services.housekeeping.stop()
         await services.readiness.stop()
@@ -148,7 +148,7 @@ class Appliance:
             await self._release(services.db)
 
     async def _release(self, db: Database) -> None:
-        """Stop the sampler, close GPU probe, journal and database, and release the claim; also after a start that failed."""
+        """Stop the sampler, close GPU probe, journal and database, and release the claim. Also cleans up a failed start."""
         try:
             if self._services is not None:
                 await self._services.sampler.stop()
@@ -240,7 +240,7 @@ class Appliance:
         )
 
     async def _begin_epoch(self, db: Database, on_settled: OnSettled) -> str:
-        """Begin an epoch and settle what dead ones left behind. An appliance without engines has none."""
+        """Begin an epoch and recover the records of crashed ones. Without engines there is no epoch: return "none"."""
         if not self.engines:
             return "none"
         await self._open_journal(db, on_settled)
@@ -249,11 +249,11 @@ class Appliance:
         if recovered:
             log.warning("records of an earlier run recovered", count=recovered)
         if await rollups.align_days(db, self._calendar):
-            log.warning("sums by day built again for another time zone", time_zone=self._calendar.time_zone)
+            log.warning("daily sums rebuilt for another time zone", time_zone=self._calendar.time_zone)
         return epoch_id
 
     async def _open_journal(self, db: Database, on_settled: OnSettled) -> None:
-        """Open the journal, if the database has one, and write what a dead run left in it to the tables."""
+        """Open the journal, if the database has one, and write the records that a crashed run left in it to the tables."""
         try:
             self._journal = open_journal(self.settings.database_url)
             missing = 0 if self._journal is None else await replay(db, self._journal, self._clock, self._calendar, on_settled)
@@ -261,7 +261,7 @@ class Appliance:
             where = f"{self.settings.database_url.removeprefix('sqlite:///')}{SUFFIX}"
             raise UnusableData(f"the journal {where} cannot be used: {error.strerror or error}") from error
         if missing:
-            log.warning("records of an earlier run brought from the journal into the tables", count=missing)
+            log.warning("records of an earlier run written from the journal to the tables", count=missing)
 
     async def _start_parts(self, services: Services) -> None:
         self._gpu.open()
@@ -291,7 +291,7 @@ class Appliance:
 
 
 def create_app(appliance: Appliance) -> Litestar:
-    """Return the application of a started appliance: API, health, metrics, schema and console."""
+    """Return the ASGI application of a started appliance: API, health, metrics, schema and console."""
     services = appliance.services
     app = Litestar(
         route_handlers=[*api_routers(), create_console_router(services)],
@@ -308,7 +308,7 @@ def create_app(appliance: Appliance) -> Litestar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What the command line prints once the service listens. `first_start` holds secrets that are shown once."""
+    """What the command line prints once the service listens. `first_start` holds secrets that are shown only once."""
 
     host: str
     port: int
@@ -318,9 +318,9 @@ class Started:
 
 
 async def serve(settings: Settings, *, on_listening: Callable[[Started], None] = lambda _started: None) -> None:
-    """Serve until told to stop. Raises CannotStart or NotAModel when nothing can be served.
+    """Serve until a signal stops the server. Raises CannotStart or NotAModel if serving cannot start or continue.
 
-    `on_listening` shows the first login: once it has returned, the login counts as seen and is not created again.
+    `on_listening` shows the first login. Once it has returned, the login counts as shown and is not created again.
     """
     model_folders(settings)
     startup_files = StartupFiles.begin(settings.data_dir)

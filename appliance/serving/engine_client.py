@@ -87,7 +87,7 @@ class EngineClient:
             self._set_end_timeout(request_id, None)
 
     def abort_answer(self, request_id: str, index: int) -> None:
-        """Ask the engine to end one answer of a request, as `abort` does; the others go on."""
+        """Ask the engine to end one answer of a request, as `abort` does; the others continue."""
         queue = self._queues.get(request_id)
         if queue is not None and index in queue.open_answers and self._closed_reason is None:
             self._answer_aborts.append((request_id, index))

@@ -85,7 +85,7 @@ class Generation:
             self._model.engine.abort(self.request_id)
 
     def set_expiry(self, expires_at: datetime | None) -> None:
-        """Set when the request's key expires, which ends the request; None is never. Replaces an earlier expiry."""
+        """Set when the request's key expires, which ends the request; None means never. Replaces an earlier expiry."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

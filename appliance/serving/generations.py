@@ -86,7 +86,7 @@ class Generations:
         return {generation.live.tenant_id: generation.live.tenant_name for generation in self._generations.values()}
 
     def find(self, request_id: str, *, access: Access, action: Action = Action.READ) -> LiveRequest | None:
-        """Return a live request, or None if there is none that `access` may see. Raises RoleNotAllowed."""
+        """Return a live request, or None if `access` sees none. Raises RoleNotAllowed if it does not permit `action`."""
         generation = self._generations.get(request_id)
         if generation is None or not access.sees(generation.live.tenant_id):
             return None

@@ -30,7 +30,7 @@ async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBo
 
 @pytest.fixture
 async def entry(box: ApiBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> PendingEntry:
-    """An entry of which the journal alone knows, until somebody waits for its rows."""
+    """An entry that is only in the journal until a reader waits for its rows."""
     people = await make_cast(box.services.db, clock)
     entry = pending(people.bob)
     row = rows.event_row(entry, people.epoch_id, "EUR", clock.now().date())

@@ -98,7 +98,8 @@ def test_a_delivery_is_listed_with_what_it_told(alerts: Path, capsys: pytest.Cap
     assert main(["alerts", "deliveries", webhook_id]) == 0
     header, line = (row.split("\t") for row in capsys.readouterr().out.splitlines())
     assert (
-        line[header.index("about")] == "All tenants together have reached 80 % of the tokens of 2026-11-21 for the model demo"
+        line[header.index("about")]
+        == "All tenants together have reached 80 % of the token limit of 2026-11-21 for the model demo"
     )
     (row,) = told(capsys, "alerts", "deliveries", webhook_id)["data"]
     assert row["payload"]["data"] == data

@@ -105,7 +105,7 @@ async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
         await connection.run_sync(enqueue, clock.now(), event=event, subject="a key", data={**key, **tokens})
     page = (await alice.get(f"/alerts/{webhook.id}")).text
     assert "Daily token threshold reached" in page
-    assert "The key &lt;ci&gt; of bob has reached 80 % of the tokens of 2026-11-21 for the model demo: 9 of 10." in page
+    assert "The key &lt;ci&gt; of bob has reached 80 % of the token limit of 2026-11-21 for the model demo: 9 of 10." in page
 
 
 async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:

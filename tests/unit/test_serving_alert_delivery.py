@@ -1,4 +1,4 @@
-"""Alert delivery: at least once, with growing waits, in parallel, and with the same id after a crash."""
+"""Alert delivery: at least once, with growing backoff, in parallel, and with the same id after a crash."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ pytestmark = pytest.mark.on_either_database
 
 @pytest.fixture
 def alerts(database: Database, clock: FakeClock) -> AlertBox:
-    """The parts of the alerts over this test's database."""
+    """The alerting parts over the test's database."""
     return alert_box(database, clock)
 
 
 async def webhook(alerts: AlertBox, target: str = TARGET) -> str:
-    made, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_BOX)
-    return made.id
+    created, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_BOX)
+    return created.id
 
 
 def counted(alerts: AlertBox, name: str, **labels: str) -> float:
-    """Return the value of a metric, 0 when it was never touched."""
+    """Return the value of a metric, 0 if it was never set."""
     return alerts.metrics.registry.get_sample_value(f"gatehouse_{name}", labels) or 0.0
 
 
-async def test_a_message_that_is_taken_is_sent_once(alerts: AlertBox) -> None:
+async def test_an_accepted_message_is_sent_once(alerts: AlertBox) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender()
@@ -47,7 +47,7 @@ async def test_a_message_that_is_taken_is_sent_once(alerts: AlertBox) -> None:
     assert counted(alerts, "alerts_delivered_total") == 1
 
 
-async def test_a_message_that_is_not_taken_comes_again_exactly_when_it_should(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_rejected_message_is_retried_exactly_when_due(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender(*(SendFailed("failed", "the receiver answered 500") for _ in range(3)))
@@ -64,14 +64,14 @@ async def test_a_message_that_is_not_taken_comes_again_exactly_when_it_should(al
 
 
 @pytest.mark.parametrize(("randomness", "wait_s"), [(0.0, 5.0), (1.0, 15.0)])
-async def test_randomness_spreads_the_waits(alerts: AlertBox, randomness: float, wait_s: float) -> None:
+async def test_jitter_spreads_the_retries(alerts: AlertBox, randomness: float, wait_s: float) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     await alerts.delivery(RecordingSender(SendFailed("timeout", "no answer")), randomness=randomness).deliver_due()
     assert await alerts.outbox.next_due_s() == wait_s
 
 
-async def test_a_receiver_is_left_alone_as_long_as_it_asks_but_not_for_ever(alerts: AlertBox) -> None:
+async def test_retry_after_is_honoured_up_to_a_limit(alerts: AlertBox) -> None:
     await webhook(alerts)
     for asked_s, waits_s in ((3600.0, 3600.0), (1.0, 10.0), (10**9, RETRY_S_MAX)):
         await alerts.enqueue(str(asked_s))
@@ -81,7 +81,7 @@ async def test_a_receiver_is_left_alone_as_long_as_it_asks_but_not_for_ever(aler
         await alerts.outbox.mark_delivered(message)
 
 
-async def test_after_the_last_attempt_it_is_given_up_and_said_so(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_after_the_last_attempt_a_message_is_given_up_and_logged(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender(*(SendFailed("connect", "no connection") for _ in range(ATTEMPTS_MAX)))
@@ -101,7 +101,7 @@ async def test_after_the_last_attempt_it_is_given_up_and_said_so(alerts: AlertBo
     assert set(sender.ids) == {message.id}
 
 
-async def test_a_receiver_that_is_gone_is_disabled(alerts: AlertBox) -> None:
+async def test_a_webhook_that_is_gone_is_disabled(alerts: AlertBox) -> None:
     webhook_id = await webhook(alerts)
     for subject in ("one", "two"):
         await alerts.enqueue(subject)
@@ -111,7 +111,7 @@ async def test_a_receiver_that_is_gone_is_disabled(alerts: AlertBox) -> None:
     assert await alerts.enqueue("three") == 0
 
 
-async def test_a_slow_receiver_holds_up_nobody_else_and_gets_one_message_at_a_time(alerts: AlertBox) -> None:
+async def test_a_slow_receiver_delays_no_other_and_gets_one_message_at_a_time(alerts: AlertBox) -> None:
     slow, fast = "https://slow.example.com/", "https://fast.example.com/"
     await webhook(alerts, slow)
     for subject in ("one", "two", "three"):
@@ -133,7 +133,7 @@ async def test_a_slow_receiver_holds_up_nobody_else_and_gets_one_message_at_a_ti
     assert {message.state for message in await alerts.messages()} == {"delivered"}
 
 
-async def test_no_more_than_so_many_are_sent_to_at_once(alerts: AlertBox) -> None:
+async def test_parallel_deliveries_are_limited(alerts: AlertBox) -> None:
     sender = RecordingSender()
     targets = [f"https://receiver-{index}.example.com/" for index in range(5)]
     for target in targets:
@@ -143,7 +143,7 @@ async def test_no_more_than_so_many_are_sent_to_at_once(alerts: AlertBox) -> Non
     delivery = alerts.delivery(sender, parallel_max=3)
     delivery.start()
     await poll_until(lambda: len(sender.sent) == 3)
-    await alerts.enqueue("another")  # which wakes it
+    await alerts.enqueue("another")  # wakes the delivery task
     await poll_until(lambda: not alerts.db.outbox_written.is_set())
     assert len(sender.sent) == 3
     for gate in sender.gates.values():
@@ -164,7 +164,7 @@ async def test_a_new_message_wakes_the_delivery_at_once(alerts: AlertBox) -> Non
     assert len(sender.sent) == 1
 
 
-async def test_what_was_sent_and_not_noted_is_sent_again_with_the_same_id(database: Database, clock: FakeClock) -> None:
+async def test_a_message_sent_but_not_recorded_is_sent_again_with_the_same_id(database: Database, clock: FakeClock) -> None:
     failing = FailingDatabase.around(database)
     alerts = alert_box(failing, clock)
     await webhook(alerts)
@@ -182,7 +182,7 @@ async def test_what_was_sent_and_not_noted_is_sent_again_with_the_same_id(databa
     await delivery.deliver_due()
     (message,) = await alerts.messages()
     assert (len(sender.sent), message.state) == (1, "pending")
-    # Another process, later: the first one died between sending and noting.
+    # Another process, later: the first one died after sending, before it recorded the result.
     after = alert_box(database, clock)
     assert await after.delivery(sender).deliver_due() == 0
     clock.advance(LEASE_S)
@@ -191,9 +191,7 @@ async def test_what_was_sent_and_not_noted_is_sent_again_with_the_same_id(databa
     assert (await after.messages())[0].state == "delivered"
 
 
-async def test_the_next_run_sends_at_once_what_the_dead_one_was_sending_and_leaves_the_rest_waiting(
-    alerts: AlertBox, clock: FakeClock
-) -> None:
+async def test_after_a_crash_claimed_messages_are_sent_at_once_and_others_when_due(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue("waits")
     await alerts.delivery(RecordingSender(SendFailed("failed", "500"))).deliver_due()
@@ -211,7 +209,7 @@ async def test_the_next_run_sends_at_once_what_the_dead_one_was_sending_and_leav
     assert await alerts.outbox.next_due_s() == 10.0
 
 
-async def test_a_stop_ends_attempts_that_hang_and_loses_nothing(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_stop_cancels_hanging_attempts_and_loses_no_message(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender()
@@ -226,7 +224,7 @@ async def test_a_stop_ends_attempts_that_hang_and_loses_nothing(alerts: AlertBox
     assert await alerts.delivery(sender).deliver_due() == 1
 
 
-async def test_a_secret_that_cannot_be_read_is_said_and_tried_again(alerts: AlertBox) -> None:
+async def test_an_unreadable_secret_is_reported_and_the_message_retried(alerts: AlertBox) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     alerts.webhooks = Webhooks(alerts.db, alerts.clock, Sealer(b"y" * 32, "x"), target_policy=LOOPBACK, mail=True)
@@ -247,7 +245,7 @@ async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox)
     assert "smtp_url" in str((await alerts.messages())[0].last_error)
 
 
-async def test_a_bug_in_a_sender_ends_its_attempt_alone(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_bug_in_a_sender_ends_only_its_attempt(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender(RuntimeError("a bug"))
@@ -258,7 +256,7 @@ async def test_a_bug_in_a_sender_ends_its_attempt_alone(alerts: AlertBox, clock:
     assert [message.state for message in await alerts.messages()] == ["delivered"]
 
 
-async def test_a_message_that_ends_every_attempt_in_a_bug_is_given_up_too(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_message_whose_every_attempt_hits_a_bug_is_given_up(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender(*(RuntimeError("a bug") for _ in range(ATTEMPTS_MAX)))

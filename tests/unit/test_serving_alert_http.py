@@ -42,7 +42,7 @@ def endpoint(target: str) -> Endpoint:
 
 
 def names(**addresses: str | list[str]) -> Any:
-    """Return a resolver that knows these names (with _ for a dot) and addresses as they are."""
+    """Return a resolver that knows these names (with _ for a dot) and maps IP addresses to themselves."""
 
     async def resolve(host: str, port: int) -> Sequence[Address]:
         try:
@@ -57,7 +57,7 @@ def names(**addresses: str | list[str]) -> Any:
 
 
 class Sending:
-    """Makes senders and closes them."""
+    """Creates senders and closes them."""
 
     def __init__(self) -> None:
         self.made: list[HttpSender] = []
@@ -85,7 +85,7 @@ async def refused(work: Any) -> SendFailed:
     return failure.value
 
 
-async def test_a_receiver_can_verify_what_it_gets(send: Sending) -> None:
+async def test_a_receiver_can_verify_the_signature(send: Sending) -> None:
     async with receiving() as receiver:
         await send(f"http://127.0.0.1:{receiver.port}/alerts?team=a")
     line, headers, body = receiver.requests[0]
@@ -101,7 +101,7 @@ async def test_a_receiver_can_verify_what_it_gets(send: Sending) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
-async def test_every_2xx_is_taken(send: Sending, status: int) -> None:
+async def test_every_2xx_counts_as_delivered(send: Sending, status: int) -> None:
     async with receiving(f"HTTP/1.1 {status} X\r\ncontent-length: 0\r\n\r\n".encode()) as receiver:
         await send(f"http://127.0.0.1:{receiver.port}/")
 
@@ -110,7 +110,7 @@ async def test_every_2xx_is_taken(send: Sending, status: int) -> None:
     ("status", "reason"),
     [(400, "refused"), (401, "refused"), (404, "refused"), (429, "refused"), (500, "failed"), (503, "failed"), (410, "gone")],
 )
-async def test_other_answers_are_failures_with_a_reason(send: Sending, status: int, reason: str) -> None:
+async def test_other_statuses_are_failures_with_a_reason(send: Sending, status: int, reason: str) -> None:
     async with receiving(f"HTTP/1.1 {status} X\r\ncontent-length: 0\r\n\r\n".encode()) as receiver:
         failure = await refused(send(f"http://127.0.0.1:{receiver.port}/"))
     assert failure.reason == reason
@@ -121,7 +121,7 @@ async def test_other_answers_are_failures_with_a_reason(send: Sending, status: i
     ("status", "header", "wait_s"),
     [(503, "120", 120.0), (429, "7", 7.0), (500, "120", 0.0), (503, "-1", 0.0), (503, "soon", 0.0), (503, "9" * 30, 0.0)],
 )
-async def test_how_long_to_wait_is_read_where_it_counts(send: Sending, status: int, header: str, wait_s: float) -> None:
+async def test_retry_after_is_read_for_429_and_503(send: Sending, status: int, header: str, wait_s: float) -> None:
     answer = f"HTTP/1.1 {status} X\r\nretry-after: {header}\r\ncontent-length: 0\r\n\r\n"
     async with receiving(answer.encode()) as receiver:
         failure = await refused(send(f"http://127.0.0.1:{receiver.port}/"))
@@ -138,18 +138,18 @@ async def test_no_redirect_is_followed(send: Sending, status: int) -> None:
     assert elsewhere.requests == []
 
 
-async def test_an_endless_answer_is_not_read(send: Sending) -> None:
+async def test_the_body_of_an_endless_response_is_not_read(send: Sending) -> None:
     async with receiving(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n" + b"x" * 1000) as receiver:
         await send(f"http://127.0.0.1:{receiver.port}/")
 
 
-async def test_a_receiver_that_hangs_is_left_in_time(send: Sending) -> None:
+async def test_a_hanging_receiver_times_out(send: Sending) -> None:
     async with receiving(b"") as receiver:
         failure = await refused(send(f"http://127.0.0.1:{receiver.port}/", timeout_s=0.05))
     assert failure.reason == "timeout"
 
 
-async def test_a_receiver_that_drips_is_left_in_time(send: Sending) -> None:
+async def test_a_receiver_that_sends_slowly_times_out(send: Sending) -> None:
     left = asyncio.Event()
 
     async def drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -175,25 +175,25 @@ async def test_a_receiver_that_drips_is_left_in_time(send: Sending) -> None:
 @pytest.mark.parametrize(
     "answer", [b"\x00\x01\x02", b"HTTP/1.1 200", b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\n" + b"x" * 300_000]
 )
-async def test_what_is_no_http_is_a_failure(send: Sending, answer: bytes) -> None:
+async def test_a_response_that_is_not_http_is_a_failure(send: Sending, answer: bytes) -> None:
     async with receiving(answer) as receiver:
         failure = await refused(send(f"http://127.0.0.1:{receiver.port}/"))
     assert failure.reason == "connect"
     assert len(str(failure)) < 300
 
 
-async def test_nobody_at_the_port_is_a_failure(send: Sending) -> None:
+async def test_a_closed_port_is_a_failure(send: Sending) -> None:
     async with receiving() as receiver:
         pass
     assert (await refused(send(f"http://127.0.0.1:{receiver.port}/"))).reason == "connect"
 
 
-async def test_a_name_nobody_knows_is_a_failure(send: Sending) -> None:
+async def test_an_unknown_host_name_is_a_failure(send: Sending) -> None:
     failure = await refused(send("https://nowhere.example.com/"))
     assert failure.reason == "name"
 
 
-async def test_the_resolver_of_the_machine_is_asked_by_default(send: Sending) -> None:
+async def test_the_system_resolver_is_used_by_default(send: Sending) -> None:
     async with receiving() as receiver:
         await send(f"http://localhost:{receiver.port}/", resolve=None)
         no_name = await refused(send(f"http://{'x' * 70}.example.com:{receiver.port}/", resolve=None))
@@ -204,7 +204,7 @@ async def test_the_resolver_of_the_machine_is_asked_by_default(send: Sending) ->
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "0.0.0.0", "::1", "fd00::1", "fe80::1", "::ffff:127.0.0.1"]
 )
-async def test_a_name_that_leads_inside_is_not_connected_to(send: Sending, address: str) -> None:
+async def test_a_name_that_resolves_to_an_internal_address_is_refused(send: Sending, address: str) -> None:
     async with receiving() as receiver:
         target = f"https://innocent.example.com:{receiver.port}/"
         failure = await refused(send(target, target_policy=TargetPolicy(), resolve=names(innocent_example_com=address)))
@@ -212,19 +212,19 @@ async def test_a_name_that_leads_inside_is_not_connected_to(send: Sending, addre
     assert receiver.requests == []
 
 
-async def test_a_public_address_is_not_spoken_to_in_the_clear(send: Sending) -> None:
+async def test_a_public_address_is_refused_without_tls(send: Sending) -> None:
     failure = await refused(send("http://open.example.com/", resolve=names(open_example_com="1.1.1.1")))
     assert failure.reason == "address"
 
 
-async def test_the_next_address_is_tried_when_one_takes_no_connection(send: Sending) -> None:
+async def test_the_next_address_is_tried_when_one_refuses_the_connection(send: Sending) -> None:
     async with receiving() as receiver:
         both = names(two_example_com=["127.99.99.99", "127.0.0.1"])
         await send(f"http://two.example.com:{receiver.port}/", resolve=both)
     assert receiver.requests[0][1]["host"] == f"two.example.com:{receiver.port}"
 
 
-async def test_the_certificate_must_be_that_of_the_name(send: Sending, tmp_path: Path) -> None:
+async def test_the_certificate_must_match_the_host_name(send: Sending, tmp_path: Path) -> None:
     certificate = make_certificate(tmp_path, "alerts.example.com")
     known = names(alerts_example_com="127.0.0.1", other_example_com="127.0.0.1")
     async with receiving(tls=certificate.server()) as receiver:

@@ -60,20 +60,20 @@ def delivery(event: str = "budget.threshold", data: dict[str, Any] | None = None
 
 
 class MailServer:
-    """What a mail server has taken; it answers DATA with `answer`."""
+    """A mail server with the messages it has accepted; it answers DATA with `answer`."""
 
     def __init__(self, answer: str = "250 OK") -> None:
         self.answer = answer
-        self.taken: list[Envelope] = []
+        self.accepted: list[Envelope] = []
         self.port = 0
 
     async def handle_DATA(self, _server: Any, _session: Any, envelope: Envelope) -> str:
-        self.taken.append(envelope)
+        self.accepted.append(envelope)
         return self.answer
 
     def message(self) -> EmailMessage:
-        """Return the last message."""
-        content = self.taken[-1].content
+        """Return the last accepted message."""
+        content = self.accepted[-1].content
         assert isinstance(content, bytes)
         message = message_from_bytes(content, policy=default)
         assert isinstance(message, EmailMessage)
@@ -88,7 +88,7 @@ def _authenticate(_server: Any, _session: Any, _envelope: Any, _mechanism: str, 
 async def mail_server(
     server: MailServer, *, implicit: ssl.SSLContext | None = None, **options: Any
 ) -> AsyncIterator[MailServer]:
-    """Serve on a free port of this machine."""
+    """Run a mail server on a free local port."""
     loop = asyncio.get_running_loop()
     listening = await loop.create_server(
         lambda: SMTP(server, loop=loop, hostname="mail.test", **options), "127.0.0.1", 0, ssl=implicit
@@ -103,7 +103,7 @@ async def mail_server(
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Certificate:
-    """A certificate for 127.0.0.1."""
+    """A TLS certificate for 127.0.0.1."""
     return make_certificate(tmp_path)
 
 
@@ -115,12 +115,12 @@ async def send(url: str, what: Delivery | None = None, *, endpoint: Endpoint = M
         await sender.close()
 
 
-async def test_a_message_has_the_headers_that_let_it_be_known_again() -> None:
+async def test_a_message_has_identifying_headers() -> None:
     async with mail_server(MailServer()) as server:
         await send(f"smtp://127.0.0.1:{server.port}")
     message = server.message()
-    assert server.taken[0].rcpt_tos == ["ops@example.com"]
-    assert server.taken[0].mail_from == "gatehouse@box.example.com"
+    assert server.accepted[0].rcpt_tos == ["ops@example.com"]
+    assert server.accepted[0].mail_from == "gatehouse@box.example.com"
     assert message["From"] == "gatehouse@box.example.com"
     assert message["To"] == "ops@example.com"
     assert message["Subject"] == "[Gatehouse] Bob & <Söhne> has reached 80 % of the budget of 2026-11"
@@ -129,7 +129,7 @@ async def test_a_message_has_the_headers_that_let_it_be_known_again() -> None:
     assert parsedate_to_datetime(str(message["Date"])) == START
 
 
-async def test_a_message_is_plain_text_and_html_that_say_the_same() -> None:
+async def test_plain_text_and_html_have_the_same_content() -> None:
     async with mail_server(MailServer()) as server:
         await send(f"smtp://127.0.0.1:{server.port}")
     message = server.message()
@@ -166,11 +166,11 @@ def test_a_threshold_says_whose_limit_was_reached(whose: dict[str, str], who: st
     assert money.sentence == f"{who} reached 80 % of the budget of 2026-11{what}: 81.23 EUR of 100.00 EUR."
     assert money.subject == f"[Gatehouse] {who} reached 80 % of the budget of 2026-11{what}"
     tokens = text_of("tokens_per_day.threshold", {**whose, **TOKENS})
-    assert tokens.sentence == f"{who} reached 100 % of the tokens of 2026-11-21{what}: 1001 of 1000."
+    assert tokens.sentence == f"{who} reached 100 % of the token limit of 2026-11-21{what}: 1001 of 1000."
     assert [value for name, value in money.facts if name == "model"] == ([whose["model"]] if "model" in whose else [])
 
 
-def test_money_has_no_unit_in_its_name_and_as_many_decimals_as_it_needs() -> None:
+def test_amounts_have_no_unit_in_their_label_and_the_decimals_they_need() -> None:
     small = text_of("budget.threshold", {**TENANT, **BUDGET, "monthly_budget": 100, "spent_picos": 52_000_000})
     assert small.sentence.endswith("0.000052 EUR of 0.000100 EUR.")
     assert dict(small.facts)["monthly budget"] == "0.000100 EUR"
@@ -188,7 +188,7 @@ def test_money_has_no_unit_in_its_name_and_as_many_decimals_as_it_needs() -> Non
 
 
 @pytest.mark.parametrize("event", [*EVENTS, TEST_EVENT])
-def test_every_event_has_words(event: str) -> None:
+def test_every_event_has_a_text(event: str) -> None:
     text = text_of(event, DATA[event])
     assert text.subject.startswith("[Gatehouse] ")
     assert text.sentence.endswith(".")
@@ -204,23 +204,23 @@ async def test_starttls_is_used_and_its_certificate_checked(certificate: Certifi
             await send(f"smtp+starttls://127.0.0.1:{server.port}")
         with pytest.raises(SendFailed, match="STARTTLS"):
             await send(f"smtp://127.0.0.1:{server.port}")
-    assert len(server.taken) == 1
+    assert len(server.accepted) == 1
 
 
-async def test_a_server_without_starttls_gets_nothing_when_it_was_asked_for() -> None:
+async def test_nothing_is_sent_if_starttls_is_configured_but_not_offered() -> None:
     async with mail_server(MailServer()) as server:
         with pytest.raises(SendFailed, match="STARTTLS"):
             await send(f"smtp+starttls://127.0.0.1:{server.port}")
-    assert server.taken == []
+    assert server.accepted == []
 
 
-async def test_mail_is_sent_over_tls_from_the_first_byte(certificate: Certificate) -> None:
+async def test_smtps_uses_tls_from_the_first_byte(certificate: Certificate) -> None:
     async with mail_server(MailServer(), implicit=certificate.server()) as server:
         await send(f"smtps://127.0.0.1:{server.port}", tls=certificate.client())
-    assert len(server.taken) == 1
+    assert len(server.accepted) == 1
 
 
-async def test_the_login_of_the_setting_is_used_with_its_escapes_read(certificate: Certificate) -> None:
+async def test_the_configured_login_is_percent_decoded(certificate: Certificate) -> None:
     options: dict[str, Any] = {"authenticator": _authenticate, "auth_required": True, "auth_require_tls": True}
     async with mail_server(MailServer(), tls_context=certificate.server(), **options) as server:
         await send(f"smtp+starttls://gate%40house:p%3Aw%2Fd@127.0.0.1:{server.port}", tls=certificate.client())
@@ -228,11 +228,11 @@ async def test_the_login_of_the_setting_is_used_with_its_escapes_read(certificat
             await send(f"smtp+starttls://gate%40house:wrong-one@127.0.0.1:{server.port}", tls=certificate.client())
     assert "535" in str(failure.value)
     assert "wrong-one" not in str(failure.value)
-    assert len(server.taken) == 1
+    assert len(server.accepted) == 1
 
 
 @pytest.mark.parametrize("answer", ["451 later, please", "550 no such mailbox", "554 5.7.1 looks like spam"])
-async def test_what_the_server_refuses_is_a_failure_in_its_words(answer: str) -> None:
+async def test_a_refusal_is_a_failure_with_the_servers_message(answer: str) -> None:
     async with mail_server(MailServer(answer)) as server:
         with pytest.raises(SendFailed) as failure:
             await send(f"smtp://127.0.0.1:{server.port}")
@@ -240,7 +240,7 @@ async def test_what_the_server_refuses_is_a_failure_in_its_words(answer: str) ->
     assert answer.split(" ", 1)[1] in str(failure.value)
 
 
-async def test_a_server_that_hangs_is_left_in_time() -> None:
+async def test_a_hanging_mail_server_times_out() -> None:
     closed = asyncio.Event()
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -260,7 +260,7 @@ async def test_a_server_that_hangs_is_left_in_time() -> None:
     await server.wait_closed()
 
 
-async def test_no_server_is_a_failure() -> None:
+async def test_an_unreachable_mail_server_is_a_failure() -> None:
     async with mail_server(MailServer()) as server:
         pass
     with pytest.raises(SendFailed, match="mail server"):
@@ -268,7 +268,7 @@ async def test_no_server_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "名前" * 100, "שם", "a\u2028b", "=?utf-8?q?x?=", "Bcc: all@example.com"])
-async def test_no_name_of_a_tenant_breaks_the_headers(name: str) -> None:
+async def test_tenant_names_cannot_inject_headers(name: str) -> None:
     data = {**DATA["budget.threshold"], "tenant_name": name}
     async with mail_server(MailServer()) as server:
         await send(f"smtp://127.0.0.1:{server.port}", delivery(data=data))
@@ -282,7 +282,7 @@ async def test_no_name_of_a_tenant_breaks_the_headers(name: str) -> None:
     assert name in plain.get_content()
 
 
-def test_a_message_for_another_mailbox_differs_in_nothing_but_it() -> None:
+def test_messages_to_two_mailboxes_differ_only_in_the_recipient() -> None:
     sender = MailSender("smtp://localhost:25", "gatehouse@box.example.com")
     other = dataclasses.replace(MAILBOX, target="bob@example.com")
     first, second = (sender.message(endpoint.target, delivery(), START) for endpoint in (MAILBOX, other))

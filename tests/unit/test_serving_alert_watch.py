@@ -27,7 +27,7 @@ DAY_S = 86400.0
 
 
 class Engines:
-    """Models of the registry, of which only the state is looked at."""
+    """A model registry of which only the engine state is used."""
 
     def __init__(self) -> None:
         self.engine = SimpleNamespace(state="ready", error=None)
@@ -37,7 +37,7 @@ class Engines:
 
 
 class Watched:
-    """A watch over one test's database and a webhook of the box that hears everything."""
+    """An alert watch over the test's database and a webhook of the appliance for all events."""
 
     def __init__(self, alerts: AlertBox, clock: FakeClock) -> None:
         self.alerts, self.clock, self.engines = alerts, clock, Engines()
@@ -51,26 +51,26 @@ class Watched:
         )
 
     async def new_key(self, person: Person, days: float) -> str:
-        """Return the id of a new key that lives so many days."""
+        """Return the id of a new key that expires in so many days."""
         expires_at = self.clock.now() + timedelta(days=days)
         key, _ = await self.keys.create(person.tenant.id, "ci", KeyChanges(expires_at=expires_at), access=WHOLE_BOX)
         return key.id
 
     async def alerts_sent(self) -> list[dict[str, Any]]:
-        """Look, and return what has been told so far."""
+        """Run one check and return all alerts sent so far."""
         await self.watch.check()
         return [message.payload["data"] for message in await self.alerts.messages()]
 
 
 @pytest.fixture
 async def watched(database: Database, clock: FakeClock) -> Watched:
-    """A watch, and a webhook that hears everything."""
+    """An alert watch with a webhook for all events."""
     alerts = alert_box(database, clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     return Watched(alerts, clock)
 
 
-async def test_a_key_is_told_of_a_week_before_it_expires_and_once(watched: Watched, cast: Cast, clock: FakeClock) -> None:
+async def test_an_expiring_key_is_reported_once_a_week_before(watched: Watched, cast: Cast, clock: FakeClock) -> None:
     key_id = await watched.new_key(cast.bob, 30)
     assert await watched.alerts_sent() == []
     clock.advance(23 * DAY_S - 1)
@@ -84,7 +84,7 @@ async def test_a_key_is_told_of_a_week_before_it_expires_and_once(watched: Watch
         assert len(await watched.alerts_sent()) == 1
 
 
-async def test_a_key_that_was_prolonged_is_told_of_again(watched: Watched, cast: Cast, clock: FakeClock) -> None:
+async def test_an_extended_key_is_reported_again(watched: Watched, cast: Cast, clock: FakeClock) -> None:
     key_id = await watched.new_key(cast.bob, 10)
     clock.advance(4 * DAY_S)
     assert len(await watched.alerts_sent()) == 1
@@ -94,7 +94,7 @@ async def test_a_key_that_was_prolonged_is_told_of_again(watched: Watched, cast:
     assert len(await watched.alerts_sent()) == 2
 
 
-async def test_keys_that_need_nobody_are_not_told_of(
+async def test_revoked_rotated_archived_and_short_lived_keys_are_not_reported(
     watched: Watched, cast: Cast, clock: FakeClock, database: Database
 ) -> None:
     revoked, rotated = await watched.new_key(cast.bob, 10), await watched.new_key(cast.bob, 10)
@@ -107,12 +107,14 @@ async def test_keys_that_need_nobody_are_not_told_of(
     clock.advance(3000)
     assert await watched.alerts_sent() == []
     clock.advance(3 * DAY_S)
-    told = [data["key_id"] for data in await watched.alerts_sent()]
-    assert len(told) == 1, "the successor of the rotated key alone"
-    assert told[0] not in (revoked, rotated)
+    reported = [data["key_id"] for data in await watched.alerts_sent()]
+    assert len(reported) == 1, "the successor of the rotated key alone"
+    assert reported[0] not in (revoked, rotated)
 
 
-async def test_a_key_that_has_a_successor_or_has_expired_is_not_told_of(watched: Watched, cast: Cast, clock: FakeClock) -> None:
+async def test_a_key_with_a_successor_or_already_expired_is_not_reported(
+    watched: Watched, cast: Cast, clock: FakeClock
+) -> None:
     await watched.new_key(cast.charlie, 9)
     rotated = await watched.new_key(cast.bob, 60)
     clock.advance(10 * DAY_S)
@@ -120,7 +122,7 @@ async def test_a_key_that_has_a_successor_or_has_expired_is_not_told_of(watched:
     assert await watched.alerts_sent() == []
 
 
-async def test_keys_are_looked_at_once_an_hour_and_whenever_keys_or_webhooks_change(
+async def test_keys_are_checked_hourly_and_whenever_keys_or_webhooks_change(
     watched: Watched, cast: Cast, clock: FakeClock
 ) -> None:
     async def looks() -> bool:
@@ -129,18 +131,18 @@ async def test_keys_are_looked_at_once_an_hour_and_whenever_keys_or_webhooks_cha
         return any("api_keys.replaced_by IS NULL" in statement for statement in statements)
 
     key_id = await watched.new_key(cast.bob, 10)
-    told = []
+    results = []
     for wait_s in (1000, 0, SWEEP_INTERVAL_S - 1, 1, 0):
         clock.advance(wait_s)
-        told.append(await looks())
-    assert told == [True, False, False, True, False]
+        results.append(await looks())
+    assert results == [True, False, False, True, False]
     clock.advance(3 * DAY_S - SWEEP_INTERVAL_S - 1000)  # a week is left now
     assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id]
     await watched.alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id] * 2
 
 
-async def test_a_model_that_stays_away_is_told_of_once_until_it_was_back(watched: Watched, clock: FakeClock) -> None:
+async def test_an_engine_that_stays_down_is_reported_once_until_it_recovers(watched: Watched, clock: FakeClock) -> None:
     engine = watched.engines.engine
     assert await watched.alerts_sent() == []
     engine.state, engine.error = "failed", "out of memory"
@@ -159,7 +161,7 @@ async def test_a_model_that_stays_away_is_told_of_once_until_it_was_back(watched
     assert len(await watched.alerts_sent()) == 2
 
 
-async def test_a_model_that_is_back_in_time_is_not_told_of(watched: Watched, clock: FakeClock) -> None:
+async def test_an_engine_that_recovers_in_time_is_not_reported(watched: Watched, clock: FakeClock) -> None:
     for _ in range(3):
         watched.engines.engine.state = "restarting"
         await watched.alerts_sent()

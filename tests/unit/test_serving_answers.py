@@ -1,4 +1,4 @@
-"""Several answers to one request: each ends for itself, one bill for all, and nothing is left behind."""
+"""Several answers to one request: each ends independently, all share one bill, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) 
 
 
 def first_says_fox(box: Serving) -> list[int]:
-    """Return a prompt of which the first answer says fox at once and the second one not for a long time."""
+    """Return a prompt whose first answer says fox at once and whose second one only much later."""
     return [*box.ids("fox"), *box.ids("a") * 900]
 
 
@@ -64,7 +64,7 @@ async def test_each_answer_has_its_own_text_and_the_prompt_is_billed_once(box: S
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
-async def test_a_stop_string_ends_its_own_answer_alone(box: Serving, cast: Cast) -> None:
+async def test_a_stop_string_ends_only_its_own_answer(box: Serving, cast: Cast) -> None:
     ids = box.ids(TEXT)
     generation = await box.start(cast.bob, TEXT, n=2, stop=["the quick"], max_tokens=len(ids))
     texts = await texts_of(generation)
@@ -79,7 +79,7 @@ async def test_a_stop_string_ends_its_own_answer_alone(box: Serving, cast: Cast)
     assert [frame.abort for frame in box.engine.frames if frame.abort] == []
 
 
-async def test_when_every_answer_has_met_its_stop_string_the_request_is_over(box: Serving, cast: Cast) -> None:
+async def test_a_request_ends_when_every_answer_has_hit_its_stop_string(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, n=2, stop=["quick"], max_tokens=1000)
     outcome = await generation.outcome
 
@@ -88,7 +88,7 @@ async def test_when_every_answer_has_met_its_stop_string_the_request_is_over(box
     await poll_until(lambda: not box.engine._live)
 
 
-async def test_an_answer_that_ends_before_its_siblings_says_so_at_once(box: Serving, cast: Cast) -> None:
+async def test_the_end_of_an_answer_is_reported_before_its_siblings_end(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, first_says_fox(box), n=2, stop=["fox"], max_tokens=900)
     ended: list[Chunk] = []
     while not ended:
@@ -114,11 +114,11 @@ async def test_one_answer_that_fails_ends_the_request_and_its_siblings(box: Serv
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_the_engine_is_told_once_to_end_an_answer_that_met_its_stop_string(
+async def test_an_answer_that_hit_its_stop_string_is_aborted_once(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     aborted: list[tuple[object, ...]] = []
-    monkeypatch.setattr(box.client, "abort", lambda *given: aborted.append(given))  # it comes too late
+    monkeypatch.setattr(box.client, "abort", lambda *given: aborted.append(given))  # an abort that comes too late
     monkeypatch.setattr(box.client, "abort_answer", lambda *given: aborted.append(given))
     generation = await box.start(cast.bob, first_says_fox(box), n=n, stop=["fox"], max_tokens=50)
     outcome = await generation.outcome
@@ -128,7 +128,7 @@ async def test_the_engine_is_told_once_to_end_an_answer_that_met_its_stop_string
 
 
 @pytest.mark.parametrize("first", [HALF, FAIL], ids=["one fails", "all fail"])
-async def test_when_one_answer_fails_the_engine_is_told_once_to_end_the_others(
+async def test_when_one_answer_fails_the_others_are_aborted_once(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     aborted: list[str] = []
@@ -140,7 +140,7 @@ async def test_when_one_answer_fails_the_engine_is_told_once_to_end_the_others(
     assert aborted == [generation.request_id]
 
 
-async def test_a_request_with_several_answers_that_is_refused_as_a_whole_is_told_at_once(box: Serving, cast: Cast) -> None:
+async def test_a_request_whose_answers_all_fail_ends_at_once(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [FAIL, 5], n=4)
     outcome = await generation.outcome
 
@@ -148,7 +148,7 @@ async def test_a_request_with_several_answers_that_is_refused_as_a_whole_is_told
     assert (await box.event(generation)).status == "voided"
 
 
-async def test_a_reader_that_leaves_ends_every_answer(box: Serving, cast: Cast) -> None:
+async def test_a_disconnect_ends_every_answer(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, n=3, max_tokens=1000)
     await generation.chunks.take(10.0)
     generation.end_early("disconnected")
@@ -171,7 +171,7 @@ async def test_an_engine_that_dies_leaves_complete_answers_complete(box: Serving
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_when_the_engine_dies_after_all_answers_met_their_stop_strings_the_request_is_complete(
+async def test_when_the_engine_dies_after_all_answers_hit_their_stop_strings_the_request_is_complete(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     monkeypatch.setattr(box.client, "abort", lambda _request_id: box.engine_task.cancel())
@@ -185,7 +185,7 @@ async def test_when_the_engine_dies_after_all_answers_met_their_stop_strings_the
 
 
 class Dying:
-    """The events of an engine that dies behind them."""
+    """Events of an engine that dies after them."""
 
     def __init__(self, events: list[TokenEvent]) -> None:
         self._batches = [events]
@@ -205,7 +205,7 @@ class Dying:
         ("fails", "goes on", ("error", "error"), "engine_error"),
     ],
 )
-async def test_of_each_answer_of_an_engine_that_dies_counts_what_was_told_of_it_before(
+async def test_when_the_engine_dies_each_answer_counts_as_last_reported(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch,
     first: str, second: str, reasons: tuple[str, str], cause: str | None,
 ) -> None:  # fmt: skip
@@ -230,7 +230,7 @@ async def test_of_each_answer_of_an_engine_that_dies_counts_what_was_told_of_it_
     assert recorded.completion_tokens == sum(answer.completion_tokens for answer in generation._answers) > 0
 
 
-async def test_a_field_that_is_blamed_behind_some_output_leaves_that_output_billed(
+async def test_output_before_an_error_of_a_field_stays_billed(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def submit(request: GenerationRequest) -> Dying:
@@ -262,7 +262,7 @@ async def test_a_slow_reader_of_several_answers_gets_everything(
         assert {chunk.index: chunk.text for chunk in chunks}[2] == box.text((ids + ids)[2 : 2 + len(ids)])
 
 
-async def test_whoever_reads_the_ledger_is_told_of_what_ended_and_is_not_recorded_yet(
+async def test_a_read_of_the_ledger_knows_of_requests_that_ended_but_are_not_settled(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[list[str]] = []
@@ -303,12 +303,12 @@ async def test_the_engine_gets_weight_class_and_deadline_of_the_tenant(
     assert (request.weight, request.priority, request.queue_deadline_s) == (4, Priority.BATCH, 7.5)
 
 
-def test_every_weight_and_tier_of_a_tenant_is_one_that_the_engine_takes() -> None:
+def test_the_engine_accepts_every_weight_and_tier_of_a_tenant() -> None:
     assert fields.WEIGHT_MAX == WEIGHT_MAX
     assert set(fields.TIERS) == set(Priority)
 
 
-async def test_a_request_that_waited_too_long_is_told_when_to_come_back_and_owes_nothing(box: Serving, cast: Cast) -> None:
+async def test_a_request_past_its_queue_deadline_gets_retry_after_and_is_not_billed(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [LATE, 5])
     outcome = await generation.outcome
     event = await box.event(generation)
@@ -321,7 +321,7 @@ async def test_a_request_that_waited_too_long_is_told_when_to_come_back_and_owes
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_request_that_the_engine_cannot_take_on_now_is_told_to_come_back_and_owes_nothing(
+async def test_a_request_refused_by_an_overloaded_engine_gets_retry_after_and_is_not_billed(
     box: Serving, cast: Cast, n: int
 ) -> None:
     generation = await box.start(cast.bob, [BUSY, 5], n=n)
@@ -336,7 +336,7 @@ async def test_a_request_that_the_engine_cannot_take_on_now_is_told_to_come_back
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_field_that_the_engine_blames_is_named_as_the_client_wrote_it(box: Serving, cast: Cast, n: int) -> None:
+async def test_an_error_of_a_field_names_it_as_the_client_wrote_it(box: Serving, cast: Cast, n: int) -> None:
     generation = await box.start(cast.bob, [BLAME, 5], n=n, field_names={"guided_json": "response_format"})
     outcome = await generation.outcome
 
@@ -346,7 +346,7 @@ async def test_a_field_that_the_engine_blames_is_named_as_the_client_wrote_it(bo
     assert (event.status, event.cause, outcome.finish_reason) == ("voided", "invalid_request", "refused")
 
 
-async def test_a_live_request_sums_its_answers_and_shows_the_furthest(box: Serving, cast: Cast) -> None:
+async def test_a_live_request_sums_its_answers_and_shows_the_most_advanced_state(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [STALL, 5], n=2)
     live = generation.live
     rows = [

@@ -1,4 +1,4 @@
-"""What a request is billed: exactly what its engine counted, and nothing before its prompt was computed or a token made."""
+"""A request is billed exactly what its engine counted, and nothing before its prompt was computed or a token generated."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) 
 
 
 class Scripted:
-    """The events of an engine that counts as the test says, one for each of `counts`; the last of each answer is its end."""
+    """Events with the given `counts`, one event each; the last one of each answer is its final event."""
 
     def __init__(self, request: GenerationRequest, counts: Sequence[dict[str, int]], end: FinishReason) -> None:
         self._events: list[TokenEvent] = []
-        made, answers = Counter[int](), [told.get("index", 0) for told in counts]
-        for number, (index, told) in enumerate(zip(answers, counts, strict=True)):
-            output = told.get("num_output_tokens", made[index])
-            event = make_event(request, [5] * (output - made[index]), output)
+        generated, answers = Counter[int](), [changes.get("index", 0) for changes in counts]
+        for number, (index, changes) in enumerate(zip(answers, counts, strict=True)):
+            output = changes.get("num_output_tokens", generated[index])
+            event = make_event(request, [5] * (output - generated[index]), output)
             ended = index not in answers[number + 1 :]
-            self._events.append(replace(event, **told, finish_reason=end if ended else None))  # type: ignore[arg-type]
-            made[index] = output
+            self._events.append(replace(event, **changes, finish_reason=end if ended else None))  # type: ignore[arg-type]
+            generated[index] = output
 
     async def take(self) -> list[TokenEvent]:
         """Return the next event."""
@@ -54,7 +54,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize(
-    ("told", "billed"),
+    ("counts", "billed"),
     [
         ({"num_cached_tokens": 3}, 3),
         ({"num_cached_tokens": 3, "num_rejected_draft_tokens": 2}, 3),
@@ -64,16 +64,16 @@ class Scripted:
 )
 async def test_each_kind_of_token_has_its_price_and_the_limits_count_what_the_ledger_does(
     box: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
-    told: dict[str, int], billed: int,
+    counts: dict[str, int], billed: int,
 ) -> None:  # fmt: skip
     await euro_prices(database, clock).add(
         model=MODEL, currency="EUR", prompt=1000, cached_prompt=100, completion=30_000, rejected_draft=7
     )
-    script = [told, {**told, "num_output_tokens": 5}]
+    script = [counts, {**counts, "num_output_tokens": 5}]
     monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.LENGTH))
     generation = await box.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
-    event, rejected = await box.event(generation), told.get("num_rejected_draft_tokens", 0)
+    event, rejected = await box.event(generation), counts.get("num_rejected_draft_tokens", 0)
     cost_picos = (4 - billed) * 1000 + billed * 100 + 5 * 30_000 + rejected * 7
     used = generation._bill._reservation.used
 
@@ -95,12 +95,12 @@ async def test_each_kind_of_token_has_its_price_and_the_limits_count_what_the_le
     ],
     ids=["nothing", "part of the prompt", "the prompt", "then preempted", "a token", "preempted behind it"],
 )
-async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_token_on(
+async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_token_generated(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, counts: list[tuple[int, int]], billed: tuple[int, int] | None
 ) -> None:
     script = [{"num_prompt_tokens_computed": computed, "num_output_tokens": output} for computed, output in counts]
-    noted: list[float] = []
-    monkeypatch.setattr(box.client.stats, "note_ttft", noted.append)
+    ttfts_s: list[float] = []
+    monkeypatch.setattr(box.client.stats, "note_ttft", ttfts_s.append)
     monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
     generation = await box.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
@@ -109,12 +109,12 @@ async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_t
     assert event.status == ("voided" if billed is None else "posted")
     assert (event.prompt_tokens, event.completion_tokens) == (billed or (0, 0))
     assert outcome.usage.total_tokens == used.tokens == sum(billed or (0, 0))
-    assert len(noted) == (outcome.usage.completion_tokens > 0), "without a token there is no time to the first"
+    assert len(ttfts_s) == (outcome.usage.completion_tokens > 0), "without a token there is no time to the first"
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
 @pytest.mark.parametrize(
-    ("prompt", "made", "seen", "blocks"),
+    ("prompt", "outputs", "reported_blocks", "blocks"),
     [
         (17, [0], 0, 2),
         (16, [1], 0, 1),  # the last token is in no block
@@ -125,23 +125,23 @@ async def test_an_aborted_request_is_billed_from_its_whole_prompt_or_its_first_t
         (20, [14], 7, 7),  # as the engine has told meanwhile
     ],
 )
-async def test_a_past_request_shows_the_blocks_that_its_tokens_filled(
+async def test_a_past_request_shows_the_kv_blocks_of_its_tokens(
     box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch,
-    prompt: int, made: list[int], seen: int, blocks: int,
+    prompt: int, outputs: list[int], reported_blocks: int, blocks: int,
 ) -> None:  # fmt: skip
-    script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(made)]
+    script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(outputs)]
 
     def submit(request: GenerationRequest) -> Scripted:
-        box.generations.live(access=WHOLE_BOX)[request.request_id].kv_blocks_max = seen
+        box.generations.live(access=WHOLE_BOX)[request.request_id].kv_blocks_max = reported_blocks
         return Scripted(request, script, FinishReason.LENGTH)
 
     monkeypatch.setattr(box.client, "submit", submit)
-    generation = await box.start(cast.bob, [7] * prompt, n=len(made))
+    generation = await box.start(cast.bob, [7] * prompt, n=len(outputs))
     await generation.outcome
     assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == blocks
 
 
-async def test_of_an_engine_that_has_gone_or_computed_nothing_no_blocks_are_shown(
+async def test_no_kv_blocks_are_shown_if_the_engine_is_gone_or_computed_nothing(
     box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = [{"num_prompt_tokens_computed": 0}]
@@ -157,7 +157,7 @@ async def test_of_an_engine_that_has_gone_or_computed_nothing_no_blocks_are_show
         assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == 0
 
 
-async def test_what_is_not_billed_takes_nothing_of_any_limit(box: Serving, database: Database, clock: FakeClock) -> None:
+async def test_an_unbilled_request_uses_up_no_limit(box: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(requests_per_minute=1, tokens_per_day=1000))
     left = await box.start(dora, [STALL, 5])
     left.end_early("disconnected")

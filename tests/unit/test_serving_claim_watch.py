@@ -15,7 +15,7 @@ from tests.support.ledgers import euro_prices
 
 
 class TakenAgain:
-    """A claim that is taken again at once, and lost when its holder has said whether to go on."""
+    """A claim that is retaken at once, asks its holder whether it may continue, and is then lost."""
 
     goes_on = False
 
@@ -25,10 +25,10 @@ class TakenAgain:
         return "the server is gone"
 
     async def release(self) -> None:
-        """Hold nothing."""
+        """Do nothing."""
 
 
-async def test_a_price_that_a_command_added_while_nobody_held_the_database_is_charged_from_then_on(
+async def test_a_price_added_while_the_database_was_unclaimed_applies_afterwards(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     of_gateway, of_command = euro_prices(database, clock), euro_prices(database, clock)

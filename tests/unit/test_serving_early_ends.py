@@ -29,8 +29,8 @@ from tests.support.ledgers import euro_prices, num_running, poll_until
 pytestmark = pytest.mark.on_either_database
 
 TEXT = "the quick brown fox"
-POSITIONS = (0, 1, 2, 3, 6, 11)  # before the first token, at it, after it
-MICROS = 1_000_000  # a micro-unit of money per token
+POSITIONS = (0, 1, 2, 3, 6, 11)  # before, at and after the first token
+MICROS = 1_000_000  # price: one micro-unit per token
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) 
 
 
 async def begun(box: Serving, person: Person, position: int, **sampling: object) -> Generation:
-    """Return a generation of which the engine has made exactly `position` tokens, and the gateway knows them all."""
+    """Return a generation of which the engine has generated exactly `position` tokens, all received by the gateway."""
     box.engine.allow_steps(position)
     generation = await box.start(person, TEXT, max_tokens=1000, **sampling)
     await poll_until(lambda: generation.live.completion_tokens == position)
@@ -62,23 +62,23 @@ async def check(box: Serving, generation: Generation, reason: str, cause: str | 
 
 
 @pytest.mark.parametrize("why", EARLY_ENDS)
-async def test_at_every_position_of_an_early_end_the_tokens_are_the_engines(box: Serving, cast: Cast, why: str) -> None:
+async def test_an_early_end_at_any_position_bills_the_engines_count(box: Serving, cast: Cast, why: str) -> None:
     for position in POSITIONS:
         generation = await begun(box, cast.bob, position)
         generation.end_early(why)
         await check(box, generation, early_end(why).finish_reason, early_end(why).cause)
 
 
-async def test_tokens_that_cross_the_end_on_their_way_count_too(box: Serving, cast: Cast) -> None:
+async def test_tokens_generated_before_the_abort_arrives_count_too(box: Serving, cast: Cast) -> None:
     for position in POSITIONS:
         generation = await begun(box, cast.bob, position)
-        box.engine.allow_steps(3)  # it goes on while nobody has told it yet
+        box.engine.allow_steps(3)  # the engine continues until the abort reaches it
         generation.end_early("disconnected")
         await check(box, generation, "disconnected", "client")
 
 
 @pytest.mark.parametrize("position", POSITIONS[::2])
-async def test_of_several_answers_every_token_counts(box: Serving, cast: Cast, position: int) -> None:
+async def test_tokens_of_all_answers_count(box: Serving, cast: Cast, position: int) -> None:
     box.engine.allow_steps(position)
     generation = await box.start(cast.bob, TEXT, max_tokens=1000, n=3)
     await poll_until(lambda: generation.live.completion_tokens == 3 * position)
@@ -94,14 +94,16 @@ async def test_when_one_answer_fails_its_siblings_are_counted_to_their_last_toke
 
 
 @pytest.mark.parametrize(("first", "reason", "cause"), [(FAIL, "error", "engine_error"), (LATE, "deadline", "queue_deadline")])
-async def test_what_the_engine_ends_itself_says_why(box: Serving, cast: Cast, first: int, reason: str, cause: str) -> None:
+async def test_a_request_ended_by_the_engine_has_reason_and_cause(
+    box: Serving, cast: Cast, first: int, reason: str, cause: str
+) -> None:
     generation = await box.start(cast.bob, [first, 5])
     await check(box, generation, reason, cause)
 
 
-async def test_a_request_that_the_engine_ends_unasked_is_told_so_and_blames_nobody_else(box: Serving, cast: Cast) -> None:
+async def test_a_request_aborted_by_the_engine_on_its_own_is_an_internal_error(box: Serving, cast: Cast) -> None:
     generation = await begun(box, cast.bob, 3)
-    box.client.abort(generation.request_id)  # as if by itself: nobody has asked the generation to end
+    box.client.abort(generation.request_id)  # the engine ends it without a request of the generation
     await check(box, generation, "aborted", "engine_ended")
     error = (await generation.outcome).error
     assert isinstance(error, InternalError)
@@ -109,19 +111,21 @@ async def test_a_request_that_the_engine_ends_unasked_is_told_so_and_blames_nobo
 
 
 @pytest.mark.parametrize("position", POSITIONS[::2])
-async def test_when_the_engine_dies_what_it_told_is_billed(box: Serving, cast: Cast, position: int) -> None:
+async def test_when_the_engine_dies_the_reported_tokens_are_billed(box: Serving, cast: Cast, position: int) -> None:
     generation = await begun(box, cast.bob, position)
     box.engine_task.cancel()
     await check(box, generation, "error", "engine_died")
 
 
-async def test_the_deadline_of_a_request_says_so(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
+async def test_a_request_past_its_deadline_has_that_reason(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, deadline_s=0.05) as box:
         generation = await box.start(cast.bob, [STALL, 5])
         await check(box, generation, "deadline", "request_deadline")
 
 
-async def test_at_the_stop_of_the_appliance_requests_end_as_its_doing(box: Serving, cast: Cast) -> None:
+async def test_requests_ended_by_a_shutdown_have_that_cause(box: Serving, cast: Cast) -> None:
     generation = await begun(box, cast.bob, 3)
     await box.generations.stop(5.0)
     assert generation.outcome.done()
@@ -143,7 +147,7 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("cause", CHANGES)
-async def test_a_key_or_tenant_that_may_not_go_on_ends_what_runs_and_nothing_of_others(
+async def test_losing_access_ends_running_requests_of_that_key_or_tenant_only(
     box: Serving, database: Database, clock: FakeClock, cast: Cast, cause: str
 ) -> None:
     bobs, charlies = await begun(box, cast.bob, 4), await box.start(cast.charlie, TEXT, max_tokens=1000)
@@ -157,7 +161,7 @@ async def test_a_key_or_tenant_that_may_not_go_on_ends_what_runs_and_nothing_of_
     await check(box, charlies, "disconnected", "client")
 
 
-async def test_the_end_of_a_rotations_grace_ends_what_the_old_key_still_runs(
+async def test_the_end_of_a_rotations_grace_period_ends_requests_of_the_old_key(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     keys = Keys(database, clock, PEPPER)
@@ -174,9 +178,7 @@ async def test_the_end_of_a_rotations_grace_ends_what_the_old_key_still_runs(
 
 
 @pytest.mark.parametrize("ago_s", [0, 60])
-async def test_an_expiry_that_has_come_ends_a_request_without_delay(
-    box: Serving, clock: FakeClock, cast: Cast, ago_s: int
-) -> None:
+async def test_a_request_ends_at_once_when_its_key_expires(box: Serving, clock: FakeClock, cast: Cast, ago_s: int) -> None:
     generation = await begun(box, cast.bob, 2)
     generation.set_expiry(clock.now() - timedelta(seconds=ago_s))
     timer = generation._expiry
@@ -185,7 +187,7 @@ async def test_an_expiry_that_has_come_ends_a_request_without_delay(
     await check(box, generation, "aborted", "key_expired")
 
 
-async def test_an_expiry_that_was_put_off_ends_nothing(box: Serving, clock: FakeClock, cast: Cast) -> None:
+async def test_a_postponed_expiry_ends_nothing(box: Serving, clock: FakeClock, cast: Cast) -> None:
     generation = await begun(box, cast.bob, 2)
     generation.set_expiry(clock.now())
     generation.set_expiry(clock.now() + timedelta(days=1))
@@ -195,18 +197,18 @@ async def test_an_expiry_that_was_put_off_ends_nothing(box: Serving, clock: Fake
     await check(box, generation, "disconnected", "client")
 
 
-async def test_a_key_that_was_revoked_between_its_check_and_the_start_is_noticed(
+async def test_a_key_revoked_between_its_check_and_the_start_ends_the_request(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_BOX)
     box.engine.allow_steps(0)
-    generation = await box.start(cast.bob, TEXT)  # with the principal as it was before
+    generation = await box.start(cast.bob, TEXT)  # with the principal that was read before the change
 
     await check(box, generation, "aborted", "key_revoked")
 
 
 async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros: int, *, cut: bool = True) -> Person:
-    """Return Bob with a monthly budget at a micro-unit a token."""
+    """Return Bob with a monthly budget and a price of one micro-unit per token."""
     await euro_prices(database, clock).add(
         model="tiny", currency="EUR", prompt=MICROS, cached_prompt=MICROS, completion=MICROS, effective_from=clock.now()
     )
@@ -214,7 +216,7 @@ async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros:
     return dataclasses.replace(bob, tenant=await Tenants(database, clock).update(bob.tenant.id, changes, access=WHOLE_BOX))
 
 
-async def test_a_hard_budget_ends_the_answer_at_the_token_that_uses_it_up(
+async def test_a_hard_budget_ends_the_answer_at_the_token_that_exhausts_it(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     prompt = len(box.ids(TEXT))
@@ -231,7 +233,7 @@ async def test_a_hard_budget_ends_the_answer_at_the_token_that_uses_it_up(
     await check(box, generation, "aborted", "budget_exceeded")
 
 
-async def test_what_several_requests_cost_together_uses_a_hard_budget_up(
+async def test_concurrent_requests_together_exhaust_a_hard_budget(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     prompt = len(box.ids(TEXT))
@@ -247,7 +249,7 @@ async def test_what_several_requests_cost_together_uses_a_hard_budget_up(
     assert outcomes[1].usage.completion_tokens >= 300
 
 
-async def test_a_hard_budget_that_is_lowered_ends_what_runs_at_its_next_token(
+async def test_lowering_a_hard_budget_ends_running_requests_at_their_next_token(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     prompt = len(box.ids(TEXT))
@@ -260,7 +262,7 @@ async def test_a_hard_budget_that_is_lowered_ends_what_runs_at_its_next_token(
 
 
 @pytest.mark.parametrize(("before", "end"), [(False, ("aborted", "budget_exceeded")), (True, ("length", None))])
-async def test_whether_a_budget_is_hard_can_be_changed_under_a_running_request(
+async def test_a_budget_can_be_made_hard_or_soft_while_a_request_runs(
     box: Serving, database: Database, clock: FakeClock, cast: Cast, before: bool, end: tuple[str, str | None]
 ) -> None:
     bob = await hard_budget(database, clock, cast.bob, len(box.ids(TEXT)) + 300, cut=before)
@@ -275,9 +277,7 @@ async def test_whether_a_budget_is_hard_can_be_changed_under_a_running_request(
     await check(box, generation, *end)
 
 
-async def test_a_budget_that_is_not_hard_never_cuts_an_answer(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_a_soft_budget_never_cuts_an_answer(box: Serving, database: Database, clock: FakeClock, cast: Cast) -> None:
     bob = await hard_budget(database, clock, cast.bob, 300, cut=False)
     generation = await box.start(bob, TEXT, max_tokens=500)
     await text_of(generation)
@@ -285,7 +285,7 @@ async def test_a_budget_that_is_not_hard_never_cuts_an_answer(
     await check(box, generation, "length", None)
 
 
-async def test_a_change_of_limits_reaches_requests_that_wait_for_room(
+async def test_a_change_of_limits_reaches_requests_that_wait_for_admission(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     tenants = Tenants(database, clock)

@@ -20,7 +20,7 @@ from engine.transport import TransportError, encode_frame
 from tests.support.fake_engine import STALL, FakeEngine, connected_pair, make_event
 
 DEADLINE_S = 60.0
-FRAMES_AT_ONCE = 50  # a socket takes so many
+FRAMES_AT_ONCE = 50  # as many as a socket buffers
 
 HUGE = (2**63, -(2**63), 2**64, 10**22, -(10**22))
 NUMBERS: dict[str, Any] = {
@@ -32,7 +32,7 @@ NUMBERS: dict[str, Any] = {
 }
 
 
-def wanted(request_id: str, prompt: list[int], max_tokens: int = 4, **options: Any) -> GenerationRequest:
+def make_request(request_id: str, prompt: list[int], max_tokens: int = 4, **options: Any) -> GenerationRequest:
     sampling = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, **options})
     return GenerationRequest(request_id=request_id, tenant_id="bob", prompt_token_ids=prompt, sampling=sampling)
 
@@ -60,7 +60,7 @@ async def all_events(queue: EventQueue) -> list[TokenEvent]:
 
 async def test_each_request_gets_its_own_events_and_one_end() -> None:
     async with connected() as (client, _, _):
-        queues = [client.submit(wanted(f"req_{index}", [10 + index, 20 + index])) for index in range(3)]
+        queues = [client.submit(make_request(f"req_{index}", [10 + index, 20 + index])) for index in range(3)]
         for index, queue in enumerate(queues):
             events = await all_events(queue)
 
@@ -69,18 +69,18 @@ async def test_each_request_gets_its_own_events_and_one_end() -> None:
         assert client.open_requests == 0
 
 
-async def test_what_is_asked_in_one_turn_leaves_as_one_frame() -> None:
+async def test_submits_of_one_loop_iteration_are_sent_as_one_frame() -> None:
     async with connected() as (client, engine, _):
-        queues = [client.submit(wanted(f"req_{index}", [5])) for index in range(8)]
+        queues = [client.submit(make_request(f"req_{index}", [5])) for index in range(8)]
         for queue in queues:
             await all_events(queue)
 
         assert [len(frame.submit) for frame in engine.frames] == [8]
 
 
-async def test_an_abort_in_the_same_turn_still_ends_the_request() -> None:
+async def test_an_abort_in_the_same_iteration_still_ends_the_request() -> None:
     async with connected() as (client, _, _):
-        queue = client.submit(wanted("req_1", [STALL]))
+        queue = client.submit(make_request("req_1", [STALL]))
         client.abort("req_1")
 
         assert (await all_events(queue))[-1].finish_reason is FinishReason.ABORTED
@@ -89,37 +89,37 @@ async def test_an_abort_in_the_same_turn_still_ends_the_request() -> None:
 async def test_an_abort_of_an_unknown_request_sends_nothing() -> None:
     async with connected() as (client, engine, _):
         client.abort("req_unknown")
-        await all_events(client.submit(wanted("req_1", [5])))
+        await all_events(client.submit(make_request("req_1", [5])))
 
         assert [frame.abort for frame in engine.frames] == [[]]
 
 
-async def test_when_the_engine_goes_every_open_stream_hears_of_it() -> None:
+async def test_when_the_engine_exits_every_open_stream_fails() -> None:
     async with connected() as (client, _, engine_task):
-        queues = [client.submit(wanted(f"req_{index}", [STALL])) for index in range(3)]
+        queues = [client.submit(make_request(f"req_{index}", [STALL])) for index in range(3)]
         await asyncio.sleep(0)
         engine_task.cancel()
         for queue in queues:
             with pytest.raises(EngineUnavailable):
                 await queue.take()
         with pytest.raises(EngineUnavailable):
-            client.submit(wanted("req_late", [5]))
+            client.submit(make_request("req_late", [5]))
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_all_that_a_killed_engine_has_sent_is_heard_though_we_write_to_it(
+def test_everything_a_killed_engine_sent_is_received_despite_our_writes(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        client, request = EngineClient(ours), wanted("req_1", [STALL])
+        client, request = EngineClient(ours), make_request("req_1", [STALL])
         client_task = asyncio.create_task(client.run())
         queue = client.submit(request)
         await asyncio.sleep(0)
         for number in range(1, FRAMES_AT_ONCE + 1):
             theirs.sendall(encode_frame(EngineFrame(events=[make_event(request, [number], number)])))
-        theirs.close()  # with what we have sent unread in it, as one that is killed
-        client.shut_down()  # writes at once, to nobody
+        theirs.close()  # with unread data of ours, as when the process is killed
+        client.shut_down()  # writes at once, to a closed socket
         async with asyncio.timeout(DEADLINE_S):
             await client_task
 
@@ -134,7 +134,7 @@ def test_all_that_a_killed_engine_has_sent_is_heard_though_we_write_to_it(
 
 async def test_events_before_the_end_are_delivered_before_the_error() -> None:
     queue = EventQueue("req_1")
-    queue.put(make_event(wanted("req_1", [5]), [5], 1))
+    queue.put(make_event(make_request("req_1", [5]), [5], 1))
     queue.fail("gone")
 
     assert len(await queue.take()) == 1
@@ -142,9 +142,9 @@ async def test_events_before_the_end_are_delivered_before_the_error() -> None:
         await queue.take()
 
 
-async def test_an_answer_that_goes_on_is_one_token_longer_and_else_as_it_was() -> None:
+async def test_the_next_token_of_an_answer_changes_no_other_field() -> None:
     queue = EventQueue("req_1", 2)
-    first = make_event(wanted("req_1", [5]), [5], 3, index=1)
+    first = make_event(make_request("req_1", [5]), [5], 3, index=1)
     queue.put(first)
     queue.put_token(1, 6)
     queue.put_token(1, 7)
@@ -154,25 +154,25 @@ async def test_an_answer_that_goes_on_is_one_token_longer_and_else_as_it_was() -
     assert queue.open_answers == {0, 1}
 
 
-async def test_an_answer_cannot_go_on_before_it_has_begun() -> None:
+async def test_an_answer_cannot_continue_before_its_first_event() -> None:
     async with connected() as (client, engine, _):
-        queue = client.submit(wanted("req_1", [STALL]))
+        queue = client.submit(make_request("req_1", [STALL]))
         engine._writer.write(encode_frame(EngineFrame(decoded=[("req_1", 0, 5)])))
         with pytest.raises(EngineUnavailable, match="without a first event"):
             await queue.take()
 
 
-async def test_tokens_of_nobody_are_counted() -> None:
+async def test_tokens_of_unknown_requests_are_counted() -> None:
     discarded: list[int] = []
     async with connected(on_discarded=discarded.append) as (client, engine, _):
         engine._writer.write(encode_frame(EngineFrame(decoded=[("req_gone", 0, 5), ("req_gone", 0, 6)])))
-        await all_events(client.submit(wanted("req_1", [5])))
+        await all_events(client.submit(make_request("req_1", [5])))
         assert discarded == [1, 1]
 
 
 async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
     queue = EventQueue("req_1")
-    request = wanted("req_1", [5])
+    request = make_request("req_1", [5])
     count = EVENTS_MAX * 2
     for number in range(1, count + 1):
         queue.put(make_event(request, [number], number))
@@ -183,9 +183,9 @@ async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
     assert events[-1].num_output_tokens == count
 
 
-async def test_events_of_several_answers_are_merged_each_with_its_own() -> None:
+async def test_events_are_merged_per_answer() -> None:
     queue = EventQueue("req_1", 2)
-    request = wanted("req_1", [5])
+    request = make_request("req_1", [5])
     for number in range(1, EVENTS_MAX * 2 + 1):
         queue.put(make_event(request, [number], (number + 1) // 2, index=number % 2))
     events = await queue.take()
@@ -196,9 +196,9 @@ async def test_events_of_several_answers_are_merged_each_with_its_own() -> None:
         assert said == [number for number in range(1, EVENTS_MAX * 2 + 1) if number % 2 == index]
 
 
-async def test_one_answer_of_several_can_be_ended_alone() -> None:
+async def test_one_answer_of_several_can_be_aborted() -> None:
     async with connected() as (client, _, _):
-        queue = client.submit(wanted("req_1", [STALL], n=2))
+        queue = client.submit(make_request("req_1", [STALL], n=2))
         client.abort_answer("req_1", 1)
         client.abort_answer("req_1", 7)
         (ended,) = await all_events(queue)
@@ -210,10 +210,10 @@ async def test_one_answer_of_several_can_be_ended_alone() -> None:
         assert client.open_requests == 0
 
 
-async def test_an_answer_that_the_engine_does_not_end_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_the_engine_does_not_end_fails_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(final_event_wait_s=0.01) as (client, engine, _):
         monkeypatch.setattr(engine, "_receive", engine.frames.append)
-        queue = client.submit(wanted("req_1", [STALL], n=2))
+        queue = client.submit(make_request("req_1", [STALL], n=2))
         client.abort_answer("req_1", 1)
         with pytest.raises(EngineUnavailable, match="did not end"):
             await queue.take()
@@ -221,7 +221,7 @@ async def test_an_answer_that_the_engine_does_not_end_ends_the_stream(monkeypatc
 
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_every_number_has_a_limit_that_names_it(name: str, value: int) -> None:
+def test_every_number_has_a_limit_whose_error_names_it(name: str, value: int) -> None:
     with pytest.raises(InvalidOption) as refused:
         SamplingParams(**{"max_tokens": None, name: NUMBERS[name](value)})
 
@@ -232,40 +232,40 @@ def test_every_number_has_a_limit_that_names_it(name: str, value: int) -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 async def test_a_request_that_cannot_be_sent_fails_alone(name: str, value: int) -> None:
     async with connected() as (client, _, _):
-        bad = wanted("req_bad", [5])
-        object.__setattr__(bad.sampling, name, NUMBERS[name](value))  # as if its limit had been forgotten
-        before = client.submit(wanted("req_before", [5]))
+        bad = make_request("req_bad", [5])
+        object.__setattr__(bad.sampling, name, NUMBERS[name](value))  # bypasses the check of its limit
+        before = client.submit(make_request("req_before", [5]))
         with pytest.raises(TransportError, match="req_bad"):
             client.submit(bad)
-        after = client.submit(wanted("req_after", [6]))
+        after = client.submit(make_request("req_after", [6]))
 
         assert (await all_events(before))[-1].finish_reason is FinishReason.LENGTH
         assert (await all_events(after))[-1].finish_reason is FinishReason.LENGTH
         assert client.open_requests == 0
 
 
-async def test_what_cannot_be_written_is_told_to_each_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_write_fails_each_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected() as (client, _, _):
-        told: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context))
 
         def broken(_frame: bytes) -> None:
             raise RuntimeError("the transport is broken")
 
         monkeypatch.setattr(client._socket, "send", broken)
-        queues = [client.submit(wanted(f"req_{index}", [5])) for index in range(3)]
+        queues = [client.submit(make_request(f"req_{index}", [5])) for index in range(3)]
         for queue in queues:
             with pytest.raises(EngineUnavailable, match="could not be sent"):
                 await queue.take()
 
         assert client.open_requests == 0
-        assert len(told) == 1
+        assert len(errors) == 1
 
 
-async def test_an_abort_that_the_engine_never_answers_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_abort_that_the_engine_never_answers_fails_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(final_event_wait_s=0.01) as (client, engine, _):
         monkeypatch.setattr(engine, "_receive", engine.frames.append)
-        queue = client.submit(wanted("req_1", [STALL]))
+        queue = client.submit(make_request("req_1", [STALL]))
         client.abort("req_1")
         with pytest.raises(EngineUnavailable, match="did not end"):
             await queue.take()

@@ -29,11 +29,11 @@ async def test_a_traceback_has_the_level_of_its_error() -> None:
     assert {level for level, _ in await forwarded(printed)} == {"error"}
 
 
-async def test_what_no_logger_printed_is_a_warning() -> None:
+async def test_output_without_a_logger_is_a_warning() -> None:
     assert await forwarded(b"python: cannot load libcuda\n") == [("warning", "python: cannot load libcuda")]
 
 
-async def test_a_line_of_a_library_names_it() -> None:
+async def test_a_line_of_a_library_names_its_logger() -> None:
     output = asyncio.StreamReader()
     output.feed_data(b"WARNING some.library hello")
     output.feed_eof()
@@ -42,5 +42,5 @@ async def test_a_line_of_a_library_names_it() -> None:
     assert [(line["event"], line["logger"]) for line in lines] == [("hello", "some.library")]
 
 
-async def test_a_line_without_end_comes_in_pieces() -> None:
+async def test_an_overlong_line_is_split() -> None:
     assert sum(len(text) for _, text in await forwarded(b"x" * (3 * LINE_BYTES_MAX))) == 3 * LINE_BYTES_MAX

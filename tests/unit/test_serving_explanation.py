@@ -81,7 +81,7 @@ def test_preemptions_are_explained(count: int, words: str) -> None:
     assert words in explain(dataclasses.replace(DONE, preemptions=count))
 
 
-def test_the_rate_is_over_the_last_window() -> None:
+def test_the_rate_covers_the_last_window() -> None:
     stats = EngineStats()
     for second in range(10):
         stats.note_status(engine_status(generation_tokens_total=second * 50), float(second))
@@ -99,20 +99,20 @@ def test_a_new_engine_process_counts_from_zero() -> None:
     assert stats.tokens_per_second(2.0) == 20.0
 
 
-def test_a_probe_is_in_no_rate() -> None:
+def test_probes_are_left_out_of_rates() -> None:
     stats = EngineStats()
     for second in range(4):
         stats.probe_id = f"probe_{second}"
         token = TokenEvent(f"probe_{second}", [7], 1, 1, finish_reason=FinishReason.LENGTH)
-        told, others = [token, TokenEvent("req_1", [7], 1, 1)], [("req_2", 0, 8)]
-        stats.note_tokens(EngineFrame(events=told, decoded=others))
+        events, others = [token, TokenEvent("req_1", [7], 1, 1)], [("req_2", 0, 8)]
+        stats.note_tokens(EngineFrame(events=events, decoded=others))
         stats.note_status(engine_status(generation_tokens_total=2 * second + 2), float(second))
 
     assert stats.tokens_per_second(3.0) == 1.0
     assert stats.probe_prompt_tokens == 4
 
 
-def test_quantiles_are_of_recent_requests() -> None:
+def test_quantiles_cover_recent_requests() -> None:
     stats = EngineStats()
     assert stats.ttft_quantile_s(0.5) is None
     for milliseconds in range(1, 101):

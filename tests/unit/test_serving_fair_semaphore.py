@@ -1,4 +1,4 @@
-"""Tenants take turns: a flood delays only itself, and no turn is lost when requests leave."""
+"""Tenants take turns: a burst delays only its own tenant, and no permit is lost when callers are cancelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make_semaphore(at_a_time: int, waiting_max: int = 100) -> FairSemaphore:
 
 
 async def settle() -> None:
-    """Let everybody go as far as they can."""
+    """Let all tasks run until they wait."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -35,7 +35,7 @@ async def test_tenants_take_turns() -> None:
     assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_the_longest_line_gives_way_and_nobody_is_driven_out_for_his_equal() -> None:
+async def test_the_longest_queue_loses_its_last_caller_unless_the_newcomers_is_as_long() -> None:
     semaphore = make_semaphore(1, waiting_max=3)
     await semaphore.acquire("alice")
     flood = [asyncio.create_task(semaphore.acquire("alice")) for _ in range(3)]
@@ -55,7 +55,7 @@ async def test_the_longest_line_gives_way_and_nobody_is_driven_out_for_his_equal
         task.cancel()
 
 
-async def test_no_turn_is_lost_whoever_leaves_when() -> None:
+async def test_no_permit_is_lost_whenever_callers_are_cancelled() -> None:
     chance = random.Random(3)
     for _ in range(200):
         semaphore = make_semaphore(2, waiting_max=6)

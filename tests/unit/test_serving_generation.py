@@ -57,14 +57,14 @@ async def test_text_usage_record_and_quota_agree(box: Serving, cast: Cast) -> No
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
-async def test_the_record_is_settled_before_the_reader_hears_of_the_end(box: Serving, cast: Cast) -> None:
+async def test_the_record_is_settled_before_the_reader_gets_the_outcome(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT)
     await generation.outcome
 
     assert (await box.event(generation)).status == "posted"
 
 
-async def test_a_record_that_comes_late_keeps_no_reader_waiting_and_is_waited_for_at_the_end(
+async def test_a_slow_settlement_does_not_delay_the_reader_and_is_awaited_at_the_end(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle, disk = box.ledger.settle, asyncio.Event()
@@ -85,14 +85,14 @@ async def test_a_record_that_comes_late_keeps_no_reader_waiting_and_is_waited_fo
     assert (await box.event(generation)).status == "posted"
 
 
-async def test_a_request_belongs_to_the_moment_of_its_reservation(
+async def test_a_request_counts_for_the_day_of_its_reservation(
     box: Serving, database: Database, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     current, asked_at = box.generations._prices.current, []
 
     async def slow(model: str, at: datetime, *, currency: str | None) -> Price | None:
         asked_at.append(at)
-        clock.advance(len(asked_at) - 1)  # midnight comes when the price is looked up for the second time
+        clock.advance(len(asked_at) - 1)  # midnight passes before the price is looked up again
         return await current(model, at, currency=currency)
 
     monkeypatch.setattr(box.generations._prices, "current", slow)
@@ -121,7 +121,7 @@ async def test_a_stop_string_aborts_the_engine_and_bills_up_to_the_token_that_co
     assert (await box.event(generation)).completion_tokens == expected
 
 
-async def test_what_the_engine_made_behind_a_stop_string_is_counted_as_discarded(
+async def test_tokens_generated_past_a_stop_string_are_counted_as_discarded(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(box.client, "abort", lambda _request_id: None)  # an abort that comes too late
@@ -137,11 +137,11 @@ async def test_what_the_engine_made_behind_a_stop_string_is_counted_as_discarded
     )
 
 
-async def test_how_long_a_request_took_is_measured_once(
+async def test_timings_are_observed_once_per_request(
     box: Serving, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted: list[float] = []
-    monkeypatch.setattr(box.client.stats, "note_ttft", noted.append)
+    ttfts_s: list[float] = []
+    monkeypatch.setattr(box.client.stats, "note_ttft", ttfts_s.append)
     box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT)
     clock.advance(2.5)
@@ -160,11 +160,11 @@ async def test_how_long_a_request_took_is_measured_once(
         assert f'gatehouse_{name}_count{{model="tiny"}} {times}.0' in shown
     for name in ("request_seconds", "time_to_first_token_seconds"):
         assert f'gatehouse_{name}_sum{{model="tiny"}} 2.5' in shown
-    assert noted == [generation.live.ttft_s] == [2.5]
+    assert ttfts_s == [generation.live.ttft_s] == [2.5]
     assert generation.live.kv_blocks == 0
 
 
-async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
+async def test_tokens_counted_but_not_recorded_show_up_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
     reconciliation = box.model.engine.stats.reconciliation
     reconciliation.note_status(engine_status())
     generation = await box.start(cast.bob, TEXT)
@@ -177,7 +177,7 @@ async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_
 
 
 class Merged:
-    """Events of an engine that was so quick that all tokens came at once, and that its abort came too late."""
+    """Events merged into one, of an engine that was faster than the abort."""
 
     def __init__(self, request: GenerationRequest) -> None:
         ids = request.prompt_token_ids
@@ -192,7 +192,7 @@ class Merged:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-async def test_an_answer_that_the_engine_completes_is_billed_and_ends_as_it_says(
+async def test_an_answer_completed_by_the_engine_is_billed_with_its_finish_reason(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, reason: FinishReason
 ) -> None:
     def submit(request: GenerationRequest) -> Merged:
@@ -211,7 +211,7 @@ async def test_an_answer_that_the_engine_completes_is_billed_and_ends_as_it_says
     assert event.completion_tokens == outcome.usage.completion_tokens == len(box.ids(TEXT))
 
 
-async def test_what_completes_no_character_is_handed_on_with_what_does(box: Serving, cast: Cast) -> None:
+async def test_tokens_that_complete_no_character_are_emitted_with_the_one_that_does(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT)
     chunks: list[Chunk] = []
     while not generation.chunks.ended:
@@ -222,7 +222,7 @@ async def test_what_completes_no_character_is_handed_on_with_what_does(box: Serv
     assert len(chunks) < len(box.ids(TEXT)), "some of its characters are several tokens"
 
 
-async def test_tokens_behind_a_stop_string_that_came_with_it_are_neither_shown_nor_billed(
+async def test_tokens_after_a_stop_string_in_the_same_event_are_neither_shown_nor_billed(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(box.client, "submit", Merged)
@@ -237,7 +237,7 @@ async def test_tokens_behind_a_stop_string_that_came_with_it_are_neither_shown_n
     assert (await box.event(generation)).completion_tokens == expected
 
 
-async def test_every_token_has_its_logprob_also_where_it_is_no_whole_character(box: Serving, cast: Cast) -> None:
+async def test_every_token_has_a_logprob_even_if_it_is_part_of_a_character(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, logprobs=0)
     shown: list[Chunk] = []
     while not generation.chunks.ended:
@@ -268,9 +268,7 @@ def test_a_stop_string_ends_at_the_same_token_however_events_are_merged(tmp_path
 @pytest.mark.parametrize(
     ("end", "stop_token_ids", "named"), [(0, [], 2), (5, [5], 2), (5, [], 3)], ids=["special", "stop", "text"]
 )
-def test_a_token_that_ends_an_answer_and_is_no_text_of_it_has_no_logprob(
-    tmp_path: Path, end: int, stop_token_ids: list[int], named: int
-) -> None:
+def test_a_stop_token_that_is_not_shown_has_no_logprob(tmp_path: Path, end: int, stop_token_ids: list[int], named: int) -> None:
     prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
     ids = [*prompting._tokenizer.encode("a b", add_special_tokens=False).ids[-2:], end]
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams(logprobs=0))
@@ -280,7 +278,7 @@ def test_a_token_that_ends_an_answer_and_is_no_text_of_it_has_no_logprob(
     assert (chunk.completion_tokens, len(chunk.logprobs)) == (3, named)
 
 
-def test_a_stop_string_in_what_was_held_back_ends_the_answer_too(tmp_path: Path) -> None:
+def test_a_stop_string_in_held_back_text_ends_the_answer_too(tmp_path: Path) -> None:
     prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
     ids = prompting._tokenizer.encode("the \N{PARROT}", add_special_tokens=False).ids[:-1]  # the last character lacks a byte
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams())
@@ -292,7 +290,7 @@ def test_a_stop_string_in_what_was_held_back_ends_the_answer_too(tmp_path: Path)
     assert (text, answer.finish_reason) == ("the", "stop")
 
 
-async def test_an_engine_that_never_answers_an_abort_does_not_hold_a_request(
+async def test_an_unanswered_abort_does_not_block_the_request(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "FINAL_EVENT_WAIT_S", 0.01)
@@ -306,14 +304,14 @@ async def test_an_engine_that_never_answers_an_abort_does_not_hold_a_request(
         assert (await box.event(generation)).status == "voided"
 
 
-async def test_stop_strings_wait_for_the_minimum_of_tokens(box: Serving, cast: Cast) -> None:
+async def test_stop_strings_apply_only_after_min_tokens(box: Serving, cast: Cast) -> None:
     count = len(box.ids(TEXT))
     generation = await box.start(cast.bob, TEXT, stop=["quick"], min_tokens=count, max_tokens=count)
 
     assert await text_of(generation) == TEXT
 
 
-async def test_a_reader_that_leaves_ends_the_generation_and_pays_for_what_was_made(box: Serving, cast: Cast) -> None:
+async def test_a_disconnect_ends_the_generation_and_bills_the_generated_tokens(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
     generation.end_early("disconnected")
@@ -326,10 +324,10 @@ async def test_a_reader_that_leaves_ends_the_generation_and_pays_for_what_was_ma
     assert 1 <= event.completion_tokens < 1000
 
 
-async def test_who_leaves_and_whose_abort_comes_too_late_ends_as_the_engine_says(
+async def test_a_disconnect_whose_abort_comes_too_late_ends_as_the_engine_says(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box.client, "abort", lambda _request_id: None)  # it comes too late
+    monkeypatch.setattr(box.client, "abort", lambda _request_id: None)  # an abort that comes too late
     generation = await box.start(cast.bob, TEXT)
     await poll_until(lambda: generation._submitted)
     generation.end_early("disconnected")
@@ -343,15 +341,15 @@ async def test_no_timer_of_a_request_outlives_it(box: Serving, cast: Cast, clock
     generation = await box.start(cast.bob, TEXT)
     generation.set_expiry(clock.now() + timedelta(hours=1))
     planned: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-    await poll_until(lambda: len([each for each in planned if each._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
-    timers = [each for each in planned if each._callback == generation.end_early]  # type: ignore[attr-defined]
+    await poll_until(lambda: len([timer for timer in planned if timer._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
+    timers = [timer for timer in planned if timer._callback == generation.end_early]  # type: ignore[attr-defined]
     await generation.outcome
     await poll_until(lambda: not box.generations._tasks)
 
     assert [timer.cancelled() for timer in timers] == [True, True]
 
 
-async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, cast: Cast) -> None:
+async def test_a_disconnect_before_prefill_is_not_billed(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [STALL, 5, 6])
     generation.end_early("disconnected")
     await generation.outcome
@@ -361,7 +359,7 @@ async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, ca
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
-async def test_an_administrator_can_end_it(box: Serving, cast: Cast) -> None:
+async def test_an_administrator_can_abort_a_request(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
     box.generations.abort(generation.request_id, access=WHOLE_BOX)
@@ -372,7 +370,7 @@ async def test_an_administrator_can_end_it(box: Serving, cast: Cast) -> None:
     assert outcome.error.code == "request_aborted"
 
 
-async def test_it_ends_at_its_deadline(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
+async def test_a_request_ends_at_its_deadline(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, deadline_s=0.05) as box:
         generation = await box.start(cast.bob, [STALL, 5])
         outcome = await generation.outcome
@@ -402,7 +400,7 @@ async def test_an_engine_that_dies_settles_what_was_counted(box: Serving, cast: 
     assert event.completion_tokens == outcome.usage.completion_tokens >= 1
 
 
-async def test_a_slow_reader_gets_everything_in_fewer_pieces(
+async def test_a_slow_reader_gets_everything_in_fewer_chunks(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, buffer_chunks=2) as box:
@@ -434,12 +432,12 @@ async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: D
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "log_events"),
     [(InternalError("nothing was started"), []), (ValueError("a bug"), ["pending record could not be written"])],
     ids=["refused", "bug"],
 )
-async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception, told: list[str]
+async def test_a_request_without_a_pending_record_never_reaches_the_engine(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception, log_events: list[str]
 ) -> None:
     async def broken(_entry: PendingEntry) -> None:
         raise error
@@ -450,12 +448,12 @@ async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
             await box.start(cast.bob, TEXT)
         assert await box.generations.drain(5.0)
 
-    assert [line["event"] for line in logs] == told
+    assert [line["event"] for line in logs] == log_events
     assert [frame for frame in box.engine.frames if frame.submit] == []
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
-async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engine_never_hears_of_it(
+async def test_a_disconnect_while_the_record_is_written_is_not_billed_and_never_reaches_the_engine(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = box.ledger.open
@@ -482,12 +480,12 @@ async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engin
 
 async def test_a_full_queue_refuses_before_admission(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=1, seats=1) as box:
-        for answers in ([1, 1], [2], [1, 1]):  # each takes a place, and gives it back
-            held = [await box.start(cast.bob, [STALL, 5], n=num) for num in answers]
-            assert [generation.live.tenant_open for generation in held] == list(range(len(answers)))
+        for answers in ([1, 1], [2], [1, 1]):  # each answer takes a place and returns it
+            generations = [await box.start(cast.bob, [STALL, 5], n=num) for num in answers]
+            assert [generation.live.tenant_open for generation in generations] == list(range(len(answers)))
             with pytest.raises(Overloaded):
                 await box.start(cast.bob, TEXT)
-            for generation in held:
+            for generation in generations:
                 generation.end_early("disconnected")
             await poll_until(lambda: not box.generations.live(access=WHOLE_BOX))
 
@@ -496,17 +494,20 @@ async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=3, seats=1) as box:
-        held = []
-        for person, most in ((cast.charlie, 4), (cast.bob, 2)):  # one alone has all places; then 4 + 2 and 2 come to 8
+        generations = []
+        for person, most in (
+            (cast.charlie, 4),
+            (cast.bob, 2),
+        ):  # one tenant alone may take all places; then 4 + 2 and 2 come to 8
             for _ in range(most):
-                held.append(await box.start(person, [STALL, 5]))
+                generations.append(await box.start(person, [STALL, 5]))
             with pytest.raises(Overloaded):
                 await box.start(person, TEXT)
-        for generation in held:
+        for generation in generations:
             generation.end_early("disconnected")
 
 
-async def test_while_the_ledger_cannot_be_written_new_ones_are_refused_at_once(box: Serving, cast: Cast) -> None:
+async def test_while_the_ledger_cannot_be_written_new_requests_are_refused_at_once(box: Serving, cast: Cast) -> None:
     box.ledger.last_error = "disk full"
     with pytest.raises(Overloaded) as caught:
         await box.start(cast.bob, TEXT)
@@ -514,7 +515,7 @@ async def test_while_the_ledger_cannot_be_written_new_ones_are_refused_at_once(b
     assert caught.value.retry_after_s is not None
 
 
-async def test_draining_refuses_new_ones_and_waits_for_the_rest(box: Serving, cast: Cast) -> None:
+async def test_draining_refuses_new_requests_and_waits_for_live_ones(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [STALL, 5])
     assert not await box.generations.drain(0.01)
     with pytest.raises(Draining) as refused:
@@ -524,7 +525,7 @@ async def test_draining_refuses_new_ones_and_waits_for_the_rest(box: Serving, ca
 
     assert await box.generations.drain(5.0)
     assert isinstance(ended, Draining)
-    assert ended.retry_after_s == refused.value.retry_after_s  # one appliance, one time to come back
+    assert ended.retry_after_s == refused.value.retry_after_s  # the same retry-after everywhere
 
 
 async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> None:
@@ -539,13 +540,11 @@ async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> No
     assert generation.live.state == "finished"
 
 
-async def test_the_ledger_is_told_how_far_each_request_is_that_runs_and_has_output(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[dict[str, Usage]] = []
-    monkeypatch.setattr(box.ledger, "checkpoint", told.append)
+async def test_running_requests_with_output_are_checkpointed(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints: list[dict[str, Usage]] = []
+    monkeypatch.setattr(box.ledger, "checkpoint", checkpoints.append)
     box.generations.checkpoint()
-    assert told == [], "nothing runs"
+    assert checkpoints == [], "nothing runs"
 
     waiting = await box.start(cast.charlie, [STALL, 5])
     ended = await box.start(cast.bob, TEXT)
@@ -555,7 +554,7 @@ async def test_the_ledger_is_told_how_far_each_request_is_that_runs_and_has_outp
         await generation.chunks.take(10.0)
     lives = [generation.live for generation in running]
     box.generations.checkpoint()
-    assert told == [
+    assert checkpoints == [
         {
             live.id: Usage(
                 prompt_tokens=live.prompt_tokens,
@@ -565,12 +564,12 @@ async def test_the_ledger_is_told_how_far_each_request_is_that_runs_and_has_outp
             for live in lives
         }
     ]
-    assert all(usage.completion_tokens > 0 for usage in told[0].values())
+    assert all(usage.completion_tokens > 0 for usage in checkpoints[0].values())
     for generation in (waiting, *running):
         generation.end_early("aborted")
 
 
-async def test_at_the_end_of_the_appliance_all_that_lives_ends_and_nothing_new_begins(box: Serving, cast: Cast) -> None:
+async def test_ending_all_requests_refuses_new_ones(box: Serving, cast: Cast) -> None:
     generations = [await box.start(person, [STALL, 5]) for person in (cast.bob, cast.charlie, cast.bob)]
     box.generations.end_all()
     with pytest.raises(Draining):
@@ -593,7 +592,7 @@ async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> 
 @pytest.mark.parametrize(
     ("owner", "broken", "reason"), [(Bill, "_record", "error"), (Generation, "_observe_metrics", "disconnected")]
 )
-async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
+async def test_a_bug_in_the_settlement_is_reported_and_leaves_nothing_open(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, owner: type[object], broken: str, reason: str
 ) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
@@ -607,15 +606,15 @@ async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
 
     assert (type(outcome.error), outcome.finish_reason) == (InternalError, "error")
     await generation.chunks.take(0.0)
-    assert generation.chunks.ended, "a reader waits for nothing more"
-    assert [line["event"] for line in logs] == ["generation could not be settled"]  # and no second settlement refused
+    assert generation.chunks.ended, "a reader would wait for ever"
+    assert [line["event"] for line in logs] == ["generation could not be settled"]  # no second settlement was attempted
     assert (event.status, event.finish_reason) == ("posted", reason)
     assert event.completion_tokens == generation.live.completion_tokens >= 1
     assert num_running(box.admission, cast.bob.tenant.id) == 0
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" in box.metrics.render().decode()
 
 
-async def test_a_fault_beside_the_engine_ends_the_request_there_too_and_bills_what_was_counted(
+async def test_a_bug_in_the_gateway_aborts_the_request_and_bills_what_was_counted(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box.engine.allow_steps(0)
@@ -631,10 +630,8 @@ async def test_a_fault_beside_the_engine_ends_the_request_there_too_and_bills_wh
     await poll_until(lambda: generation.request_id in [name for frame in box.engine.frames for name in frame.abort])
 
 
-async def test_a_fault_before_the_reservation_ends_gives_it_back(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Generation, "_settle", None)  # of the class: the generation looks it up before it is admitted
+async def test_a_bug_before_the_reservation_ends_releases_it(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Generation, "_settle", None)  # on the class, because the generation is created inside `start`
     generation = await box.start(cast.bob, [STALL, 5])
     generation.end_early("disconnected")
     outcome = await generation.outcome
@@ -648,7 +645,7 @@ async def test_a_fault_before_the_reservation_ends_gives_it_back(
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
-async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_before_there_is_a_record_settles_none(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bill, "open", None)
     with structlog.testing.capture_logs() as logs, pytest.raises(InternalError):
         await box.start(cast.bob, TEXT)
@@ -659,7 +656,7 @@ async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast:
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
-async def test_a_fault_before_anybody_owns_the_generation_gives_the_reservation_back(
+async def test_a_bug_before_the_generation_starts_releases_the_reservation(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PreparedRequest, "live_request", None)
@@ -668,7 +665,7 @@ async def test_a_fault_before_anybody_owns_the_generation_gives_the_reservation_
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
-async def test_usage_that_even_the_last_attempt_cannot_record_is_counted(
+async def test_usage_that_even_the_last_attempt_cannot_record_is_counted_as_unrecorded(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)

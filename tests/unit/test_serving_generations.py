@@ -1,4 +1,4 @@
-"""All generations together: which requests are taken and at which price, how long they may wait, and who sees and ends them."""
+"""All generations: which requests are accepted at which price, how long they may wait, and who may see and end them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def member_of(tenant_id: str, role: TenantRole) -> Access:
     return Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role})
 
 
-async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_alone(box: Serving, cast: Cast) -> None:
+async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(box: Serving, cast: Cast) -> None:
     generations, bob, charlie = box.generations, cast.bob.tenant.id, cast.charlie.tenant.id
     bobs, charlies = [await box.start(person, [STALL, 5]) for person in (cast.bob, cast.charlie)]
     manager, viewer = member_of(bob, TenantRole.MANAGER), member_of(bob, TenantRole.VIEWER)
@@ -70,7 +70,7 @@ async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_alone(box:
     charlies.end_early("disconnected")
 
 
-async def test_while_it_drains_nobody_waits_for_room(box: Serving, database: Database, clock: FakeClock) -> None:
+async def test_draining_refuses_requests_that_wait_for_admission(box: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
     await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
     running = await box.start(dora, [STALL, 5])
@@ -95,14 +95,14 @@ async def test_a_drain_waits_for_the_last_of_several(box: Serving, cast: Cast) -
     assert await box.generations.drain(5.0)
 
 
-async def test_a_request_waits_for_room_as_long_as_its_tier_says(
+async def test_a_request_waits_for_admission_as_long_as_its_tier_allows(
     box: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admit, waits_s = box.admission.admit, list[float]()
 
-    async def noting(asked: AdmissionRequest, wait_s: float) -> Reservation:
+    async def noting(request: AdmissionRequest, wait_s: float) -> Reservation:
         waits_s.append(wait_s)
-        return await admit(asked, wait_s)
+        return await admit(request, wait_s)
 
     monkeypatch.setattr(box.admission, "admit", noting)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=1500)
@@ -111,21 +111,21 @@ async def test_a_request_waits_for_room_as_long_as_its_tier_says(
 
 
 @pytest.mark.parametrize(("seats", "places"), [(64, 1 + 64), (None, 1)], ids=["told", "not told"])
-async def test_as_many_run_at_a_time_as_the_engine_says(
+async def test_the_seats_of_the_engine_add_to_the_requests_that_may_be_open(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     seats: int | None, places: int,
 ) -> None:  # fmt: skip
     if seats is None:
         monkeypatch.setattr(InProcessEngine, "info", None)
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, seats=seats or 8, max_waiting_requests=1) as box:
-        held = [await box.start(cast.bob, [STALL, 5], n=num) for num in (places - 1, 1) if num]
+        generations = [await box.start(cast.bob, [STALL, 5], n=num) for num in (places - 1, 1) if num]
         with pytest.raises(Overloaded, match="queue is full"):
             await box.start(cast.bob, TEXT)
-        for generation in held:
+        for generation in generations:
             generation.end_early("disconnected")
 
 
-async def test_where_models_without_a_price_are_refused_others_are_served(
+async def test_refusing_unpriced_models_does_not_affect_priced_ones(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     price = await euro_prices(database, clock).add(model=MODEL, currency="EUR", prompt=1, cached_prompt=1, completion=2)
@@ -137,15 +137,15 @@ async def test_where_models_without_a_price_are_refused_others_are_served(
     assert (event.price_id, event.cost_picos) == (price.id, count * 1 + count * 2)
 
 
-async def test_a_request_pays_the_price_that_is_in_force_when_it_gets_room(
+async def test_a_request_pays_the_price_in_force_at_its_admission(
     box: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admit, asked_at = box.admission.admit, list[int | None]()
 
-    async def after_a_wait(asked: AdmissionRequest, wait_s: float) -> Reservation:
-        asked_at.append(None if asked.price is None else asked.price.completion)
+    async def after_a_wait(request: AdmissionRequest, wait_s: float) -> Reservation:
+        asked_at.append(None if request.price is None else request.price.completion)
         clock.advance(10)
-        return await admit(asked, wait_s)
+        return await admit(request, wait_s)
 
     terms: dict[str, Any] = {"model": MODEL, "currency": "EUR", "prompt": 0, "cached_prompt": 0}
     prices = euro_prices(database, clock)
@@ -160,14 +160,14 @@ async def test_a_request_pays_the_price_that_is_in_force_when_it_gets_room(
     assert (await box.event(generation)).price_id == dearer.id
 
 
-async def test_a_request_whose_engine_has_gone_while_it_waited_for_room_holds_nothing(
+async def test_a_request_whose_engine_died_while_it_waited_reserves_nothing(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admit = box.admission.admit
 
-    async def after_a_wait(asked: AdmissionRequest, wait_s: float) -> Reservation:
+    async def after_a_wait(request: AdmissionRequest, wait_s: float) -> Reservation:
         box.client.unavailable = "restarting"
-        return await admit(asked, wait_s)
+        return await admit(request, wait_s)
 
     monkeypatch.setattr(box.admission, "admit", after_a_wait)
     with pytest.raises(EngineUnavailable):
@@ -176,9 +176,7 @@ async def test_a_request_whose_engine_has_gone_while_it_waited_for_room_holds_no
     assert (await box.reports.ledger_page(access=WHOLE_BOX)).data == []
 
 
-async def test_what_a_limit_in_shadow_mode_would_have_refused_is_counted(
-    box: Serving, database: Database, clock: FakeClock
-) -> None:
+async def test_refusals_of_a_limit_in_shadow_mode_are_counted(box: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
     dora = dataclasses.replace(dora, tenant=dataclasses.replace(dora.tenant, limit_mode="shadow"))
     for _ in range(2):
@@ -190,7 +188,7 @@ async def test_what_a_limit_in_shadow_mode_would_have_refused_is_counted(
     assert '{reason="tenant_concurrency"} 2.0' in box.metrics.render().decode()
 
 
-async def test_a_key_that_expires_ends_what_it_began_then(box: Serving, cast: Cast, clock: FakeClock) -> None:
+async def test_the_expiry_of_a_key_ends_its_running_requests(box: Serving, cast: Cast, clock: FakeClock) -> None:
     key = dataclasses.replace(cast.bob.key, expires_at=clock.now() + timedelta(milliseconds=20))
     generation = await box.start(dataclasses.replace(cast.bob, key=key), [STALL, 5])
     error = (await generation.outcome).error
@@ -198,19 +196,19 @@ async def test_a_key_that_expires_ends_what_it_began_then(box: Serving, cast: Ca
     assert error.code == "expired_api_key"
 
 
-async def test_a_request_whose_client_leaves_while_its_record_is_written_ends_and_costs_nothing(
+async def test_a_request_whose_caller_is_cancelled_while_its_record_is_written_ends_unbilled(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, asked, disk = box.ledger.open, asyncio.Event(), asyncio.Event()
+    written, requested, disk = box.ledger.open, asyncio.Event(), asyncio.Event()
 
     async def slowly(entry: PendingEntry) -> None:
-        asked.set()
+        requested.set()
         await disk.wait()
         await written(entry)
 
     monkeypatch.setattr(box.ledger, "open", slowly)
     starting = asyncio.create_task(box.start(cast.bob, TEXT))
-    await asked.wait()
+    await requested.wait()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -221,17 +219,17 @@ async def test_a_request_whose_client_leaves_while_its_record_is_written_ends_an
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
-async def test_what_has_ended_and_is_not_recorded_yet_is_neither_revived_nor_checkpointed(
+async def test_an_ended_but_unsettled_request_is_neither_revived_nor_checkpointed(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, disk, told = box.ledger.settle, asyncio.Event(), list[dict[str, Usage]]()
+    settle, disk, checkpoints = box.ledger.settle, asyncio.Event(), list[dict[str, Usage]]()
 
     async def slowly(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
         await disk.wait()
         await settle(settlement, on_recorded)
 
     monkeypatch.setattr(box.ledger, "settle", slowly)
-    monkeypatch.setattr(box.ledger, "checkpoint", told.append)
+    monkeypatch.setattr(box.ledger, "checkpoint", checkpoints.append)
     generation = await box.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.state == "finished")
     late = [
@@ -244,19 +242,19 @@ async def test_what_has_ended_and_is_not_recorded_yet_is_neither_revived_nor_che
     for requests in (None, late):
         box.generations.note_frame(EngineFrame(status=engine_status(requests=requests)))
     box.generations.checkpoint()
-    assert (generation.live.state, generation.live.kv_blocks, told) == ("finished", 0, [])
+    assert (generation.live.state, generation.live.kv_blocks, checkpoints) == ("finished", 0, [])
     disk.set()
     assert await box.generations.drain(5.0)
 
 
-async def test_the_ledger_hears_of_a_request_from_its_first_token_on(
+async def test_a_request_is_checkpointed_from_its_first_token_on(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, Usage]] = []
-    monkeypatch.setattr(box.ledger, "checkpoint", told.append)
+    checkpoints: list[dict[str, Usage]] = []
+    monkeypatch.setattr(box.ledger, "checkpoint", checkpoints.append)
     box.engine.allow_steps(1)
     generation = await box.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.completion_tokens == 1)
     box.generations.checkpoint()
-    assert told == [{generation.request_id: Usage(prompt_tokens=len(box.ids(TEXT)), completion_tokens=1)}]
+    assert checkpoints == [{generation.request_id: Usage(prompt_tokens=len(box.ids(TEXT)), completion_tokens=1)}]
     generation.end_early("disconnected")

@@ -1,4 +1,4 @@
-"""A folder is a model or the error names what it lacks; names are unique; sampling defaults come from the folder."""
+"""Model folders: errors name what is missing, names are unique, sampling defaults are read; and engines' options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from engine.switches import SWITCHES
 from tests.support.served_model import make_hollow_model, make_served_model
 
 
-def test_the_name_is_the_directorys(tmp_path: Path) -> None:
+def test_a_model_is_named_after_its_directory(tmp_path: Path) -> None:
     assert ModelFolder.check(make_hollow_model(tmp_path / "my-model")).name == "my-model"
 
 
@@ -43,7 +43,7 @@ def test_the_name_is_the_directorys(tmp_path: Path) -> None:
     ["m" * 201, "demo\n", "demo\x1b[31m", "demo\u202e4-tpg", "\u2066demo", "demo ", os.fsdecode(b"demo-\xff")],
     ids=ascii,
 )
-def test_a_folder_whose_name_could_not_be_told_from_another_is_no_model(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_a_confusable_name_is_refused(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
     with pytest.raises(NotAModel, match="cannot name a model") as refused:
@@ -51,13 +51,13 @@ def test_a_folder_whose_name_could_not_be_told_from_another_is_no_model(tmp_path
     assert str(refused.value).isprintable()
 
 
-def test_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotAModel, match="there is no such folder"):
         ModelFolder.check(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_what_is_missing_is_named(tmp_path: Path, name: str) -> None:
+def test_missing_files_are_named(tmp_path: Path, name: str) -> None:
     folder = make_hollow_model(tmp_path / "model")
     (folder / name).unlink()
     with pytest.raises(NotAModel, match=f"it has no {name}"):
@@ -99,7 +99,7 @@ def test_recommended_sampling_is_taken_from_the_folder(
     assert ModelFolder.check(folder).sampling_defaults == expected
 
 
-def test_the_context_may_be_in_the_part_for_text(tmp_path: Path) -> None:
+def test_the_context_length_may_be_in_text_config(tmp_path: Path) -> None:
     folder = make_hollow_model(tmp_path / "model")
     (folder / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 4096}}), "utf-8")
 
@@ -113,19 +113,24 @@ def test_an_unknown_name_is_not_found() -> None:
     assert caught.value.param == "model"
 
 
-def test_an_engine_is_told_what_is_set_and_the_rest_is_its_own_to_choose(tmp_path: Path) -> None:
+def test_an_engine_gets_the_options_that_are_set_and_chooses_the_rest(tmp_path: Path) -> None:
     folder = ModelFolder.check(make_hollow_model(tmp_path / "model"))
     settings = load_settings(options={"data_dir": tmp_path, "max_model_len": 512, "swap_space_gib": 1.5}, environ={})
     command = engine_command(folder, settings, 7)
-    told = json.loads(command[-1])
+    passed = json.loads(command[-1])
 
     assert command[1:-1] == ["-m", "engine.main", "--fd", "7", "--options"]
-    assert (told["model"], told["name"], told["max_model_len"], told["swap_space"]) == (str(folder.path), "model", 512, 1.5)
-    assert not {"max_num_seqs", "kv_cache_bytes", "quantization", "inter_token_target_ms", "speculative_config"} & told.keys()
+    assert (passed["model"], passed["name"], passed["max_model_len"], passed["swap_space"]) == (
+        str(folder.path),
+        "model",
+        512,
+        1.5,
+    )
+    assert not {"max_num_seqs", "kv_cache_bytes", "quantization", "inter_token_target_ms", "speculative_config"} & passed.keys()
 
 
 def options_of(folder: Path, **values: Any) -> EngineOptions:
-    """What an engine process makes of settings."""
+    """Return the options that an engine process gets from these settings."""
     settings = load_settings(options={"data_dir": folder.parent, **values}, environ={})
     return _engine_options(parse_arguments(engine_command(ModelFolder.check(folder), settings, 7)[3:]))
 
@@ -149,13 +154,13 @@ def test_each_engine_has_its_own_settings_and_knows_those_of_the_others(tmp_path
         options, alone = options_of(folder, **given), options_of(other, **given)
         assert options.quantization == ("int8" if folder is first else "awq")
         assert (options.speculative_config is None, options.max_num_seqs) == (folder is first, 4)
-        (told,) = options.colocated_models
-        of_other = EngineOptions.of({"name": alone.name, "inter_token_target_ms": INTER_TOKEN_TARGET_MS, **told})
+        (neighbour,) = options.colocated_models
+        of_other = EngineOptions.of({"name": alone.name, "inter_token_target_ms": INTER_TOKEN_TARGET_MS, **neighbour})
         assert of_other == dataclasses.replace(alone, colocated_models=())
 
 
-def test_files_of_shared_prefixes_are_not_told_to_the_engines_of_other_models(tmp_path: Path) -> None:
-    """Their paths may fill half of the longest argument that Linux allows."""
+def test_files_of_shared_prefixes_are_not_passed_to_the_engines_of_other_models(tmp_path: Path) -> None:
+    """Their paths may be half as long as the longest argument that Linux allows."""
     first, second = (make_hollow_model(tmp_path / name) for name in ("first", "second"))
     (tmp_path / "prefix.txt").write_text("You are helpful.")
     options = options_of(first, models=[str(first), str(second)], shared_prefixes=[str(tmp_path / "prefix.txt")])
@@ -163,7 +168,7 @@ def test_files_of_shared_prefixes_are_not_told_to_the_engines_of_other_models(tm
     assert "shared_prefixes" not in options.colocated_models[0]
 
 
-def test_every_option_of_an_engine_is_a_setting_but_those_of_one_model() -> None:
+def test_every_option_of_an_engine_is_a_setting_except_those_of_a_single_model() -> None:
     names = {_OPTION_NAMES.get(field.name, field.name) for field in dataclasses.fields(EngineSettings)}
     assert LIMITS.keys() - names == {"model", "name", "num_kv_blocks", "colocated_models"}
     assert names <= LIMITS.keys()
@@ -175,7 +180,7 @@ def test_settings_and_engine_have_the_same_defaults(tmp_path: Path) -> None:
     assert options_of(folder) == plain
 
 
-def test_settings_reach_the_engine_under_the_names_that_it_has_for_them(tmp_path: Path) -> None:
+def test_settings_reach_the_engine_under_its_own_names(tmp_path: Path) -> None:
     (tmp_path / "prefix.txt").write_text("You are helpful.")
     prefixes, speculative = [str(tmp_path / "prefix.txt")], {"method": "ngram"}
     values = {"engine_threads": 1, "swap_space_gib": 1.5, "speculative": speculative, "shared_prefixes": prefixes}
@@ -204,9 +209,7 @@ def test_settings_and_engine_have_the_same_choices(option: str, tmp_path: Path) 
     ("setting", "least", "most"),
     [("gpu_memory_utilization", 0.01, 1), ("swap_space_gib", 0, 4096), ("inter_token_target_ms", 0.1, 60_000)],
 )
-def test_what_is_a_setting_within_its_limits_is_one_for_the_engine(
-    setting: str, least: float, most: float, tmp_path: Path
-) -> None:
+def test_every_valid_setting_is_valid_for_the_engine(setting: str, least: float, most: float, tmp_path: Path) -> None:
     folder = make_hollow_model(tmp_path / "model")
     for value in (least, most):
         options_of(folder, **{setting: value})
@@ -214,7 +217,7 @@ def test_what_is_a_setting_within_its_limits_is_one_for_the_engine(
         options_of(folder, **{setting: most * 1.01})
 
 
-def test_a_context_that_no_request_fits_is_refused_by_settings_and_engine_in_the_same_words(tmp_path: Path) -> None:
+def test_a_context_that_no_request_fits_is_refused_by_settings_and_engine_with_the_same_message(tmp_path: Path) -> None:
     folder = make_served_model(tmp_path / "model")
     config = load_model_config(folder)
     with pytest.raises(EngineConfigError) as refused:
@@ -227,7 +230,7 @@ def test_a_context_that_no_request_fits_is_refused_by_settings_and_engine_in_the
         options_of(folder, max_model_len=0)
 
 
-def test_as_many_shared_prefixes_as_a_setting_takes_an_engine_takes(tmp_path: Path) -> None:
+def test_settings_and_engine_accept_the_same_number_of_shared_prefixes(tmp_path: Path) -> None:
     folder = make_hollow_model(tmp_path / "model")
     (tmp_path / "prefix.txt").write_text("You are helpful.")
     prefixes = [str(tmp_path / "prefix.txt")] * 256
@@ -237,7 +240,7 @@ def test_as_many_shared_prefixes_as_a_setting_takes_an_engine_takes(tmp_path: Pa
 
 
 async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = [sys.executable, "-m", "tests.support.fake_engine", "--fd"]  # it tells of its switches as an engine does
+    stand_in = [sys.executable, "-m", "tests.support.fake_engine", "--fd"]  # reports its switches like an engine
     monkeypatch.setattr(model_builder, "engine_command", lambda _folder, _settings, fd: [*stand_in, str(fd)])
     environ = {"GATEHOUSE_GRAPHS": "0", "GATEHOUSE_OVERLAPPED_PREFILL": "0", "GATEHOUSE_MODELS": str(tmp_path / "model")}
     make_hollow_model(tmp_path / "model")
@@ -257,11 +260,11 @@ def test_the_switches_of_the_settings_are_those_of_the_engine() -> None:
     assert tuple(f"{ENVIRONMENT_PREFIX}{switch.upper()}" for switch in ENGINE_SWITCHES) == SWITCHES
 
 
-def test_tenants_of_an_engine_are_named_the_largest_first_and_the_probe_is_none() -> None:
-    held = [("tn_1", 2), ("tn_2", 9), ("probe", 1)]
+def test_tenants_of_an_engine_are_listed_largest_first_without_the_probe() -> None:
+    blocks_by_tenant = [("tn_1", 2), ("tn_2", 9), ("probe", 1)]
     progress = [
         TenantProgress(tenant_id=tenant_id, num_running=1, num_waiting=2, kv_blocks=blocks, service_s=0.5)
-        for tenant_id, blocks in held
+        for tenant_id, blocks in blocks_by_tenant
     ]
     readings = tenant_readings(progress, {"tn_1": "bob", "tn_2": "charlie", "tn_3": "dora"})
 

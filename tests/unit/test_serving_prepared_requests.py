@@ -29,24 +29,24 @@ def prepared_by(who: Principal) -> PreparedRequest:
     )
 
 
-def test_limits_hear_how_long_an_answer_may_get_also_when_nothing_was_asked_for() -> None:
-    asked = prepared_by(principal()).admission_request(None, None)
-    assert (asked.max_output_tokens, asked.output_room) == (None, 50)
+def test_limits_get_the_output_room_even_without_a_requested_length() -> None:
+    request = prepared_by(principal()).admission_request(None, None)
+    assert (request.max_output_tokens, request.output_room) == (None, 50)
 
 
-async def test_the_record_of_a_request_has_what_it_holds(clock: FakeClock) -> None:
+async def test_the_pending_record_has_the_reserved_tokens(clock: FakeClock) -> None:
     prepared = prepared_by(principal())
-    held = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
-    assert prepared.pending_entry(held).reserved_tokens == held.reserved_tokens > 0
+    reservation = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
+    assert prepared.pending_entry(reservation).reserved_tokens == reservation.reserved_tokens > 0
 
 
 async def test_the_record_of_a_request_without_a_price_has_the_currency_of_its_tenant(clock: FakeClock) -> None:
     bob = principal()
     prepared = prepared_by(dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, currency="USD")))
-    held = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
-    assert prepared.pending_entry(held).currency == "USD"
+    reservation = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
+    assert prepared.pending_entry(reservation).currency == "USD"
 
 
-def test_among_the_live_requests_a_key_is_seen_by_its_prefix() -> None:
+def test_a_live_request_shows_the_prefix_of_its_key() -> None:
     bob = principal()
     assert prepared_by(bob).live_request(START, 0.0, tenant_open=0).key_prefix == bob.key.prefix != bob.key.id

@@ -63,7 +63,7 @@ async def test_options_of_tojson_are_honoured(tmp_path: Path) -> None:
     assert await text_of(tmp_path, template, HELLO) == '{"a":2,"b":1}'
 
 
-async def test_generation_blocks_are_their_content(tmp_path: Path) -> None:
+async def test_generation_blocks_render_their_content(tmp_path: Path) -> None:
     assert await text_of(tmp_path, "a{% generation %} {{ messages[0].role }} {% endgeneration %}b", HELLO) == "a user b"
 
 
@@ -99,7 +99,7 @@ BROKEN_MERGE = b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "
         ("chat_template.jinja", b"\xff", "cannot be read"),
     ],
 )
-def test_a_broken_file_is_no_model_and_is_named_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_broken_file_is_named_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     write_text_files(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(NotAModel, match=message) as caught:
@@ -109,7 +109,7 @@ def test_a_broken_file_is_no_model_and_is_named_in_one_line(tmp_path: Path, name
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_tokenizer_file_is_named(tmp_path: Path) -> None:
     write_text_files(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(NotAModel, match=r"tokenizer\.json cannot be read"):
@@ -127,7 +127,7 @@ async def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
         await loaded(tmp_path, None).chat_prompt(HELLO, max_model_len=CONTEXT, tenant_id="alice")
 
 
-async def test_the_template_file_comes_before_the_configuration(tmp_path: Path) -> None:
+async def test_the_template_file_takes_precedence_over_the_configuration(tmp_path: Path) -> None:
     write_text_files(tmp_path, template="from the configuration")
     (tmp_path / "chat_template.jinja").write_text("from the file", "utf-8")
 
@@ -136,9 +136,7 @@ async def test_the_template_file_comes_before_the_configuration(tmp_path: Path) 
     assert make_tokenizer().decode(ids) == "from the file"
 
 
-async def test_a_long_prompt_has_the_same_ids_as_a_short_path_would_give(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_prompt_has_the_same_ids_as_on_the_inline_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [{"role": "user", "content": "fox " * 50}]
     model = loaded(tmp_path, "{{ messages[0].content }}")
     inline = await model.chat_prompt(messages, max_model_len=CONTEXT, tenant_id="alice")
@@ -150,14 +148,14 @@ async def test_a_long_prompt_has_the_same_ids_as_a_short_path_would_give(
 
 async def test_a_text_that_cannot_fit_is_refused_without_tokenising_it(tmp_path: Path) -> None:
     model = loaded(tmp_path, "{{ messages[0].content }}")
-    model._tokenizer = None  # type: ignore[assignment]  # whoever tokenises fails
+    model._tokenizer = None  # type: ignore[assignment]  # any tokenising would fail
     with pytest.raises(ContextLengthExceeded, match="at least"):
         await model.chat_prompt([{"role": "user", "content": "fox " * 100_000}], max_model_len=16, tenant_id="alice")
 
 
 async def test_a_text_of_spaces_that_cannot_fit_is_refused_like_any_other(tmp_path: Path) -> None:
     model = loaded(tmp_path, "{{ messages[0].content }}")
-    model._tokenizer = None  # type: ignore[assignment]  # whoever tokenises fails
+    model._tokenizer = None  # type: ignore[assignment]  # any tokenising would fail
     with pytest.raises(ContextLengthExceeded, match="at least"):
         await model.chat_prompt([{"role": "user", "content": " " * 30_000}], max_model_len=16, tenant_id="alice")
 
@@ -169,7 +167,7 @@ async def test_a_long_text_that_could_fit_is_tokenised(tmp_path: Path) -> None:
     assert len(await model.chat_prompt([{"role": "user", "content": text}], max_model_len=CONTEXT, tenant_id="alice")) > 1
 
 
-async def test_everybody_else_is_served_while_a_long_prompt_is_tokenised(tmp_path: Path) -> None:
+async def test_the_event_loop_runs_while_a_long_prompt_is_tokenised(tmp_path: Path) -> None:
     model = loaded(tmp_path, "{{ messages[0].content }}")
     tokenising = asyncio.create_task(
         model.chat_prompt([{"role": "user", "content": " " * 1_000_000}], max_model_len=10**6, tenant_id="alice")
@@ -179,10 +177,10 @@ async def test_everybody_else_is_served_while_a_long_prompt_is_tokenised(tmp_pat
         await asyncio.sleep(0.001)
         turns += 1
 
-    assert turns > 20  # a tokenizer that keeps the interpreter to itself lets through one or two
+    assert turns > 20  # while a tokenizer holds the GIL, only one or two iterations run
 
 
-async def test_two_long_prompts_are_tokenised_at_a_time_and_whoever_floods_gives_way_to_others(
+async def test_two_long_prompts_are_tokenised_at_a_time_and_a_burst_gives_way_to_other_tenants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompting, "WAITING_MAX", 3)
@@ -222,7 +220,7 @@ async def test_two_long_prompts_are_tokenised_at_a_time_and_whoever_floods_gives
     assert await ask("alice") == [20_004]
 
 
-async def test_whoever_leaves_keeps_its_thread_until_the_tokenizer_returns(
+async def test_a_cancelled_caller_occupies_its_thread_until_the_tokenizer_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded(tmp_path, "{{ messages[0].content }}")
@@ -244,30 +242,32 @@ async def test_whoever_leaves_keeps_its_thread_until_the_tokenizer_returns(
     for task in tasks[:2]:
         task.cancel()
     await asyncio.wait(tasks[:2])
-    assert not begun.acquire(blocking=False), "both threads are at work for nobody"
+    assert not begun.acquire(blocking=False), "a third prompt started while both threads were busy for cancelled callers"
     may_end.set()
     assert await tasks[2] == [20_004]
 
 
-def test_unset_output_is_the_rest_of_the_context() -> None:
+def test_without_max_tokens_the_answer_may_fill_the_context() -> None:
     assert output_room(prompt_tokens=10, max_tokens=None, max_model_len=32) == 22
 
 
-def test_the_last_token_of_the_context_may_be_asked_for() -> None:
+def test_the_last_token_of_the_context_may_be_requested() -> None:
     assert output_room(prompt_tokens=10, max_tokens=22, max_model_len=32) == 22
 
 
 @pytest.mark.parametrize(
     ("prompt_tokens", "max_tokens", "param"), [(10, 23, "max_tokens"), (32, None, "messages"), (40, 1, "messages")]
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(prompt_tokens: int, max_tokens: int | None, param: str) -> None:
+def test_a_request_that_does_not_fit_is_refused_with_the_numbers(
+    prompt_tokens: int, max_tokens: int | None, param: str
+) -> None:
     with pytest.raises(ContextLengthExceeded, match=f"{prompt_tokens} tokens.*32 tokens") as caught:
         output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=32)
 
     assert caught.value.param == param
 
 
-async def test_words_that_must_not_be_said_are_found_as_the_tokenizer_writes_them(tmp_path: Path) -> None:
+async def test_bad_words_are_encoded_as_the_tokenizer_writes_them(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     found = await loaded(tmp_path, None).bad_words_token_ids(["fox"], tenant_id="alice")
 
@@ -279,7 +279,7 @@ async def test_words_that_must_not_be_said_are_found_as_the_tokenizer_writes_the
     [["fox"] * (prompting.BAD_WORDS_INLINE_MAX + 1), ["fox " * (prompting.BAD_WORDS_INLINE_CHARS_MAX // 4 + 1)]],
     ids=["many", "long"],
 )
-async def test_many_or_long_words_are_tokenised_beside_the_loop(tmp_path: Path, words: list[str]) -> None:
+async def test_many_or_long_bad_words_are_tokenised_in_a_thread(tmp_path: Path, words: list[str]) -> None:
     model, threads = loaded(tmp_path, None), set()
     encode = model._encode_long
 
@@ -295,7 +295,7 @@ async def test_many_or_long_words_are_tokenised_beside_the_loop(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("at_most", [True, False])
-async def test_many_messages_are_rendered_beside_the_loop_however_short(tmp_path: Path, at_most: bool) -> None:
+async def test_many_messages_are_rendered_in_a_thread_however_short(tmp_path: Path, at_most: bool) -> None:
     model, threads = loaded(tmp_path, "{{ messages | length }}"), set()
     render = model._render
 

@@ -1,4 +1,4 @@
-"""A model is ready if it has generated a token lately, for traffic or for an unbilled probe."""
+"""A model is ready if it has recently generated a token, for a request or for an unbilled probe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTERVAL_S = 30.0
 
 @pytest.fixture
 async def model(tmp_path: Path, clock: FakeClock) -> AsyncIterator[ServedModel]:
-    """A served model whose engine has been started; its clock stands still."""
+    """A served model whose engine is started, with a fake clock."""
     folder = make_hollow_model(tmp_path / "tiny")
     engine = Supervisor(name="tiny", command=command, clock=clock)
     served = ServedModel(
@@ -47,7 +47,7 @@ async def test_a_loading_engine_is_named(model: ServedModel, clock: FakeClock) -
     assert readiness.problem(model) == "engine of tiny is loading"
 
 
-async def test_what_an_engine_said_at_its_end_is_not_told_to_everybody(model: ServedModel, clock: FakeClock) -> None:
+async def test_the_error_of_a_dead_engine_is_not_public(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     model.engine.state, model.engine.error = "failed", "no tensor in /home/alice/models/tiny"
 
@@ -66,7 +66,7 @@ async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(mo
     assert "last token 31 s ago" in (readiness.problem(model) or "")
 
 
-async def test_probes_stand_in_no_figure(model: ServedModel, clock: FakeClock) -> None:
+async def test_probes_are_left_out_of_all_statistics(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     await model.engine.wait_for_state("ready")
     await poll_until(lambda: model.engine.status is not None)
@@ -81,7 +81,7 @@ async def test_probes_stand_in_no_figure(model: ServedModel, clock: FakeClock) -
     assert model.engine.stats.probe_prompt_tokens == 1
 
 
-async def test_a_probe_comes_before_the_interval_is_over(model: ServedModel, clock: FakeClock) -> None:
+async def test_a_probe_runs_before_the_interval_is_over(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     readiness.start()
     await poll_until(lambda: readiness.problem(model) is None)
@@ -93,7 +93,7 @@ async def test_a_probe_comes_before_the_interval_is_over(model: ServedModel, clo
     assert readiness.problem(model) is None
 
 
-async def test_a_probe_that_ends_by_an_error_is_logged_and_stops_nothing_else(
+async def test_a_failed_probe_is_logged_and_probing_continues(
     model: ServedModel, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)

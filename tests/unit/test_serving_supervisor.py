@@ -1,4 +1,4 @@
-"""Engine processes are started, monitored and restarted; those waiting for one are informed."""
+"""Engine processes are started, monitored and restarted, and clients are told about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command(fd: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), *options]
 
 
-def wanted(first_token: int) -> GenerationRequest:
+def make_request(first_token: int) -> GenerationRequest:
     sampling = SamplingParams(max_tokens=3, seed=1)
     return GenerationRequest(request_id="req_1", tenant_id="bob", prompt_token_ids=[first_token], sampling=sampling)
 
@@ -40,7 +40,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def supervised(*options: str, switched_off: Sequence[str] = ()) -> AsyncIterator[Supervisor]:
-    """Yield a supervisor of stand-in engines that has been started."""
+    """Yield a started supervisor of fake engine processes."""
     watched = Supervisor(name="fake", command=lambda fd: command(fd, *options), clock=SystemClock(), switched_off=switched_off)
     watched.start()
     try:
@@ -50,22 +50,22 @@ async def supervised(*options: str, switched_off: Sequence[str] = ()) -> AsyncIt
         await watched.stop()
 
 
-async def test_while_loading_requests_are_told_so() -> None:
+async def test_requests_get_model_loading_while_the_engine_loads() -> None:
     async with supervised() as watched:
         with pytest.raises(ModelLoading) as caught:
-            watched.submit(wanted(5))
+            watched.submit(make_request(5))
 
         assert caught.value.retry_after_s is not None
         await watched.wait_for_state("ready")
-        assert (await watched.submit(wanted(5)).take())[0].token_ids
+        assert (await watched.submit(make_request(5)).take())[0].token_ids
 
 
-async def test_a_killed_engine_is_started_again_and_its_streams_are_told() -> None:
+async def test_a_killed_engine_is_restarted_and_its_streams_fail() -> None:
     async with supervised() as watched:
         await watched.wait_for_state("ready")
         first_pid = watched.pid
         assert first_pid is not None
-        stream = watched.submit(wanted(STALL))
+        stream = watched.submit(make_request(STALL))
         await asyncio.sleep(0)
         os.kill(first_pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable):
@@ -77,10 +77,10 @@ async def test_a_killed_engine_is_started_again_and_its_streams_are_told() -> No
 
         assert watched.pid != first_pid
         assert watched.restarts == 1
-        assert (await watched.submit(wanted(5)).take())[0].token_ids
+        assert (await watched.submit(make_request(5)).take())[0].token_ids
 
 
-async def test_while_an_engine_is_started_again_clients_are_told_how_long_its_start_takes() -> None:
+async def test_during_a_restart_retry_after_is_the_expected_start_time() -> None:
     clock = FakeClock()
 
     def slow_command(fd: int) -> list[str]:
@@ -92,39 +92,39 @@ async def test_while_an_engine_is_started_again_clients_are_told_how_long_its_st
     try:
         async with asyncio.timeout(DEADLINE_S):
             await watched.wait_for_state("ready")
-            stream = watched.submit(wanted(STALL))
+            stream = watched.submit(make_request(STALL))
             assert watched.pid is not None
             os.kill(watched.pid, signal.SIGKILL)
             with pytest.raises(EngineUnavailable) as of_a_running_request:
                 await stream.take()
             with pytest.raises(EngineUnavailable) as before_the_exit_is_known:
-                watched.submit(wanted(5))
+                watched.submit(make_request(5))
             await watched.wait_for_state("restarting")
         with pytest.raises(EngineUnavailable) as of_a_new_request:
             watched.check_ready()
     finally:
         await watched.stop()
 
-    for told in (of_a_running_request, before_the_exit_is_known, of_a_new_request):
-        assert told.value.retry_after_s == pytest.approx(9 + supervisor.BACKOFF_FIRST_S)
+    for refusal in (of_a_running_request, before_the_exit_is_known, of_a_new_request):
+        assert refusal.value.retry_after_s == pytest.approx(9 + supervisor.BACKOFF_FIRST_S)
 
 
-async def test_an_engine_that_dies_of_a_request_is_started_again() -> None:
+async def test_an_engine_crashed_by_a_request_is_restarted() -> None:
     async with supervised() as watched:
         await watched.wait_for_state("ready")
-        stream = watched.submit(wanted(DIE))
+        stream = watched.submit(make_request(DIE))
         with pytest.raises(EngineUnavailable):
             await stream.take()
         await watched.wait_for_state("restarting")
         await watched.wait_for_state("ready")
 
 
-async def test_an_engine_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_engine_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "SILENCE_MAX_S", 0.5)
     monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
     async with supervised() as watched:
         await watched.wait_for_state("ready")
-        stream = watched.submit(wanted(STALL))
+        stream = watched.submit(make_request(STALL))
         assert watched.pid is not None
         os.kill(watched.pid, signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
@@ -133,7 +133,7 @@ async def test_an_engine_that_hangs_is_killed_and_started_again(monkeypatch: pyt
         await watched.wait_for_state("ready")
 
 
-async def test_an_engine_that_hangs_while_loading_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_while_loading_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LOADING_STALL_MAX_S", 0.2)
     monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
     hangs = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -147,7 +147,7 @@ async def test_an_engine_that_hangs_while_loading_is_killed_and_started_again(mo
     assert "signal 9" in str(watched.error)
 
 
-async def test_a_model_that_cannot_be_loaded_fails_for_good_with_the_engines_words() -> None:
+async def test_a_model_that_cannot_be_loaded_fails_for_good_with_the_engines_error() -> None:
     async with supervised("--fatal", "no such tensor") as watched:
         await watched.wait_for_state("failed")
 
@@ -162,7 +162,7 @@ async def test_an_engine_that_never_becomes_ready_is_given_up() -> None:
         assert watched.restarts == supervisor.CRASHES_BEFORE_READY_MAX - 1
 
 
-def test_an_engine_inherits_no_setting_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_inherits_no_gatehouse_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GATEHOUSE_ADMIN_TOKEN", "GATEHOUSE_ADMIN_PASSWORD", "GATEHOUSE_DATABASE_URL"):
         monkeypatch.setenv(name, "a secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -174,9 +174,9 @@ def test_an_engine_inherits_no_setting_of_ours(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("switch", ENGINE_SWITCHES)
-async def test_an_engine_hears_of_the_switch_that_is_off_and_says_so(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_gets_and_reports_the_switch_that_is_off(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SWITCHES:
-        monkeypatch.setenv(name, "0")  # the settings decide, of which the environment is but one source
+        monkeypatch.setenv(name, "0")  # the settings decide, not the environment
     async with supervised(switched_off=[switch]) as watched:
         await watched.wait_for_state("ready")
 

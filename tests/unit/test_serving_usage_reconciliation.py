@@ -28,7 +28,7 @@ def ready(prompt: int = 0, generation: int = 0) -> UsageReconciliation:
     return reconciliation
 
 
-def test_what_an_engine_did_while_it_loaded_is_nobodys() -> None:
+def test_tokens_counted_while_loading_are_ignored() -> None:
     reconciliation = ready(prompt=100, generation=50)
     assert reconciliation.unexplained_tokens == 0
     reconciliation.note_submitted()
@@ -37,7 +37,7 @@ def test_what_an_engine_did_while_it_loaded_is_nobodys() -> None:
     assert reconciliation.unexplained_tokens == 0
 
 
-def test_what_no_event_holds_is_seen_once_nothing_runs() -> None:
+def test_unrecorded_tokens_show_up_once_nothing_runs() -> None:
     reconciliation = ready()
     reconciliation.note_submitted()
     reconciliation.note_status(status(10, 7))
@@ -53,7 +53,7 @@ def test_more_in_the_ledger_than_was_counted_is_a_difference_too() -> None:
     assert reconciliation.unexplained_tokens == 3
 
 
-def test_output_behind_a_stop_string_and_for_nobody_is_explained() -> None:
+def test_output_past_a_stop_string_or_for_closed_requests_is_explained() -> None:
     reconciliation = ready()
     reconciliation.note_submitted()
     reconciliation.note_status(status(10, 9))
@@ -73,7 +73,7 @@ def test_a_new_engine_process_counts_from_zero() -> None:
     assert reconciliation.unexplained_tokens == 0
 
 
-def test_an_engine_that_never_tells_is_not_compared() -> None:
+def test_an_engine_without_a_status_is_not_compared() -> None:
     reconciliation = UsageReconciliation()
     reconciliation.note_submitted()
     reconciliation.note_settled(generated_tokens=5, billed_completion=5, billed_prompt=10)

@@ -8,7 +8,7 @@ from appliance.serving.wakeup import Wakeup
 
 
 class HeldLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock stands still until it is moved."""
+    """An event loop with a manual clock."""
 
     now_s = 0.0
 
@@ -16,7 +16,7 @@ class HeldLoop(asyncio.SelectorEventLoop):
         return self.now_s
 
     async def move_to(self, now_s: float) -> None:
-        """Let everything happen that is due by then."""
+        """Advance the clock and run what is due."""
         await asyncio.sleep(0)
         self.now_s = now_s
         for _ in range(3):
@@ -36,7 +36,7 @@ def test_a_waiter_is_woken() -> None:
     assert asyncio.run(scene())
 
 
-def test_waking_nobody_is_not_kept_for_the_next_wait() -> None:
+def test_a_wake_without_a_waiter_is_not_remembered() -> None:
     async def scene() -> bool:
         wakeup = Wakeup()
         wakeup.wake()
@@ -50,7 +50,7 @@ def test_waking_nobody_is_not_kept_for_the_next_wait() -> None:
     assert asyncio.run(scene())
 
 
-def test_a_wait_ends_when_its_time_is_up_and_no_sooner() -> None:
+def test_a_wait_ends_at_its_timeout_and_no_sooner() -> None:
     async def scene() -> list[float]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, HeldLoop)

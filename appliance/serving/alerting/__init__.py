@@ -1,1 +1,1 @@
-"""Sends what stands in the outbox, as signed requests and as mail."""
+"""Watches for alerts and sends the messages of the outbox as signed webhook requests and as e-mail."""

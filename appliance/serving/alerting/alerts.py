@@ -1,4 +1,4 @@
-"""All parts of the alerts of one appliance, put together: who watches, the outbox, and who delivers."""
+"""Composes the alerting of one appliance: watch task, outbox, webhooks and delivery task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from appliance.telemetry.metrics import Metrics
 
 
 class Alerts:
-    """Webhooks and outbox are there at once; nothing is watched or sent before `start`."""
+    """Webhooks and outbox can be used at once; nothing is watched or sent before `start`."""
 
     def __init__(self, settings: Settings, db: Database, clock: Clock, calendar: BillingCalendar, pepper: bytes) -> None:
         self._settings = settings
@@ -48,7 +48,7 @@ class Alerts:
         self._delivery.start()
 
     async def stop(self) -> None:
-        """Stop. What is pending is delivered after the next start."""
+        """Stop both tasks. Pending messages are delivered after the next start."""
         if self._watch is not None:
             await self._watch.stop()
         if self._delivery is not None:

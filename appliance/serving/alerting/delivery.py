@@ -1,9 +1,9 @@
-"""The task that empties the outbox: many webhooks at once, one message at a time to each, again and again until it is taken.
+"""The task that delivers the outbox: to many webhooks in parallel, to each one message at a time, with retries.
 
     outbox row ─► claim (attempts + 1) ─► send ─► delivered
-                                           └────► wait, longer each time ─► given up, and said so
+                                           └────► retry with growing backoff ─► given up, logged and counted
 
-It is woken by the transaction that wrote a row, and by the end of every attempt. Knows no table and no protocol.
+It is woken by transactions that write to the outbox and by the end of every attempt. Knows no table and no protocol.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from appliance.telemetry.metrics import Metrics
 
 PARALLEL_MAX = 32
 PAUSE_S_MIN = 0.05
-RETRY_PAUSE_S = 5.0  # when the database did not answer
-PAUSE_S_MAX = 60.0  # the wall clock may be set: what is due is never slept over for longer
+RETRY_PAUSE_S = 5.0  # after an error of the database
+PAUSE_S_MAX = 60.0  # because the wall clock, which decides what is due, may be set
 STOP_TIMEOUT_S = 5.0
 
 FailureReason = Literal[
@@ -38,9 +38,9 @@ log = structlog.get_logger()
 
 
 class SendFailed(Exception):
-    """An attempt did not reach its receiver, or the receiver did not take it. `reason` is one of a few, for the metrics.
+    """An attempt did not reach the receiver, or the receiver did not accept the message. `reason` is the label of the metric.
 
-    `retry_after_s` is how long the receiver asks to be left alone.
+    `retry_after_s` is the pause that the receiver asked for, 0 if none.
     """
 
     def __init__(self, reason: FailureReason, message: str, *, retry_after_s: float = 0.0) -> None:
@@ -50,7 +50,7 @@ class SendFailed(Exception):
 
 
 def one_line(error: Exception, chars_max: int) -> str:
-    """Return what `error` says, or else its name, as one printable line."""
+    """Return the message of `error`, or its type if it has none, as one printable line of at most `chars_max` characters."""
     text = str(error) or type(error).__name__
     return "".join(character if character.isprintable() else " " for character in text)[:chars_max]
 
@@ -59,16 +59,16 @@ class Sender(Protocol):
     """Sends to one kind of webhook."""
 
     async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
-        """Return when the receiver has taken the message, within the lease of a claim. Raises SendFailed."""
+        """Return when the receiver has accepted the message, within the lease of a claim. Raises SendFailed."""
         ...
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Release connections and threads."""
         ...
 
 
 class AlertDelivery:
-    """Delivers what the outbox holds. `randomness` returns numbers from 0 to 1 that spread the retries."""
+    """Delivers the messages of the outbox. `randomness` returns numbers from 0 to 1, the jitter of the retries."""
 
     def __init__(
         self,
@@ -91,15 +91,15 @@ class AlertDelivery:
         self._randomness = randomness
         self._parallel_max = parallel_max
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._emptying = Background("alert delivery", self._run)
+        self._delivering = Background("alert delivery", self._run)
 
     def start(self) -> None:
         """Start the task."""
-        self._emptying.start()
+        self._delivering.start()
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End. Attempts that run get `timeout_s`; what they have not noted by then is sent again after the next start."""
-        await self._emptying.stop()
+        """Stop. Running attempts get `timeout_s`; messages without a recorded result by then are sent again after a restart."""
+        await self._delivering.stop()
         if self._running:
             await asyncio.wait(set(self._running.values()), timeout=timeout_s)
         running = set(self._running.values())
@@ -111,7 +111,7 @@ class AlertDelivery:
             await sender.close()
 
     async def deliver_due(self) -> int:
-        """Make one attempt at each message that is due, one per webhook, and return how many there were."""
+        """Attempt one due message per webhook, and return how many attempts were made."""
         started = await self._start_due()
         if started:
             await asyncio.wait(set(started))
@@ -129,7 +129,7 @@ class AlertDelivery:
                 await self._start_due()
                 self._metrics.alerts_pending(await self._outbox.count_pending())
                 pause_s = await self._pause_s()
-            except Exception:  # owned task: a database that is away for a moment must not end it
+            except Exception:  # owned task: a short outage of the database must not end it
                 log.exception("the outbox could not be read")
             try:
                 async with asyncio.timeout(pause_s):
@@ -138,7 +138,8 @@ class AlertDelivery:
                 pass
 
     async def _pause_s(self) -> float:
-        """Return how long nothing is due for whom no attempt runs; the end of an attempt wakes this task anyway."""
+        """Return the time until a message is due for a webhook without a running attempt. The end of an attempt wakes this task
+        anyway."""
         if len(self._running) >= self._parallel_max:
             return PAUSE_S_MAX
         due_s = await self._outbox.next_due_s(busy=self._running.keys())
@@ -158,8 +159,8 @@ class AlertDelivery:
     async def _deliver(self, delivery: Delivery) -> None:
         try:
             await self._attempt(delivery)
-        except Exception:  # owned task: its claim runs out, and the message is sent again
-            log.exception("an attempt to deliver failed", delivery_id=delivery.id, webhook_id=delivery.webhook_id)
+        except Exception:  # owned task: its claim expires, and the message is sent again
+            log.exception("an attempt to deliver an alert failed", delivery_id=delivery.id, webhook_id=delivery.webhook_id)
         finally:
             del self._running[delivery.webhook_id]
             self._db.outbox_written.set()
@@ -184,7 +185,7 @@ class AlertDelivery:
             raise SendFailed("secret", str(error)) from error
         sender = self._senders.get(endpoint.kind)
         if sender is None:
-            raise SendFailed("mail", "the operator has set no mail server (smtp_url)")
+            raise SendFailed("mail", "no mail server is configured (smtp_url)")
         await sender.send(endpoint, delivery, self._clock.now())
 
     async def _note_failure(self, delivery: Delivery, failure: SendFailed) -> None:

@@ -1,7 +1,7 @@
-"""Sends one alert to a webhook: one POST, signed, to an address that may be connected to, and nothing read but the status.
+"""Sends one alert to a webhook: a signed POST to a permitted address, of whose response only the head is read.
 
-No redirect is followed, no proxy of the environment is used, and the address that was checked is the one that is connected to:
-a name that means another address the second time changes nothing. Decides nothing about retries.
+Follows no redirects and uses no proxy from the environment. Connects to the very address that was checked, so that a host name
+that resolves differently the second time (DNS rebinding) gains nothing. Decides nothing about retries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from appliance.metering.alerts.targets import Address, TargetPolicy
 from appliance.metering.alerts.webhooks import Endpoint
 from appliance.serving.alerting.delivery import FailureReason, SendFailed, one_line
 
-TIMEOUT_S = 15.0  # of the whole attempt, so that a receiver that drips holds nothing longer
+TIMEOUT_S = 15.0  # of the whole attempt, so that a receiver that sends slowly occupies it no longer
 CONNECT_TIMEOUT_S = 5.0
 ADDRESSES_MAX = 4
 RESOLVER_THREADS_MAX = 8
@@ -35,24 +35,24 @@ Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
 
 
 class Resolver:
-    """Asks the machine's resolver in threads of its own: names are chosen by tenants, and a slow one must hold nothing else."""
+    """Resolves names in its own threads, because tenants choose them and a slow lookup must not block other work."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(RESOLVER_THREADS_MAX, thread_name_prefix="alert names")
 
     async def __call__(self, host: str, port: int) -> Sequence[Address]:
-        """Return the addresses of `host`, as the resolver orders them. Raises OSError."""
-        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
-        return [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
+        """Return the addresses of `host` in the resolver's order. Raises OSError."""
+        lookup = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        results = await asyncio.get_running_loop().run_in_executor(self._threads, lookup)
+        return [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in results]
 
     def close(self) -> None:
-        """End the threads without waiting for what they are asking."""
+        """End the threads without waiting for running lookups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class HttpSender:
-    """Posts alerts. `tls` replaces the certificates of the machine; `close` it at the end."""
+    """Posts alerts. `tls` replaces the default context with the machine's certificates. Call `close` at the end."""
 
     def __init__(
         self,
@@ -73,30 +73,30 @@ class HttpSender:
             follow_redirects=False,
             trust_env=False,
             timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
-            # No connection is kept: one that was opened for a name must not serve another name of the same address.
+            # No keep-alive: a connection opened for one host name must not be reused for another at the same address.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close the resolver and the client."""
         self._resolver.close()
         await self._client.aclose()
 
     async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
-        """Return when the receiver has answered with 2xx. Raises SendFailed."""
+        """Return when the receiver has answered with a 2xx status. Raises SendFailed."""
         body = json.dumps(delivery.payload, ensure_ascii=False, separators=(",", ":")).encode()
         headers = signature_headers(endpoint.secrets, delivery.id, int(now.timestamp()), body)
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._post(httpx.URL(endpoint.target), body, headers)
+                response = await self._post(httpx.URL(endpoint.target), body, headers)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise SendFailed("timeout", f"no answer within {self._timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             raise SendFailed("connect", f"no connection: {one_line(error, 200)}") from error
-        _check(answer)
+        _check(response)
 
     async def _post(self, url: httpx.URL, body: bytes, headers: dict[str, str]) -> httpx.Response:
-        """Return the head of the answer of the first address that takes a connection."""
+        """Post to the first address that accepts a connection, and return the response without its body."""
         failure: httpx.HTTPError | None = None
         for address in await self._addresses(url):
             request = self._client.build_request(
@@ -107,12 +107,12 @@ class HttpSender:
                 extensions={"sni_hostname": url.host},
             )
             try:
-                answer = await self._client.send(request, stream=True)
+                response = await self._client.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = error
                 continue
-            await answer.aclose()
-            return answer
+            await response.aclose()
+            return response
         assert failure is not None, "there is at least one address"
         raise failure
 
@@ -120,7 +120,7 @@ class HttpSender:
         encrypted = url.scheme == "https"
         try:
             found = await self._resolve(url.host, url.port or (443 if encrypted else 80))
-        except (OSError, UnicodeError) as error:  # the second for what cannot be a name
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             raise SendFailed("name", f"the name {url.host} cannot be resolved: {one_line(error, 200)}") from error
         allowed = [address for address in dict.fromkeys(found) if self._target_policy.allows(address, encrypted=encrypted)]
         if not allowed:
@@ -128,20 +128,21 @@ class HttpSender:
         return allowed[:ADDRESSES_MAX]
 
 
-def _check(answer: httpx.Response) -> None:
-    status = answer.status_code
-    if answer.is_success:
+def _check(response: httpx.Response) -> None:
+    """Raise SendFailed unless the status is 2xx."""
+    status = response.status_code
+    if response.is_success:
         return
     if status == _GONE:
         raise SendFailed("gone", "the receiver answered 410: it is gone permanently")
-    if answer.is_redirect:
+    if response.is_redirect:
         raise SendFailed("redirect", f"the receiver answered {status}: redirects are not followed")
-    waits = status in _RETRY_AFTER_STATUSES
-    reason: FailureReason = "refused" if answer.is_client_error else "failed"
-    raise SendFailed(reason, f"the receiver answered {status}", retry_after_s=_retry_after_s(answer) if waits else 0.0)
+    retry_after_s = _retry_after_s(response) if status in _RETRY_AFTER_STATUSES else 0.0
+    reason: FailureReason = "refused" if response.is_client_error else "failed"
+    raise SendFailed(reason, f"the receiver answered {status}", retry_after_s=retry_after_s)
 
 
-def _retry_after_s(answer: httpx.Response) -> float:
-    """Return the seconds of `retry-after`, 0 when it says none; a date counts as none."""
-    text = answer.headers.get("retry-after", "").strip()
+def _retry_after_s(response: httpx.Response) -> float:
+    """Return the seconds of `retry-after`; 0 if the header is missing or a date."""
+    text = response.headers.get("retry-after", "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0.0

@@ -1,7 +1,7 @@
-"""Sends one alert by e-mail: one message to one mailbox through the operator's mail server, in a thread of its own pool.
+"""Sends one alert by e-mail through the operator's mail server, in a thread of its own pool.
 
-The Message-ID is made from the id of the message in the outbox: one that is sent twice is known as the same. Decides nothing
-about retries.
+The Message-ID derives from the id of the message in the outbox, so that a message sent twice is recognised as the same. Decides
+nothing about retries.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from appliance.serving.alerting.delivery import SendFailed, one_line
 from appliance.serving.alerting.texts import text_of
 
 THREADS_MAX = 4
-STEP_TIMEOUT_S = 10.0  # of each command and its answer
-TIMEOUT_S = 60.0
+STEP_TIMEOUT_S = 10.0  # of each SMTP command and its reply
+TIMEOUT_S = 60.0  # of the whole attempt
 PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
 
 
 class MailSender:
-    """Speaks to the server of `smtp_url`; `tls` replaces the certificates of the machine."""
+    """Sends from `sender` through the server of `smtp_url`. `address` is the appliance's, for the footer; `tls` replaces the
+    default context with the machine's certificates."""
 
     def __init__(
         self,
@@ -54,11 +55,11 @@ class MailSender:
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="alert mail")
 
     async def close(self) -> None:
-        """End the threads without waiting for what they are sending."""
+        """End the threads without waiting for messages that are being sent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
-        """Return when the mail server has taken the message. Raises SendFailed."""
+        """Return when the mail server has accepted the message. Raises SendFailed."""
         message = self.message(endpoint.target, delivery, now)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -69,7 +70,7 @@ class MailSender:
             raise SendFailed("mail", f"the mail server did not accept the message: {one_line(error, 300)}") from error
 
     def message(self, mailbox: str, delivery: Delivery, now: datetime) -> EmailMessage:
-        """Return the message as it is sent."""
+        """Return the e-mail of an alert, as plain text and HTML."""
         text = text_of(delivery.event, delivery.payload["data"])
         message = EmailMessage(policy=SMTP)
         message["From"] = self._sender
@@ -77,7 +78,7 @@ class MailSender:
         message["Subject"] = text.subject
         message["Date"] = format_datetime(now)
         message["Message-ID"] = f"<{delivery.id}@{self._sender.rpartition('@')[2]}>"
-        message["Auto-Submitted"] = "auto-generated"  # RFC 3834: no out-of-office answers, please
+        message["Auto-Submitted"] = "auto-generated"  # RFC 3834: suppresses out-of-office replies
         message.set_content(text.plain(self._address))
         message.add_alternative(text.html(self._address), subtype="html")
         return message
@@ -91,7 +92,7 @@ class MailSender:
             connection.send_message(message)
 
     def _connection(self) -> smtplib.SMTP:
-        name = socket.gethostname()  # smtplib would ask the resolver for more, and wait for it
+        name = socket.gethostname()  # without it, smtplib looks up the fully qualified name, which may block
         if self._scheme == "smtps":
             return smtplib.SMTP_SSL(self._host, self._port, name, timeout=self._step_timeout_s, context=self._tls)
         return smtplib.SMTP(self._host, self._port, name, timeout=self._step_timeout_s)

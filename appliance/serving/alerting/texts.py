@@ -1,4 +1,4 @@
-"""What an alert says to a person: a subject, a sentence, and the facts, as plain text and as simple HTML. Sends nothing."""
+"""The text of alerts for people: a subject, a sentence and the facts, as plain text and as simple HTML. Sends nothing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from appliance.metering.alerts.send_limits import TEST_EVENT
 
 SUBJECT_CHARS_MAX = 300
 MICROS_PER_CENT = 10_000
-_LABELS = {"due_micros": "amount due", "total_micros": "total with tax", "down_s": "down for seconds"}
+_LABELS = {"due_micros": "amount due", "total_micros": "total with tax", "down_s": "seconds down"}
 Data = Mapping[str, Any]
-Headline = tuple[str, str]  # what has happened, and the figures or nothing
+Headline = tuple[str, str]  # what happened, and the figures (may be empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """An alert as a person reads it. `facts` are names and values."""
+    """The text of one alert. `facts` are pairs of name and value."""
 
     headline: str
     sentence: str
@@ -31,13 +31,13 @@ class Text:
         return f"[Gatehouse] {self.headline}"[:SUBJECT_CHARS_MAX]
 
     def plain(self, address: str | None) -> str:
-        """Return the text of an e-mail from the appliance at `address`."""
+        """Return the plain text; `address` of the appliance appears in the footer."""
         width = max((len(name) for name, _ in self.facts), default=0)
         lines = [f"{name + ':':<{width + 2}}{value}" for name, value in self.facts]
         return "\n".join([self.sentence, "", *lines, "", "-- ", _sender(address), ""])
 
     def html(self, address: str | None) -> str:
-        """Return the same as HTML."""
+        """Return the same content as HTML."""
         rows = "".join(
             f"<tr><th align='left'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in self.facts
         )
@@ -48,11 +48,11 @@ class Text:
 
 
 def text_of(event: str, data: Data) -> Text:
-    """Return what the alert `event` says."""
+    """Return the text of the alert `event`."""
     headline, details = _HEADLINES[event](data)
     facts = tuple((_label(name), _fact(name, value, data)) for name, value in data.items() if value is not None)
     sentence = f"{headline}: {details}." if details else f"{headline}."
-    line = " ".join(headline.split())  # whatever a name has that ends a line, a header has not
+    line = " ".join(headline.split())  # names may contain line breaks, which must not end a mail header
     return Text(headline=line, sentence=sentence, facts=facts)
 
 
@@ -68,11 +68,11 @@ def _budget(data: Data) -> Headline:
 
 
 def _tokens(data: Data) -> Headline:
-    return _reached(data, f"the tokens of {data['day']}"), f"{data['tokens']} of {data['tokens_per_day']}"
+    return _reached(data, f"the token limit of {data['day']}"), f"{data['tokens']} of {data['tokens_per_day']}"
 
 
 def _reached(data: Data, limit: str) -> str:
-    """Return who has reached which share of `limit`. Messages from before there were scopes are of tenants."""
+    """Return who has reached which share of `limit`. Messages without a scope are older than scopes and concern a tenant."""
     scope = data.get("scope", "tenant")
     if scope == "model":
         who = "All tenants together have"
@@ -92,7 +92,7 @@ def _invoice(data: Data) -> Headline:
 
 
 def _due(data: Data) -> str:
-    """Return what is to be paid, and by whom: a negative sum is a credit note."""
+    """Return the amount due; a negative one is a credit note in favour of the customer."""
     if data["due_micros"] < 0:
         return f"{_payment(-data['due_micros'], data)} in favour of the customer"
     return f"{_payment(data['due_micros'], data)} due"
@@ -125,17 +125,17 @@ _HEADLINES: dict[str, Callable[[Data], Headline]] = {
 
 
 def _decimals(micros: int) -> int:
-    """Return with how many decimals an amount is read: cents, unless it has smaller parts."""
+    """Return the number of decimals to show: 2, or 6 if the amount is not a whole number of cents."""
     return 6 if micros % MICROS_PER_CENT else 2
 
 
 def _label(name: str) -> str:
-    """Return what a fact is called; its value says its unit, so that the name does not."""
+    """Return the label of a fact, without the unit suffix, because the value is shown with its unit."""
     return _LABELS.get(name, name.removesuffix("_micros").removesuffix("_picos").replace("_", " "))
 
 
 def _fact(name: str, value: object, data: Data) -> str:
-    """Return a value as a person reads it; money by the ending of its name."""
+    """Return a value as text. Amounts of money are recognised by the ending of their name."""
     currency = str(data.get("currency", ""))
     if isinstance(value, int) and name.endswith("_picos"):
         return format_picos(value, currency)

@@ -1,4 +1,4 @@
-"""The task that looks for what no transaction reports: budgets that were lowered, keys that expire, engines that stay down."""
+"""The task that finds alerts which no transaction reports: lowered budgets, expiring keys, engines that stay down."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from appliance.metering.alerts.key_expiry import KeyExpiryAlerts
 from appliance.serving.model_registry import ModelRegistry
 
 INTERVAL_S = 10.0
-ENGINE_DOWN_S = 60.0  # a restart of an engine takes less, and is no alert
+ENGINE_DOWN_S = 60.0  # an engine restart takes less and causes no alert
 _SERVED = ("ready", "loading")
 
 
 class AlertWatch:
-    """Looks every INTERVAL_S. The outbox sees to it that nothing is told twice."""
+    """Checks every INTERVAL_S. The outbox ensures that nothing is reported twice."""
 
     def __init__(self, db: Database, clock: Clock, budgets: BudgetAlerts, keys: KeyExpiryAlerts, models: ModelRegistry) -> None:
         self._db = db
@@ -24,11 +24,11 @@ class AlertWatch:
         self._budgets = budgets
         self._keys = keys
         self._models = models
-        self._down_s: dict[str, float] = {}
+        self._down_since_s: dict[str, float] = {}
         self._alerted: set[str] = set()
         self._rounds = Background(
             "alert watch",
-            lambda: repeat(self.check, INTERVAL_S, failure="what to alert of could not be looked at", immediately=True),
+            lambda: repeat(self.check, INTERVAL_S, failure="the check for alerts failed", immediately=True),
         )
 
     def start(self) -> None:
@@ -36,11 +36,11 @@ class AlertWatch:
         self._rounds.start()
 
     async def stop(self) -> None:
-        """End."""
+        """Stop the task."""
         await self._rounds.stop()
 
     async def check(self) -> None:
-        """Look once at everything."""
+        """Check budgets, keys and engines once."""
         await self._budgets.sweep()
         await self._keys.sweep()
         await self._check_engines()
@@ -50,10 +50,10 @@ class AlertWatch:
         for model in self._models.list():
             state = model.engine.state
             if state in _SERVED:
-                self._down_s.pop(model.name, None)
+                self._down_since_s.pop(model.name, None)
                 self._alerted.discard(model.name)
                 continue
-            down_s = now_s - self._down_s.setdefault(model.name, now_s)
+            down_s = now_s - self._down_since_s.setdefault(model.name, now_s)
             if down_s >= ENGINE_DOWN_S and model.name not in self._alerted:
                 await self._enqueue_engine_down(model.name, state, round(down_s), model.engine.error)
                 self._alerted.add(model.name)

@@ -1,4 +1,4 @@
-"""A request's speed, by the engine's clock where the gateway reads tokens later than they came; and who came before it."""
+"""A live request: its speed, by the engine's clock where tokens are read late, and how many requests came before it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _event(number: int, **changes: object) -> TokenEvent:
     return TokenEvent("req_1", [7], number, 3, **changes)  # type: ignore[arg-type]
 
 
-def test_an_answer_read_in_one_burst_has_the_speed_of_the_engine() -> None:
+def test_an_answer_received_in_one_burst_has_the_engines_speed() -> None:
     live = _live()
     live.apply_event(_event(1), now=NOW, monotonic_s=1.0)
     live.apply_event(_event(2), now=NOW, monotonic_s=1.00006)
@@ -41,14 +41,14 @@ def test_an_answer_read_in_one_burst_has_the_speed_of_the_engine() -> None:
     assert live.tokens_per_second == pytest.approx(100.0)
 
 
-def test_an_answer_merged_while_nobody_read_it_has_a_speed() -> None:
+def test_an_answer_merged_while_unread_has_a_speed() -> None:
     live = _live()
     whole = merge_events(_event(1), _event(2, finish_reason=FinishReason.LENGTH, decode_s=0.02))
     live.apply_event(whole, now=NOW, monotonic_s=1.0)
     assert live.tokens_per_second == pytest.approx(50.0)
 
 
-def test_the_end_of_one_answer_makes_the_time_of_several_no_shorter() -> None:
+def test_the_end_of_one_answer_never_shortens_the_decode_time_of_several() -> None:
     live = _live()
     live.apply_event(_event(1), now=NOW, monotonic_s=1.0)
     live.apply_event(_event(1, index=1), now=NOW, monotonic_s=1.0)
@@ -57,7 +57,7 @@ def test_the_end_of_one_answer_makes_the_time_of_several_no_shorter() -> None:
     assert live.decode_s == pytest.approx(0.5)
 
 
-def test_the_last_event_of_an_answer_tells_its_time_from_the_first_token_to_the_last() -> None:
+def test_the_final_event_carries_the_time_from_first_to_last_token() -> None:
     clock = FakeClock()
     scheduler = make_scheduler(clock=clock.monotonic_s)
     scheduler.add(make_request("a", 6, max_tokens=3))
@@ -69,7 +69,7 @@ def test_the_last_event_of_an_answer_tells_its_time_from_the_first_token_to_the_
     assert [event.decode_s for event in events] == [0.0, 0.0, 0.5]
 
 
-def test_an_answer_that_is_aborted_tells_no_time() -> None:
+def test_an_aborted_answer_carries_no_decode_time() -> None:
     scheduler = make_scheduler()
     request = make_request("a", 6)
     scheduler.add(request)
@@ -80,7 +80,7 @@ def test_an_answer_that_is_aborted_tells_no_time() -> None:
 
 
 @pytest.mark.on_either_database
-async def test_how_many_of_its_tenant_came_before_it_is_told_of_a_past_request_too(
+async def test_a_past_request_also_shows_how_many_of_its_tenant_came_before_it(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
@@ -91,5 +91,5 @@ async def test_how_many_of_its_tenant_came_before_it_is_told_of_a_past_request_t
             box.generations.abort(running.request_id, access=WHOLE_BOX)
             await running.outcome
     past = PastRequests(database)
-    found = [await past.get(each.request_id, access=WHOLE_BOX) for each in (first, second)]
+    found = [await past.get(generation.request_id, access=WHOLE_BOX) for generation in (first, second)]
     assert [row.tenant_open for row in found] == [0, 1]
