@@ -32,7 +32,16 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight
 from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch
 from kernels.triton.epilogue import Epilogue
-from kernels.triton.gluon_epilogue import COPIES, OUTPUTS, apply_epilogue, load_or, load_squares, output_rows, wait_for_previous
+from kernels.triton.gluon_epilogue import (
+    COPIES,
+    OUTPUTS,
+    apply_epilogue,
+    keep_loads_here,
+    load_or,
+    load_squares,
+    output_rows,
+    wait_for_previous,
+)
 from kernels.triton.hopper_gemv import HopperGemvTiles
 
 WORD_BYTES = gl.constexpr(4)
@@ -119,12 +128,6 @@ def _load_chunk(weight_ptrs, mask, chunk, num_chunks, warp):
     return gl.load(weight_ptrs + chunk * WORDS, mask=chunk_mask[:, :, None], other=0, eviction_policy="evict_first")
 
 
-@gluon.jit
-def _keep_loads_here():
-    """Keeps the assembler from moving loads across. It takes no instruction: a warp's threads are together anyway."""
-    gl.inline_asm_elementwise("bar.warp.sync -1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit(do_not_specialize=["num_squares"])
 def fused_byte_row_kernel(
     x, weight, weight_scales, bias, squares, residual, norm_weight, out, weighted, squares_out,
@@ -162,7 +165,7 @@ def fused_byte_row_kernel(
     for chunk in range(0, num_chunks, 2 * WARPS):
         acc = _accumulate_chunk(acc, even_words, x + chunk * COLUMNS, column, chunk + x_warp < num_chunks, IS_INT8)
         even_words = _load_chunk(weight_ptrs, mask, chunk + 2 * WARPS, num_chunks, warp)
-        _keep_loads_here()  # else they come behind the odd chunk, and nothing is in flight while that is multiplied
+        keep_loads_here()  # else they come behind the odd chunk, and nothing is in flight while that is multiplied
         acc = _accumulate_chunk(
             acc, odd_words, x + (chunk + WARPS) * COLUMNS, column, chunk + WARPS + x_warp < num_chunks, IS_INT8
         )
