@@ -19,10 +19,11 @@ import torch
 
 from bench.gpu.context import Context
 from bench.gpu.inputs import LLAMA, TINY, Pages, make_pages, make_queries, normal, pack_weight, rope_angles
-from bench.gpu.layer import CHOSEN, emit_choice
+from bench.gpu.layer import CHOSEN, emit_choice, make_layer
 from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
+from bench.gpu.sooner import SOONER
 from bench.gpu.timing import Call, seconds
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight
@@ -48,6 +49,7 @@ from kernels.triton.rotated_decode import rotated_decode
 ROW_TILES = [GemvTiles(2, 2048), GemvTiles(2, 2048, 8), GemvTiles(4, 1024), GemvTiles(8, 512), GemvTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
 CHAT_TURN = "100 tokens behind 32k: chosen splits over others"
+LAYER = "layer of Llama-8B, 1 row: launches as served over sooner ones"
 
 
 def measure(context: Context) -> None:
@@ -59,6 +61,7 @@ def measure(context: Context) -> None:
         context.guard(name, partial(_decode, context, name, lengths))
         name = f"decode {len(lengths)} × 1k with its rotation: chosen launches over others"
         context.guard(name, partial(_rotation, context, name, lengths))
+    context.guard(LAYER, lambda: _layer(context))
     context.guard(CHAT_TURN, lambda: _chat_turn(context))
     head = "Llama-3.1-8B int4, head in 8 bits, batch 1"
     context.guard(head, lambda: head_in_8_bits(context, head))
@@ -119,6 +122,16 @@ def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) 
     if not isinstance(weight, torch.Tensor) and not context.rehearsal and has_gluon(context.device):
         candidates |= {f"operands, {warps} warps": HopperGemvTiles(warps, registers_max=128) for warps in (2, 4, 8)}
     return candidates
+
+
+def _layer(context: Context) -> None:
+    """Layers of one row whose kernels let the next one begin before they have ended (`bench.gpu.sooner`)."""
+    run, layers = make_layer(context, "Llama-8B", 1)
+    times_s = {CHOSEN: median(seconds([run], context.device, samples=3))}
+    for way, begin in SOONER.items():
+        with begin():
+            times_s[way] = median(seconds([run], context.device, samples=3))
+    emit_choice(context, LAYER, {case: time_s / layers for case, time_s in times_s.items()})
 
 
 def _decode(context: Context, name: str, lengths: list[int]) -> None:

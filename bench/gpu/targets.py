@@ -197,6 +197,7 @@ TARGETS: list[Target] = [
         "choices", "× the fastest",
         *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in PRODUCT_GOALS],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
+        ("layer of Llama-8B, 1 row: launches as served over sooner ones",),
         ("prefill 8k: chosen tile over others",),
         ("100 tokens behind 32k: chosen splits over others",),
         higher=False,

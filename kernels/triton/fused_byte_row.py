@@ -32,7 +32,16 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight
 from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch
 from kernels.triton.epilogue import Epilogue
-from kernels.triton.gluon_epilogue import COPIES, OUTPUTS, apply_epilogue, load_or, load_squares, output_rows, wait_for_previous
+from kernels.triton.gluon_epilogue import (
+    COPIES,
+    OUTPUTS,
+    apply_epilogue,
+    keep_loads_here,
+    load_or,
+    load_squares,
+    output_rows,
+    wait_for_previous,
+)
 from kernels.triton.hopper_gemv import HopperGemvTiles
 
 WORD_BYTES = gl.constexpr(4)
@@ -156,6 +165,7 @@ def fused_byte_row_kernel(
     for chunk in range(0, num_chunks, 2 * WARPS):
         acc = _accumulate_chunk(acc, even_words, x + chunk * COLUMNS, column, chunk + x_warp < num_chunks, IS_INT8)
         even_words = _load_chunk(weight_ptrs, mask, chunk + 2 * WARPS, num_chunks, warp)
+        keep_loads_here()  # else they come behind the odd chunk, and nothing is in flight while that is multiplied
         acc = _accumulate_chunk(
             acc, odd_words, x + (chunk + WARPS) * COLUMNS, column, chunk + WARPS + x_warp < num_chunks, IS_INT8
         )

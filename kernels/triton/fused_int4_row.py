@@ -28,7 +28,16 @@ from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS, In
 from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch
 from kernels.triton.epilogue import Epilogue
-from kernels.triton.gluon_epilogue import COPIES, OUTPUTS, apply_epilogue, load_or, load_squares, output_rows, wait_for_previous
+from kernels.triton.gluon_epilogue import (
+    COPIES,
+    OUTPUTS,
+    apply_epilogue,
+    keep_loads_here,
+    load_or,
+    load_squares,
+    output_rows,
+    wait_for_previous,
+)
 from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.int4_codes import unpack_instructions
 
@@ -165,9 +174,11 @@ def fused_int4_row_kernel(
     # Unrolled by two, so that no registers are moved between iterations.
     for chunk in range(0, num_chunks, 2 * WARPS):
         odd_scales = _load_scales(scale_ptrs, scale_mask, chunk + WARPS, num_chunks, num_outputs, scale_warp, GROUP_CHUNKS)
+        keep_loads_here()  # else they come behind the even chunk, and are waited for
         acc = _accumulate_chunk(acc, even_words, even_scales, x, chunk * COLUMNS, column, K, BFLOAT_SCALES)
         even_words = _load_words(word_ptrs, mask, chunk + 2 * WARPS, num_chunks, stride, warp)
         even_scales = _load_scales(scale_ptrs, scale_mask, chunk + 2 * WARPS, num_chunks, num_outputs, scale_warp, GROUP_CHUNKS)
+        keep_loads_here()  # else they come behind the odd chunk, and nothing is in flight while that is multiplied
         acc = _accumulate_chunk(acc, odd_words, odd_scales, x, (chunk + WARPS) * COLUMNS, column, K, BFLOAT_SCALES)
         odd_words = _load_words(word_ptrs, mask, chunk + 3 * WARPS, num_chunks, stride, warp)
     product = gl.max(gl.sum(acc, 0), 1)  # all copies of x have the same sum

@@ -1,7 +1,8 @@
-"""Epilogue of a product of one row, for the Gluon kernels: its data is loaded before the main loop and used after it.
+"""What the Gluon kernels of one row share around their loops: waits, and an epilogue whose data is loaded before the loop.
 
-As `epilogue.apply_epilogue`, for kernels whose programs each sum all columns of OUTPUTS outputs, the rows of a matrix
-instruction. Data that no kernel writes is loaded before the wait for the previous kernel, so that the end waits for no load.
+The epilogue is that of `epilogue.apply_epilogue`, for kernels whose programs each sum all columns of OUTPUTS outputs, the rows
+of a matrix instruction. Data that no kernel writes is loaded before the wait for the previous kernel, so that the end waits for
+no load.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ def load_squares(squares, num_squares, BLOCK: gl.constexpr, WARPS: gl.constexpr)
 def wait_for_previous(EARLY: gl.constexpr):
     if EARLY:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def keep_loads_here():
+    """Keeps the assembler from moving loads across. It takes no instruction: a warp's threads are together anyway."""
+    gl.inline_asm_elementwise("bar.warp.sync -1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -14,7 +14,14 @@ import pytest
 
 from kernels.triton.attention_splits import decode_tiling
 from kernels.triton.card_properties import CARDS, card, power_of_two
-from kernels.triton.gate.compilation import Compilation, Compiled, exponentials_beside_products, faults, touches_early
+from kernels.triton.gate.compilation import (
+    Compilation,
+    Compiled,
+    exponentials_beside_products,
+    faults,
+    products_behind_load,
+    touches_early,
+)
 from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.gate.machine_code import overwritten_operands
 from tests.support.triton_jobs import KERNELS
@@ -82,6 +89,16 @@ def test_exponentials_stand_where_products_are_under_way() -> None:
     assert faults(asked(exponentials_min=2), replace(GOOD, exponentials=kept)) == []
     (found,) = faults(asked(exponentials_min=2), replace(GOOD, exponentials=moved))
     assert found == "takes 0 exponentials beside products, not 2"
+
+
+def test_products_stand_behind_the_loads_of_the_next_turn() -> None:
+    before, load, product = "LDG.E.EF.128 R8 ; LDG.E.128 R4 ; HMMA.16816 ; ", "@P1 LDG.E.EF.128 R8 ; ", "HMMA.16816.F32 ; "
+    kept = products_behind_load(before + load + product + load + product + "@P0 BRA ;")
+    moved = products_behind_load(before + product + product + load + load + "@P0 BRA ;")
+    assert (kept, moved, products_behind_load("")) == (2, 0, 0)
+    assert faults(asked(products_behind_load_min=2), replace(GOOD, products_behind_load=kept)) == []
+    (found,) = faults(asked(products_behind_load_min=2), replace(GOOD, products_behind_load=moved))
+    assert found == "computes 0 products behind the next loads, not 2"
 
 
 WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"

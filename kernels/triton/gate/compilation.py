@@ -33,6 +33,7 @@ TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "fp8e4nv": 1}
 TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 WAIT = "griddepcontrol.wait"
 PRODUCTS_WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR", "MUFU.EX2"  # in Hopper's machine code
+PRODUCT, STREAMED_LOAD = "HMMA.", "LDG.E.EF.128"  # of mma.sync, and of 16 bytes with evict_first
 _MEMORY = re.compile(r"\b(?:ld\.global(?!\.L1::evict_(?:first|last))|st\.global|cp\.async|atom\.|red\.global)")
 _SCALAR_PRODUCT = re.compile(r"= tt\.dot .*-> tensor<[^>]*#blocked")  # in Triton's own form, `ttgir`
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -53,7 +54,8 @@ class Compilation:
     it: either kind is accepted. `fp_fusion`: whether the launch allows fusing products with sums, as all do unless every
     rounding matters. `registers_max`: the limit of registers per thread (`maxnreg`), None for no limit. `programs`: how many of
     its programs each multiprocessor must hold at a time. `exponentials_min`: how many exponentials a thread must compute at
-    least while products of its loop are in flight.
+    least while products of its loop are in flight. `products_behind_load_min`: how many products (`mma.sync`) of its loop must
+    come after the first load of the next turn's weights.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Compilation:
     registers_max: int | None = None
     programs: int = 1
     exponentials_min: int = 0
+    products_behind_load_min: int = 0
 
     def __post_init__(self) -> None:
         names = set(self.kernel.arg_names) - {"EARLY"}
@@ -94,7 +97,8 @@ class Compilation:
 class Compiled:
     """Properties of the assembled kernel. `spill_bytes` per thread; `programs` that one multiprocessor holds at a time;
     `touches_early`: before it waits for the previous kernel, it writes, or reads data not marked as unchanged by that kernel
-    (`kernels.triton.early_launch`); `exponentials` that overlap with products, counted if a configuration requires some;
+    (`kernels.triton.early_launch`); `exponentials` that overlap with products, and `products_behind_load`, both counted if a
+    configuration requires some;
     `scalar_products`: products of tiles without matrix instructions, counted if a configuration requires these;
     `overwritten`: on Hopper, instructions that write registers which products in flight still read."""
 
@@ -111,6 +115,7 @@ class Compiled:
     programs: int
     touches_early: bool = False
     exponentials: int = 0
+    products_behind_load: int = 0
     overwritten: int = 0
     scalar_products: int = 0
 
@@ -140,7 +145,8 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
     registers, spill_bytes = _resources(kernel.asm["cubin"])
     num_warps = int(kernel.metadata.num_warps)
     has_wgmma = TENSOR_INSTRUCTIONS[1] in kernel.asm["ptx"]
-    sass = _cuobjdump(kernel.asm["cubin"], "-sass") if has_wgmma or compilation.exponentials_min else ""
+    is_read = has_wgmma or compilation.exponentials_min or compilation.products_behind_load_min
+    sass = _cuobjdump(kernel.asm["cubin"], "-sass") if is_read else ""
     return Compiled(
         name=compilation.name,
         capability=capability,
@@ -155,6 +161,7 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
         programs=card(capability).programs(registers, int(kernel.metadata.shared), num_warps),
         touches_early=_is_early(compilation, capability) and touches_early(kernel.asm["ptx"]),
         exponentials=exponentials_beside_products(sass) if compilation.exponentials_min else 0,
+        products_behind_load=products_behind_load(sass) if compilation.products_behind_load_min else 0,
         overwritten=overwritten_operands(sass),
         scalar_products=len(_SCALAR_PRODUCT.findall(kernel.asm["ttgir"])) if compilation.tensor_cores else 0,
     )
@@ -172,6 +179,15 @@ def exponentials_beside_products(sass: str) -> int:
     before the wait, which PTX does not show."""
     parts = sass.split(PRODUCTS_WAIT)
     return parts[1].count(EXPONENTIAL) if len(parts) > 2 else 0
+
+
+def products_behind_load(sass: str) -> int:
+    """The number of products after the first load of streamed weights in a kernel's loop, which begins with a product. The
+    assembler may have moved the loads to the loop's end, so that none is in flight while products are computed; PTX does not
+    show that."""
+    _, _, loop = sass.partition(PRODUCT)
+    _, _, behind = loop.partition(STREAMED_LOAD)
+    return behind.count(PRODUCT)
 
 
 def _is_early(compilation: Compilation, capability: int) -> bool:
@@ -198,6 +214,9 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
         found.append("reads or writes memory before it waits for the kernel in front of it")
     if compiled.exponentials < compilation.exponentials_min:
         found.append(f"takes {compiled.exponentials} exponentials beside products, not {compilation.exponentials_min}")
+    if compiled.products_behind_load < compilation.products_behind_load_min:
+        least = compilation.products_behind_load_min
+        found.append(f"computes {compiled.products_behind_load} products behind the next loads, not {least}")
     if compiled.overwritten:
         found.append(f"{compiled.overwritten} instructions write registers that products under way still read")
     if compiled.programs == 0:

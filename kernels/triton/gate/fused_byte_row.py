@@ -45,4 +45,5 @@ def _compilation(
         registers_max=tiles.registers_max,
         spill_bytes_max=24,  # when gated: written before the loop and read after it
         programs=16 // tiles.num_warps,
+        products_behind_load_min=16 if gated else 8,  # those of the second of a turn's two chunks
     )  # fmt: skip

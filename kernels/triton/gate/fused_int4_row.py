@@ -42,10 +42,11 @@ def _compilation(
         constants,
         num_warps=tiles.num_warps,
         capabilities=(HOPPER,),
+        products_behind_load_min=24 if gated else 16,  # those of the second of a turn's two chunks
         tensor_cores=True,
         small_tile=True,
         divisible=("N", "K"),
         registers_max=tiles.registers_max,
-        spill_bytes_max=16,  # Triton 3.9.0 with GELU, written before the loop and read after it
+        spill_bytes_max=24,  # Triton 3.9.0 with GELU, written before the loop and read after it
         programs=16 // tiles.num_warps,
     )

@@ -27,6 +27,7 @@ SHORT = {
     "programs": "programs",
     "touches_early": "early",
     "exponentials": "exponentials",
+    "products_behind_load": "behind",
     "overwritten": "overwritten",
     "scalar_products": "scalar",
 }
@@ -42,6 +43,7 @@ USUAL: dict[str, Any] = {
     "programs": 0,
     "touches_early": False,
     "exponentials": 0,
+    "products_behind_load": 0,
     "overwritten": 0,
     "scalar_products": 0,
 }
