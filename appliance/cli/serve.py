@@ -103,7 +103,7 @@ class Greeter:
             return  # `serve` itself then exits with the reason
         for model in models:
             if model.engine.state == "failed":
-                sys.stderr.write(f"gatehouse: loading the model {model.name} failed: {model.engine.error}\n")
+                sys.stderr.write(f"gatehouse: the model {model.name} could not be loaded: {model.engine.error}\n")
         output.say(welcome.ready(dataclasses.replace(_facts(started), model=ready[0])))
         sys.stdout.flush()
 

@@ -111,7 +111,7 @@ def test_an_appliance_whose_only_model_cannot_be_loaded_ends_and_says_why(tmp_pa
     assert ended.returncode == 1, ended.stderr
     said = [line for line in ended.stderr.splitlines() if line.startswith("gatehouse: ")]
     assert len(said) == 1, ended.stderr
-    assert said[0].startswith("gatehouse: loading the model hollow failed: ")
+    assert said[0].startswith("gatehouse: the model hollow could not be loaded: ")
     assert "Password" in ended.stdout, "the login of the first start was not shown"
     assert "is ready" not in ended.stdout
     assert not (data_dir / "control.json").exists()

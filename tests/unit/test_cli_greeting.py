@@ -69,7 +69,7 @@ async def test_a_model_that_failed_beside_a_ready_one_is_told_and_not_offered(ca
     greeter.listening(started(model("broken", "failed", "no such architecture"), model("demo", "ready")))
     await greeted(greeter)
     said = capsys.readouterr()
-    assert said.err == "gatehouse: loading the model broken failed: no such architecture\n"
+    assert said.err == "gatehouse: the model broken could not be loaded: no such architecture\n"
     assert '"model": "demo"' in said.out
 
 
