@@ -27,7 +27,7 @@ async def stop_when_claim_lost(claim: DatabaseClaim, services: Services, stop: C
         return await epochs.is_open(services.db, services.epoch_id)
 
     try:
-        reason = await claim.lost(may_continue)
+        reason = await claim.wait_until_lost(may_continue)
     finally:
         services.generations.end_all()
         stop()
