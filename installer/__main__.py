@@ -1,12 +1,12 @@
-"""Entry of `python3 installer …`. Standard library only; parses on every Python, so that an old one gets a clear message."""
+"""Entry point of `python3 installer …`. Standard library only; it parses on old Pythons, so that they get a clear message."""
 
 import sys
 
 NEEDED = (3, 11)
 TOO_OLD = (
     "Gatehouse needs Python {0}.{1} or newer; this is Python {2}.{3} ({4}).\n"
-    "Install a newer one (on Debian or Ubuntu: apt-get install python3.11 python3.11-venv) "
-    "and start again with: python3.11 installer ...\n"
+    "Install a newer version (on Debian or Ubuntu: apt-get install python3.11 python3.11-venv) "
+    "and run: python3.11 installer ...\n"
 )
 
 

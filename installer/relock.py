@@ -1,8 +1,8 @@
 """Regenerates the lock files from pyproject.toml: `python3 installer/relock.py`. Needs `uv` on the PATH; for developers only.
 
-One resolution gives three files, so that they agree: `gpu.txt` is the closure of the dependencies with the `gpu` extra,
-`cpu.txt` the same without what only the larger build of torch needs, `test.txt` what the `test` extra adds to either.
-`triton.txt` is separate: torch ties `gpu.txt` to one version of Triton, but kernels are tested at both ends of their range.
+One resolution produces three files, so that they agree: `gpu.txt` is the closure of the dependencies with the `gpu` extra,
+`cpu.txt` the same without the packages that only the GPU build of torch needs, `test.txt` what the `test` extra adds to either.
+`triton.txt` is separate: torch pins one version of Triton in `gpu.txt`, but kernels are tested at both ends of their range.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REQUIREMENTS = REPO / "installer" / "requirements"
 TORCH = "2.13.0"
 PYTHON = "3.11"
 _GPU_ONLY = re.compile(r"^(triton|cuda-.*|nvidia-(?!ml-py).*)==")
-_ELSEWHERE = re.compile(r"sys_platform == '(win32|emscripten)'")  # platforms that we do not run on
+_ELSEWHERE = re.compile(r"sys_platform == '(win32|emscripten)'")  # unsupported platforms
 _HEADER = "# Exact versions, for {what}. Made by installer/relock.py from pyproject.toml; change that one, not this one.\n"
 
 
@@ -43,7 +43,7 @@ def resolve(pyproject: str, extras: tuple[str, ...], constraints: str) -> list[s
 
 
 def _uv_compile(arguments: list[str], *, folder: str | None = None, text: str | None = None) -> str:
-    """The output of `uv pip compile`, which reads `text` as its input. Exits with uv's message if it fails."""
+    """Return the output of `uv pip compile` with `text` as its standard input. Exits with uv's message if it fails."""
     command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--python-version", PYTHON, *arguments]
     answer = subprocess.run(command, cwd=folder, input=text, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
@@ -52,7 +52,7 @@ def _uv_compile(arguments: list[str], *, folder: str | None = None, text: str | 
 
 
 def ends_of_range(requirement: str) -> tuple[str, str]:
-    """Return the oldest and the newest version that `requirement` allows, as lines `name==version`."""
+    """Return the oldest and newest version that `requirement` allows, as lines `name==version`."""
     oldest, newest = (
         _uv_compile(["--no-annotate", "--no-deps", "--resolution", preference, "-"], text=requirement).strip()
         for preference in ("lowest-direct", "highest")
@@ -61,7 +61,7 @@ def ends_of_range(requirement: str) -> tuple[str, str]:
 
 
 def triton_text(pyproject: str, why: dict[str, str]) -> str:
-    """Return the lock file of Triton's versions, oldest first."""
+    """Return the text of the lock file of Triton's versions, oldest first."""
     (wanted,) = [
         line for line in tomllib.loads(pyproject)["project"]["optional-dependencies"]["gpu"] if line.startswith("triton")
     ]
@@ -71,7 +71,7 @@ def triton_text(pyproject: str, why: dict[str, str]) -> str:
 
 
 def lock_text(what: str, lines: list[str], why: dict[str, str]) -> str:
-    """Return a lock file: direct dependencies first, each under its reason, then what they need."""
+    """Return the text of a lock file: direct dependencies, each under its reason, then their dependencies."""
     direct, others = [], []
     for line in lines:
         pin, _, via = line.partition("  #")
@@ -85,7 +85,7 @@ def lock_text(what: str, lines: list[str], why: dict[str, str]) -> str:
 
 
 def without_gpu(lines: list[str]) -> list[str]:
-    """Return `lines` for a machine without a GPU: on Linux the build of torch without GPU libraries has a local version."""
+    """Return `lines` for a machine without a GPU. On Linux, torch without GPU libraries has the local version +cpu."""
     kept = []
     for line in lines:
         if line.startswith("torch=="):
@@ -97,7 +97,7 @@ def without_gpu(lines: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Write the four files."""
+    """Write the four lock files."""
     pyproject = (REPO / "pyproject.toml").read_text("utf-8")
     version = tomllib.loads(pyproject)["project"]["version"]
     why = reasons(pyproject)

@@ -67,7 +67,7 @@ class DatabaseInUse(UnusableData):
 class DatabaseClaim(Protocol):
     """A claim that is held, until `release` or the end of the process."""
 
-    async def lost(self, may_resume: MayResume) -> str:
+    async def wait_until_lost(self, may_resume: MayResume) -> str:
         """Wait until the claim is lost and return the reason. One caller at a time.
 
         `may_resume` is called whenever the claim had ended and was acquired again, and decides whether it still counts as
@@ -118,7 +118,7 @@ class _FileClaim:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    async def lost(self, may_resume: MayResume) -> str:  # noqa: ARG002 - the protocol's signature
+    async def wait_until_lost(self, may_resume: MayResume) -> str:  # noqa: ARG002 - the protocol's signature
         """Wait for ever: a file lock is not lost while the process lives."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("unreachable")
@@ -156,7 +156,7 @@ class _PostgresqlClaim:
             del self._sessions[:-1]
         return is_ours
 
-    async def lost(self, may_resume: MayResume) -> str:
+    async def wait_until_lost(self, may_resume: MayResume) -> str:
         """Check at once, then every WATCH_INTERVAL_S."""
         while (reason := await self._check(may_resume)) is None:
             await self._sleep(WATCH_INTERVAL_S)

@@ -41,8 +41,8 @@ class Database:
         self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine, batch_writer: SqliteThread | AsyncEngine
     ) -> None:
         self.kind: Kind = kind
-        self.principals = ChangeCount()
-        self.webhooks = ChangeCount()
+        self.principal_changes = ChangeCount()
+        self.webhook_changes = ChangeCount()
         self.outbox_written = asyncio.Event()
         self.catch_up: Callable[[], Awaitable[None]] | None = None
         """Waits until everything durable in the ledger's journal is in the tables too. Called by `reading` and `writing`."""
@@ -97,7 +97,7 @@ class Database:
 
     @asynccontextmanager
     async def changing_principals(self) -> AsyncIterator[AsyncConnection]:
-        """Like `writing`, for changes to principals (tenants, keys, permissions): increments `principals` afterwards.
+        """Like `writing`, for changes to principals (tenants, keys, permissions): increments `principal_changes` afterwards.
 
         The counter is incremented even on failure: a COMMIT that was cancelled or lost its answer may have succeeded.
         """
@@ -105,7 +105,7 @@ class Database:
             async with self.writing() as connection:
                 yield connection
         finally:
-            self.principals.bump()
+            self.principal_changes.bump()
 
     async def batch_write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Run `fn(connection, …)` in one transaction and return its result.

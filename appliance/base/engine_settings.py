@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from appliance.base import setting_values as values_of
+from appliance.base import setting_values as parsers
 
 _OPTION_NAMES = {"engine_threads": "threads", "swap_space_gib": "swap_space", "speculative": "speculative_config"}
 """Names in `engine.options.EngineOptions` that differ from the setting's name."""
@@ -22,28 +22,28 @@ class EngineSettings:
     """None lets the engine choose. `speculative` is the text of a JSON object with vLLM's keys; None disables it.
     `shared_prefixes` are paths of files."""
 
-    device: Annotated[str, values_of.choice("auto", "cuda", "cpu")] = "auto"
-    dtype: Annotated[str, values_of.choice("auto", "float32", "bfloat16", "float16")] = "auto"
-    engine_threads: Annotated[int | None, values_of.whole(1, 1024)] = None
-    max_num_seqs: Annotated[int | None, values_of.whole(1, 1024)] = None
-    max_num_batched_tokens: Annotated[int | None, values_of.whole(1, 1_000_000)] = None
-    max_model_len: Annotated[int | None, values_of.context_len] = None
-    kv_cache_bytes: Annotated[int | None, values_of.size(values_of.MIB, 1024**5)] = None
-    gpu_memory_utilization: Annotated[float, values_of.number(0.01, 1)] = 0.9
-    enable_prefix_caching: Annotated[bool, values_of.flag] = True
-    block_size: Annotated[int, values_of.power_of_two(1024)] = 16
+    device: Annotated[str, parsers.choice("auto", "cuda", "cpu")] = "auto"
+    dtype: Annotated[str, parsers.choice("auto", "float32", "bfloat16", "float16")] = "auto"
+    engine_threads: Annotated[int | None, parsers.whole(1, 1024)] = None
+    max_num_seqs: Annotated[int | None, parsers.whole(1, 1024)] = None
+    max_num_batched_tokens: Annotated[int | None, parsers.whole(1, 1_000_000)] = None
+    max_model_len: Annotated[int | None, parsers.context_len] = None
+    kv_cache_bytes: Annotated[int | None, parsers.size(parsers.MIB, 1024**5)] = None
+    gpu_memory_utilization: Annotated[float, parsers.number(0.01, 1)] = 0.9
+    enable_prefix_caching: Annotated[bool, parsers.flag] = True
+    block_size: Annotated[int, parsers.power_of_two(1024)] = 16
     quantization: Annotated[
-        str | None, values_of.choice("int8", "fp8", "none", "awq", "gptq", "compressed-tensors", "modelopt")
+        str | None, parsers.choice("int8", "fp8", "none", "awq", "gptq", "compressed-tensors", "modelopt")
     ] = None
-    head_quantization: Annotated[str | None, values_of.choice("none", "int8")] = None
-    kv_cache_dtype: Annotated[str, values_of.choice("auto", "fp8", "fp8_e4m3")] = "auto"
-    swap_space_gib: Annotated[float, values_of.number(0, 4096)] = 0.0
-    speculative: Annotated[str | None, values_of.speculative] = None
-    batch_invariant: Annotated[bool, values_of.flag] = False
-    enforce_eager: Annotated[bool, values_of.flag] = False
-    scheduling_policy: Annotated[str, values_of.choice("fair", "fcfs")] = "fair"
-    inter_token_target_ms: Annotated[float | None, values_of.number(0.1, 60_000)] = None
-    shared_prefixes: Annotated[tuple[str, ...], values_of.files] = ()
+    head_quantization: Annotated[str | None, parsers.choice("none", "int8")] = None
+    kv_cache_dtype: Annotated[str, parsers.choice("auto", "fp8", "fp8_e4m3")] = "auto"
+    swap_space_gib: Annotated[float, parsers.number(0, 4096)] = 0.0
+    speculative: Annotated[str | None, parsers.speculative] = None
+    batch_invariant: Annotated[bool, parsers.flag] = False
+    enforce_eager: Annotated[bool, parsers.flag] = False
+    scheduling_policy: Annotated[str, parsers.choice("fair", "fcfs")] = "fair"
+    inter_token_target_ms: Annotated[float | None, parsers.number(0.1, 60_000)] = None
+    shared_prefixes: Annotated[tuple[str, ...], parsers.files] = ()
 
     def engine_options(self) -> dict[str, Any]:
         """Return the engine's options by name, as JSON values; settings that are None are omitted."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from appliance.base import setting_values as values_of
+from appliance.base import setting_values as parsers
 from appliance.base.engine_settings import EngineSettings, ModelSettings, parse_models
 
 ENVIRONMENT_PREFIX = "GATEHOUSE_"
@@ -46,43 +46,43 @@ class Settings(EngineSettings):
     """The settings of an appliance, each annotated with its parser from `setting_values`. Empty `models` means the bundled
     demo model."""
 
-    data_dir: Annotated[Path, values_of.folder]
-    database_url: Annotated[str, values_of.database_url] = field(repr=False)
-    host: Annotated[str, values_of.text] = "127.0.0.1"
-    port: Annotated[int, values_of.whole(0, values_of.PORT_MAX)] = 8000
+    data_dir: Annotated[Path, parsers.folder]
+    database_url: Annotated[str, parsers.database_url] = field(repr=False)
+    host: Annotated[str, parsers.text] = "127.0.0.1"
+    port: Annotated[int, parsers.whole(0, parsers.PORT_MAX)] = 8000
     models: Annotated[tuple[ModelSettings, ...], _models] = ()
-    admin_email: Annotated[str | None, values_of.email] = None
-    admin_password: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
-    admin_token: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
-    log_level: Annotated[str, values_of.choice("debug", "info", "warning", "error")] = "info"
-    log_json: Annotated[bool | None, values_of.flag] = None
-    max_body_bytes: Annotated[int, values_of.size(1024, 1024 * values_of.MIB)] = 10 * values_of.MIB
-    drain_timeout_s: Annotated[float, values_of.seconds(0, 3600)] = 30.0
-    graphs: Annotated[bool, values_of.flag] = True
-    early_launch: Annotated[bool, values_of.flag] = True
-    overlapped_prefill: Annotated[bool, values_of.flag] = True
-    busy_wait: Annotated[bool, values_of.flag] = True
-    max_waiting_requests: Annotated[int, values_of.whole(0, 1_000_000)] = 1024
-    queue_deadline_s: Annotated[float, values_of.seconds(0.1, 3600)] = 600.0
-    request_deadline_s: Annotated[float, values_of.seconds(1, 86_400)] = 3600.0
-    stream_buffer_events: Annotated[int, values_of.whole(1, 65536)] = 256
-    probe_interval_s: Annotated[float, values_of.seconds(1, 3600)] = 30.0
-    currency: Annotated[str, values_of.currency] = "EUR"
-    unpriced: Annotated[str, values_of.choice("serve", "refuse")] = "serve"
-    session_idle_s: Annotated[int, values_of.whole(60, 366 * 86400)] = 8 * 3600
-    session_absolute_s: Annotated[int, values_of.whole(60, 366 * 86400)] = 7 * 24 * 3600
-    secure_cookies: Annotated[bool, values_of.flag] = False
-    external_url: Annotated[str | None, values_of.web_address] = None
-    time_zone: Annotated[str, values_of.time_zone] = "UTC"
-    request_history_days: Annotated[int, values_of.whole(1, 36500)] = 90
-    oidc_issuer: Annotated[str | None, values_of.web_address] = None
-    oidc_client_id: Annotated[str | None, values_of.text] = None
-    oidc_client_secret: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
-    oidc_name: Annotated[str | None, values_of.text] = None
-    smtp_url: Annotated[str | None, values_of.mail_server] = field(default=None, repr=False)
-    smtp_from: Annotated[str | None, values_of.email] = None
-    webhook_networks: Annotated[tuple[values_of.Network, ...], values_of.networks] = ()
-    trusted_proxies: Annotated[tuple[values_of.Network, ...], values_of.proxies] = ()
+    admin_email: Annotated[str | None, parsers.email] = None
+    admin_password: Annotated[str | None, parsers.secret] = field(default=None, repr=False)
+    admin_token: Annotated[str | None, parsers.secret] = field(default=None, repr=False)
+    log_level: Annotated[str, parsers.choice("debug", "info", "warning", "error")] = "info"
+    log_json: Annotated[bool | None, parsers.flag] = None
+    max_body_bytes: Annotated[int, parsers.size(1024, 1024 * parsers.MIB)] = 10 * parsers.MIB
+    drain_timeout_s: Annotated[float, parsers.seconds(0, 3600)] = 30.0
+    graphs: Annotated[bool, parsers.flag] = True
+    early_launch: Annotated[bool, parsers.flag] = True
+    overlapped_prefill: Annotated[bool, parsers.flag] = True
+    busy_wait: Annotated[bool, parsers.flag] = True
+    max_waiting_requests: Annotated[int, parsers.whole(0, 1_000_000)] = 1024
+    queue_deadline_s: Annotated[float, parsers.seconds(0.1, 3600)] = 600.0
+    request_deadline_s: Annotated[float, parsers.seconds(1, 86_400)] = 3600.0
+    stream_buffer_events: Annotated[int, parsers.whole(1, 65536)] = 256
+    probe_interval_s: Annotated[float, parsers.seconds(1, 3600)] = 30.0
+    currency: Annotated[str, parsers.currency] = "EUR"
+    unpriced: Annotated[str, parsers.choice("serve", "refuse")] = "serve"
+    session_idle_s: Annotated[int, parsers.whole(60, 366 * 86400)] = 8 * 3600
+    session_absolute_s: Annotated[int, parsers.whole(60, 366 * 86400)] = 7 * 24 * 3600
+    secure_cookies: Annotated[bool, parsers.flag] = False
+    external_url: Annotated[str | None, parsers.web_address] = None
+    time_zone: Annotated[str, parsers.time_zone] = "UTC"
+    request_history_days: Annotated[int, parsers.whole(1, 36500)] = 90
+    oidc_issuer: Annotated[str | None, parsers.web_address] = None
+    oidc_client_id: Annotated[str | None, parsers.text] = None
+    oidc_client_secret: Annotated[str | None, parsers.secret] = field(default=None, repr=False)
+    oidc_name: Annotated[str | None, parsers.text] = None
+    smtp_url: Annotated[str | None, parsers.mail_server] = field(default=None, repr=False)
+    smtp_from: Annotated[str | None, parsers.email] = None
+    webhook_networks: Annotated[tuple[parsers.Network, ...], parsers.networks] = ()
+    trusted_proxies: Annotated[tuple[parsers.Network, ...], parsers.proxies] = ()
 
     def for_model(self, model: ModelSettings) -> Settings:
         """Return these settings with the overrides of one model applied."""

@@ -1,6 +1,6 @@
-"""`gatehouse admin`: who may sign in to the console, and tokens for the administrators' API.
+"""`gatehouse admin`: administrators who can sign in to the console, and tokens for the administrator API.
 
-Works directly on the database, so that anybody who may read the data folder can replace a lost password.
+Works directly on the database, so that anyone with access to the data folder can reset a lost password.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 
 from appliance.base.clock import SystemClock, rfc3339
 from appliance.cli import output
-from appliance.cli.connection import opened
+from appliance.cli.connection import open_database
 from appliance.cli.failure import WrongUsage
 from appliance.cli.operator import operator
 from appliance.cli.options import DEFAULTS, CommonOptions
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from appliance.tenancy.admin_tokens import AdminToken
     from appliance.tenancy.members import Member
 
-app = typer.Typer(help="Administrators: sign-in and tokens for /admin/v1.", no_args_is_help=True)
+app = typer.Typer(help="Manage administrators' sign-in, and tokens for /admin/v1.", no_args_is_help=True)
 
 T = TypeVar("T")
-ROLES = "owner, admin, billing or viewer."
-VERBS_ELSEWHERE = ("create", "list", "revoke")  # as in other commands: typed here, none is meant as a token's name
-KEEP_IT = "Keep it now: it is not shown again."
+ROLES = "Role: owner, admin, billing or viewer."
+RESERVED_NAMES = ("create", "list", "revoke")  # subcommands elsewhere: here they are surely typed by mistake
+KEEP_IT = "Save it now: it is not shown again."
 TOKEN_COLUMNS = ("id", "name", "role", "revoked_at", "created_at")
 
-Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The e-mail address of the member.")]
+Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The member's e-mail address.")]
 FromStdin = Annotated[
     bool, typer.Option("--password-stdin", help="Read the password from standard input instead of generating one.")
 ]
@@ -42,11 +42,11 @@ FromStdin = Annotated[
 @app.command("create")
 def create(
     email: Email,
-    role: Annotated[str, typer.Option(help=ROLES)] = "admin",
+    role: Annotated[str, typer.Option(metavar="ROLE", help=ROLES)] = "admin",
     password_stdin: FromStdin = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Create a member who may sign in to the console. Prints the generated password, once."""
+    """Create a member who can sign in to the console. Prints the generated password once."""
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
@@ -72,7 +72,7 @@ def reset_password(
 
 @app.command("reset-second-factor")
 def reset_second_factor(email: Email, options: CommonOptions = DEFAULTS) -> None:
-    """Reset a member's second factor (lost device). The password alone signs in until a new one is set up."""
+    """Remove a member's second factor (lost device). The password alone is enough until a new one is set up."""
     from appliance.tenancy.second_factor import reset_by_email
 
     member = _on_database(options.settings(), lambda db: reset_by_email(db, SystemClock(), email))
@@ -81,7 +81,7 @@ def reset_second_factor(email: Email, options: CommonOptions = DEFAULTS) -> None
 
 @app.command("unlink-provider")
 def unlink_provider(email: Email, options: CommonOptions = DEFAULTS) -> None:
-    """Unlink a member from the sign-in provider. The next sign-in there links again, by verified e-mail."""
+    """Unlink a member from the sign-in provider. The next sign-in there links them again, by verified e-mail."""
     from appliance.tenancy.identities import unlink_by_email
 
     member = _on_database(options.settings(), lambda db: unlink_by_email(db, SystemClock(), email))
@@ -90,20 +90,20 @@ def unlink_provider(email: Email, options: CommonOptions = DEFAULTS) -> None:
 
 @app.command("token")
 def token(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="What the new token is for.")] = None,
-    role: Annotated[str, typer.Option(help=ROLES)] = "admin",
-    show: Annotated[bool, typer.Option("--list", help="List tokens without their secrets.")] = False,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the new token, such as its purpose.")] = None,
+    role: Annotated[str, typer.Option(metavar="ROLE", help=ROLES)] = "admin",
+    show: Annotated[bool, typer.Option("--list", help="List the tokens, without secrets.")] = False,
     revoke: Annotated[str | None, typer.Option(metavar="ID", help="Revoke the token with this id.")] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Create, list or revoke bearer tokens for /admin/v1. Prints a new token, once."""
+    """Create, list or revoke bearer tokens for /admin/v1. Prints a new token once."""
     from appliance.tenancy.admin_tokens import AdminTokens
     from appliance.tenancy.pages import read_every_page
 
     if (name is not None) + show + (revoke is not None) != 1:
-        raise WrongUsage("give a name for a new token, or --list, or --revoke ID")
-    if name in VERBS_ELSEWHERE:
-        raise WrongUsage(f"{name!r} would create a token of that name: use --list, --revoke ID, or another name")
+        raise WrongUsage("give exactly one of: a name for a new token, --list, or --revoke ID")
+    if name in RESERVED_NAMES:
+        raise WrongUsage(f"{name!r} would be the name of a new token: use --list or --revoke ID, or choose another name")
     settings = options.settings()
     if revoke is not None:
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))
@@ -119,14 +119,14 @@ def token(
 
 
 def _password(from_stdin: bool) -> tuple[bool, str]:
-    """Return (whether it was given, the password)."""
+    """Return whether the password was given on standard input, and the given or generated password."""
     from appliance.tenancy.secrets import new_password
 
     return (True, sys.stdin.readline().rstrip("\n")) if from_stdin else (False, new_password())
 
 
 def _make_tables(settings: Settings) -> None:
-    """Create the tables if there are none: the first administrator may be created before the first start."""
+    """Create the tables if there are none: an administrator may be created before the first start."""
     from appliance.base import migrations
 
     if migrations.current_revision(settings.database_url) is None:
@@ -135,15 +135,15 @@ def _make_tables(settings: Settings) -> None:
 
 
 def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:
-    """Run `work` on the database, which must already have its tables."""
+    """Run `work` on the database, whose schema must be up to date."""
     from appliance.base.acting import act_as
 
-    async def go() -> T:
+    async def work_as_operator() -> T:
         act_as(operator())
-        async with opened(settings) as database:
+        async with open_database(settings) as database:
             return await work(database)
 
-    return asyncio.run(go())
+    return asyncio.run(work_as_operator())
 
 
 def _print_member(member: Member, password: str | None, *, as_json: bool) -> None:

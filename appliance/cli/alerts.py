@@ -1,4 +1,4 @@
-"""`gatehouse alerts`: where alerts go, test alerts, and deliveries."""
+"""`gatehouse alerts`: alert targets, test alerts and deliveries."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, read_control, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import OnlyTenant, tenant_field
+from appliance.cli.tenants import TenantFilter, tenant_field
 
-app = typer.Typer(help="Alerts by signed webhook and by e-mail.", no_args_is_help=True)
+app = typer.Typer(help="Manage alerts by signed webhook or e-mail.", no_args_is_help=True)
 
 COLUMNS = ("id", "tenant_id", "kind", "target", "events", "disabled", "created_at")
 DELIVERY_COLUMNS = ("id", "event", "state", "attempts", "next_attempt_at", "delivered_at", "last_error", "created_at")
-KEEP_IT = "Keep the secret now: it is not shown again."
+KEEP_IT = "Save the secret now: it is not shown again."
 POLLS_MAX = 50
-POLL_S = 0.4  # an attempt over HTTP ends after 15 s at the latest
+POLL_S = 0.4  # an HTTP attempt times out after 15 s
 
-WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="A webhook's id.")]
+WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="The webhook's id.")]
 
 
 @app.command("list")
-def list_webhooks(tenant: OnlyTenant = None, options: CommonOptions = DEFAULTS) -> None:
-    """List webhooks."""
+def list_webhooks(tenant: TenantFilter = None, options: CommonOptions = DEFAULTS) -> None:
+    """List the alert targets."""
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return await client.every("/webhooks", query=await tenant_field(client, tenant))
+        return await client.list_all("/webhooks", query=await tenant_field(client, tenant))
 
     rows = run(options.settings(), work)
-    empty = "No alert targets. Add one: gatehouse alerts add https://example.com/alerts"
+    empty = "There are no alert targets. Add one: gatehouse alerts add https://example.com/alerts"
     output.rows(rows, COLUMNS, empty=empty, as_json=options.as_json)
 
 
 @app.command("add")
 def add(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="An https:// URL, or an e-mail address.")],
-    tenant: OnlyTenant = None,
+    tenant: TenantFilter = None,
     event: Annotated[
-        list[str] | None, typer.Option(metavar="EVENT", help="Only this event, as in invoice.closed; repeatable; default: all.")
+        list[str] | None,
+        typer.Option(metavar="EVENT", help="Only this event, such as invoice.closed; repeatable; default: all."),
     ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Send alerts to a URL or an e-mail address. Prints the secret that signs them, once."""
+    """Add an alert target: a URL or an e-mail address. Prints a URL's signing secret once."""
 
     async def work(client: AdminClient) -> dict[str, Any]:
         kind = "email" if "@" in target and "://" not in target else "webhook"
@@ -59,11 +60,11 @@ def add(
 def rotate(
     webhook: WebhookId,
     grace_s: Annotated[
-        int, typer.Option(metavar="SECONDS", help="How long the previous secret signs as well: 0 to 604800.")
+        int, typer.Option(metavar="SECONDS", help="How long the previous secret signs too, 0 to 604800.")
     ] = 86400,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Rotate the secret of a webhook and print the new one, once."""
+    """Rotate a webhook's signing secret and print the new one once."""
     path, body = f"/webhooks/{webhook}/rotate", {"grace_s": grace_s}
     rotated = run(options.settings(), lambda client: client.call("POST", path, body=body))
     _print_secret(rotated, as_json=options.as_json)
@@ -71,17 +72,17 @@ def rotate(
 
 @app.command("remove")
 def remove(webhook: WebhookId, options: CommonOptions = DEFAULTS) -> None:
-    """Remove a webhook and drop its pending deliveries."""
+    """Remove a webhook and cancel its pending deliveries."""
     removed = run(options.settings(), lambda client: client.call("DELETE", f"/webhooks/{webhook}"))
     output.item(removed, as_json=options.as_json)
 
 
 @app.command("test")
 def send_test(webhook: WebhookId, options: CommonOptions = DEFAULTS) -> None:
-    """Send a test alert and wait for its first attempt. Exit status 1 if that fails."""
+    """Send a test alert and wait for the first attempt. Exit status 1 if it fails."""
     settings = options.settings()
     if read_control(settings.data_dir) is None:
-        raise CommandFailed("the appliance is not running: nothing would be sent", code="not_running")
+        raise CommandFailed("the appliance is not running, so no alert would be sent", code="not_running")
 
     async def work(client: AdminClient) -> dict[str, Any]:
         sent = await client.call("POST", f"/webhooks/{webhook}/test")
@@ -96,19 +97,19 @@ def send_test(webhook: WebhookId, options: CommonOptions = DEFAULTS) -> None:
 @app.command("deliveries")
 def deliveries(
     webhook: WebhookId,
-    state: Annotated[str | None, typer.Option(help="pending, delivered or failed.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of deliveries.")] = 50,
+    state: Annotated[str | None, typer.Option(metavar="STATE", help="Only this state: pending, delivered or failed.")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of deliveries.")] = 50,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """List the deliveries of a webhook, newest first."""
+    """List a webhook's deliveries, newest first."""
     from appliance.serving.alerting.texts import text_of
 
     path, query = f"/webhooks/{webhook}/deliveries", {"state": state}
-    rows = run(options.settings(), lambda client: client.every(path, query=query, at_most=limit))
+    rows = run(options.settings(), lambda client: client.list_all(path, query=query, at_most=limit))
     output.rows(
         rows,
         (*DELIVERY_COLUMNS, "about"),
-        empty="No deliveries yet. Send a test: gatehouse alerts test WEBHOOK",
+        empty="There are no deliveries yet. Send a test: gatehouse alerts test WEBHOOK",
         as_json=options.as_json,
         line=lambda row: {**row, "about": text_of(row["event"], row["payload"]["data"]).headline},
     )
@@ -117,17 +118,17 @@ def deliveries(
 @app.command("retry")
 def retry(
     webhook: WebhookId,
-    delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="The id of the delivery.")],
+    delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="The delivery's id.")],
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Retry a delivery, under the same id."""
+    """Retry a delivery under the same id."""
     path = f"/webhooks/{webhook}/deliveries/{delivery}/retry"
     sent = run(options.settings(), lambda client: client.call("POST", path))
     output.item({name: sent[name] for name in DELIVERY_COLUMNS}, as_json=options.as_json)
 
 
 async def _first_attempt(client: AdminClient, path: str) -> dict[str, Any]:
-    """Return the delivery once its first attempt has ended, or as it is after a while."""
+    """Return the delivery once its first attempt has ended, or its state after POLLS_MAX polls."""
     for _ in range(POLLS_MAX):
         delivery = await client.call("GET", path)
         if delivery["state"] != "pending" or delivery["last_error"] is not None:

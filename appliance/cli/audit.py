@@ -1,4 +1,4 @@
-"""`gatehouse audit`: who changed what, and the proof that nobody has changed that record since."""
+"""`gatehouse audit`: list the audit log, and verify that it has not been altered."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import typer
 
 from appliance.base.clock import SystemClock
 from appliance.cli import output
-from appliance.cli.connection import AdminClient, check_has_tables, opened, run
+from appliance.cli.connection import AdminClient, check_has_tables, open_database, run
 from appliance.cli.failure import WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import OnlyTenant, tenant_field
+from appliance.cli.tenants import TenantFilter, tenant_field
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
     from appliance.tenancy.audit_chain import Verdict
 
-app = typer.Typer(help="The audit log: who changed what, in a chain of hashes.", no_args_is_help=True)
+app = typer.Typer(help="List the audit log, and verify its hash chain.", no_args_is_help=True)
 
 COLUMNS = ("id", "at", "actor", "action", "target", "tenant_id", "before", "after", "request_id", "address")
 HASH_CHARS = 64
@@ -28,39 +28,42 @@ HEXADECIMAL = "0123456789abcdef"
 
 @app.command("list")
 def list_entries(
-    actor: Annotated[str | None, typer.Option(help="Only this actor: e-mail, token name or id.")] = None,
-    action: Annotated[str | None, typer.Option(help="Only this action, as in key.rotate.")] = None,
-    target: Annotated[str | None, typer.Option(metavar="ID", help="Only changes of the object with this id.")] = None,
-    tenant: OnlyTenant = None,
+    actor: Annotated[
+        str | None, typer.Option(metavar="ACTOR", help="Only this actor: e-mail address, token name or id.")
+    ] = None,
+    action: Annotated[str | None, typer.Option(metavar="ACTION", help="Only this action, such as key.rotate.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="ID", help="Only changes to the object with this id.")] = None,
+    tenant: TenantFilter = None,
     start: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries from this time on (RFC 3339).")] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries before this time (RFC 3339).")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of entries.")] = 50,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """List entries, newest first."""
+    """List the entries, newest first."""
     query = {"actor": actor, "action": action, "target": target, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return await client.every("/audit", query=query | await tenant_field(client, tenant), at_most=limit)
+        return await client.list_all("/audit", query=query | await tenant_field(client, tenant), at_most=limit)
 
     rows = run(options.settings(), work)
-    output.rows(rows, COLUMNS, empty="No entries.", as_json=options.as_json, line=_line)
+    output.rows(rows, COLUMNS, empty="There are no matching entries.", as_json=options.as_json, line=_line)
 
 
 @app.command("verify")
 def verify(
     expect: Annotated[
-        str | None, typer.Option(metavar="HASH", help="A hash printed by an earlier verification; it must still be present.")
+        str | None,
+        typer.Option(metavar="HASH", help="Hash printed by an earlier verification, which the log must still contain."),
     ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Verify the chain of hashes. The appliance may be running. Exit status 1 if an entry is wrong; the first one is named.
+    """Verify the hash chain. The appliance may be running. Exit status 1 if an entry is invalid; the first one is reported.
 
-    Keep the printed hash somewhere else: with --expect it later proves that the log was not rewritten.
+    Store the printed hash elsewhere: with --expect it later proves that the log was not rewritten.
     """
     if expect is not None and (len(expect) != HASH_CHARS or set(expect) - set(HEXADECIMAL) or not expect.strip("0")):
         raise WrongUsage(
-            "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints for a log with entries",
+            "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints for a non-empty log",
         )
     verdict = asyncio.run(_verdict(options.settings(), expect, quiet=options.as_json))
     fault = verdict.fault
@@ -68,7 +71,7 @@ def verify(
         wrong = None if fault is None else {"entry_id": str(fault.entry_id), "kind": fault.kind, "message": fault.text}
         output.data({"ok": fault is None, "entries": verdict.entries, "hash": verdict.hash, "fault": wrong})
     elif fault is None:
-        last = f", the last with the hash {verdict.hash}" if verdict.entries else ""
+        last = f", hash of the last one: {verdict.hash}" if verdict.entries else ""
         output.say(f"Audit log verified: {verdict.entries} entries{last}")
     else:
         output.failed(f"audit log verification failed: {fault.text}", "audit_log", as_json=False)
@@ -80,12 +83,12 @@ async def _verdict(settings: Settings, expect: str | None, *, quiet: bool) -> Ve
     from appliance.tenancy.audit import AuditLog
 
     await asyncio.to_thread(check_has_tables, settings)
-    async with opened(settings) as database:
+    async with open_database(settings) as database:
         with output.progress("Verifying the audit log", quiet=quiet) as progress:
             return await AuditLog(database, SystemClock()).verify(expect, progress)
 
 
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry as a line of a table."""
+    """Return an entry as a table row."""
     actor, target = row["actor"], row["target"]
     return {**row, "actor": f"{actor['kind']} {actor['name']}", "target": f"{target['kind']} {target['id']}"}

@@ -1,4 +1,4 @@
-"""Before a command ends something for good, asks on a terminal for its name. A program cannot be asked and passes --yes."""
+"""Confirmation of irreversible commands: the user types a name on a terminal; scripts pass --yes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import typer
 
 from appliance.cli.failure import CommandFailed, WrongUsage
 
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation (for scripts).")]
+Yes = Annotated[bool, typer.Option("--yes", help="Skip the confirmation, for scripts.")]
 
 
-def needs_terminal(what: str, *, expected: str = "its name") -> None:
+def require_terminal(what: str, *, expected: str = "its name") -> None:
     """Raise WrongUsage if there is no terminal. `what` is the command's effect, such as "archiving a tenant cannot be undone";
-    `expected` says which name is asked for."""
+    `expected` is the name to type."""
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise WrongUsage(f"{what}: on a terminal {expected} is asked for, elsewhere add --yes")
+        raise WrongUsage(f"{what}: run it on a terminal and type {expected}, or add --yes")
 
 
 def ask_for_name(name: str, effect: str) -> None:
-    """Print `effect` and ask for `name` on standard error, as a program may read standard output.
+    """Print `effect` and prompt for `name` on standard error, because standard output may be piped.
 
-    Raises CommandFailed if another name is typed, and typer.Abort at the end of the input.
+    Raises CommandFailed if another name is typed, and typer.Abort at end of input.
     """
     sys.stderr.write(f"{effect}\nType the name {name} to confirm: ")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""How a command reaches the appliance: over HTTP if it runs, else as the same application in this process."""
+"""Connects a command to the appliance: over HTTP if it is running, else to the same application in this process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 30.0
 PAGE_LIMIT = 100
-CLAIM_WAIT_S = 2.0  # a database server notices a little late that an appliance has ended
+CLAIM_WAIT_S = 2.0  # a database server may notice late that an appliance has exited
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What a running appliance leaves in its data folder: where it listens, its pid and a token that dies with it."""
+    """The control file of a running appliance: its URL, its pid and a token that is valid while it runs."""
 
     url: str
     pid: int
@@ -37,7 +37,7 @@ class Control:
 
 
 def read_control(data_dir: Path) -> Control | None:
-    """Return the control file of a running appliance. A file left by a killed one counts as none."""
+    """Return the control file of a running appliance, None if there is none or its process is dead."""
     from appliance.base.data_folder import CONTROL_FILE
 
     try:
@@ -47,7 +47,7 @@ def read_control(data_dir: Path) -> Control | None:
         return None
     except PermissionError as error:
         raise CommandFailed(
-            f"{data_dir / CONTROL_FILE} cannot be read by this user; run the command as the user of the appliance",
+            f"this user cannot read {data_dir / CONTROL_FILE}; run the command as the user that runs the appliance",
             code="forbidden",
         ) from error
     except (OSError, ValueError, KeyError, TypeError):
@@ -66,7 +66,7 @@ def _alive(pid: int) -> bool:
 
 
 class AdminClient:
-    """`/admin/v1` for commands: answers are JSON, refusals become CommandFailed with the server's own words and code."""
+    """Client of `/admin/v1`. Error responses become CommandFailed with the server's message and code."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -74,32 +74,32 @@ class AdminClient:
     async def call(
         self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: object = None
     ) -> dict[str, Any]:
-        """Return the decoded answer."""
+        """Send a request and return the decoded JSON response."""
         parameters = {name: value for name, value in (query or {}).items() if value is not None}
-        answer: dict[str, Any] = (await self._ask(method, path, params=parameters, json=body)).json()
-        return answer
+        response: dict[str, Any] = (await self._request(method, path, params=parameters, json=body)).json()
+        return response
 
     async def fetch(self, path: str) -> bytes:
         """Return the file at `path`."""
-        return (await self._ask("GET", path)).content
+        return (await self._request("GET", path)).content
 
     async def remove(self, path: str) -> None:
-        """Remove what is at `path`; the server answers without a body."""
-        await self._ask("DELETE", path)
+        """Send DELETE to `path`, which responds without a body."""
+        await self._request("DELETE", path)
 
-    async def find(self, collection: str, member_id: str) -> dict[str, Any] | None:
-        """Return a member of a collection such as `/keys`; None when it has none. `member_id` must be an id (`is_id`)."""
+    async def find(self, collection: str, item_id: str) -> dict[str, Any] | None:
+        """Return an item of a collection such as `/keys`, None if it has no such item. `item_id` must satisfy `is_id`."""
         try:
-            return await self.call("GET", f"{collection}/{member_id}")
+            return await self.call("GET", f"{collection}/{item_id}")
         except CommandFailed as failure:
             if failure.code != NotFound.code:
                 raise
             return None
 
-    async def every(
+    async def list_all(
         self, path: str, *, query: Mapping[str, Any] | None = None, at_most: int | None = None
     ) -> list[dict[str, Any]]:
-        """Return the rows of every page of a list, or the first `at_most`."""
+        """Return all rows of a paginated list, or the first `at_most`."""
         rows: list[dict[str, Any]] = []
         cursor: str | None = None
         while True:
@@ -109,61 +109,64 @@ class AdminClient:
             if not page.get("has_more") or cursor is None or (at_most is not None and len(rows) >= at_most):
                 return rows[:at_most]
 
-    async def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
+    async def _request(self, method: str, path: str, **parts: Any) -> httpx.Response:
         import httpx
 
         try:
-            answer = await self._client.request(method, f"/admin/v1{path}", **parts)
+            response = await self._client.request(method, f"/admin/v1{path}", **parts)
         except httpx.HTTPError as error:
             raise CommandFailed(
-                f"the appliance does not answer: {error or type(error).__name__}", code="unreachable"
+                f"the appliance does not respond: {error or type(error).__name__}", code="unreachable"
             ) from error
-        if answer.is_success:
-            return answer
-        raise _refusal(answer)
+        if response.is_success:
+            return response
+        raise _command_failed(response)
 
 
 Work = Callable[[AdminClient], Awaitable[dict[str, Any]]]
-"""What a command does through a client; returns the answer to show."""
+"""A command's work with a client; returns the response to print."""
 
 
-def _refusal(answer: httpx.Response) -> CommandFailed:
+def _command_failed(response: httpx.Response) -> CommandFailed:
     try:
-        error = answer.json()["error"]
-        return CommandFailed(str(error["message"]), code=str(error["code"]), status=exit_status(answer.status_code))
+        error = response.json()["error"]
+        return CommandFailed(str(error["message"]), code=str(error["code"]), status=exit_status(response.status_code))
     except (ValueError, KeyError, TypeError):
-        return CommandFailed(f"the appliance answered {answer.status_code}", code=f"http_{answer.status_code}")
+        status = response.status_code
+        return CommandFailed(f"the appliance responded with HTTP status {status}", code=f"http_{status}")
 
 
 def check_has_tables(settings: Settings) -> None:
-    """Raise CommandFailed if there is no database: a mistyped folder must not look like an appliance without tenants."""
+    """Raise CommandFailed if the database has no tables: a mistyped folder must not look like an empty appliance."""
     from appliance.base import migrations
 
     if migrations.current_revision(settings.database_url) is None:
         raise CommandFailed(
-            f"no appliance in {settings.data_dir} (its database has no tables yet). Name another folder with --data-dir after "
-            "the command, or GATEHOUSE_DATA_DIR; to create one here, run gatehouse serve, gatehouse admin create or gatehouse "
-            "db upgrade",
+            f"there is no appliance in {settings.data_dir} (its database has no tables). Give another folder with --data-dir "
+            "after the command, or with GATEHOUSE_DATA_DIR; to create an appliance here, run gatehouse serve, gatehouse admin "
+            "create or gatehouse db upgrade",
             code="no_appliance",
         )
 
 
 @asynccontextmanager
-async def opened(settings: Settings) -> AsyncIterator[Database]:
-    """Yield the database itself, for commands that need no appliance. Raises CommandFailed unless its tables are the newest."""
+async def open_database(settings: Settings) -> AsyncIterator[Database]:
+    """Yield the database, for commands that bypass the appliance. Raises CommandFailed unless its schema is the newest."""
     from appliance.base import db, migrations
 
     if await asyncio.to_thread(migrations.current_revision, settings.database_url) != migrations.head_revision():
-        raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
+        raise CommandFailed(
+            "the database schema is not up to date: start the appliance once, or run gatehouse db upgrade", code="database"
+        )
     async with db.Database.open(settings.database_url) as database:
         yield database
 
 
 @asynccontextmanager
-async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
-    """Hold the claim on the database while a command changes it directly, alone or shared with other commands.
+async def hold_claim(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
+    """Hold the database claim while a command changes the database directly, exclusively or shared with other commands.
 
-    Raises UnusableData, and CommandFailed while an appliance serves from it, which would go on with values it has cached.
+    Raises UnusableData, and CommandFailed while an appliance uses the database, because it would keep its cached values.
     """
     from appliance.base.database_claim import DatabaseInUse, claim_database
 
@@ -171,8 +174,8 @@ async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
         claim = await claim_database(settings.database_url, shared=shared, wait_s=CLAIM_WAIT_S)
     except DatabaseInUse as error:
         raise CommandFailed(
-            "this database is used by an appliance running elsewhere, which would not see the change; nothing was changed: "
-            "run the command where the appliance runs, with its --data-dir",
+            "an appliance running elsewhere uses this database and would not notice the change; nothing was changed. Run the "
+            "command where the appliance runs, with its --data-dir",
             code="running",
         ) from error
     try:
@@ -182,8 +185,8 @@ async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
-    """Yield a client of the appliance with these settings."""
+async def connect(settings: Settings) -> AsyncIterator[AdminClient]:
+    """Yield a client of the appliance that has these settings."""
     import httpx
 
     control = read_control(settings.data_dir)
@@ -199,9 +202,9 @@ async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
 
 @asynccontextmanager
 async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of the same application in this process, without engines, for as long as the command takes.
+    """Yield a client of the same application, run in this process without engines while the command runs.
 
-    From its first change on it holds a shared claim on the database; a command that only reads holds none.
+    It holds a shared database claim from its first change on; a command that only reads holds none.
     """
     import httpx
 
@@ -211,14 +214,14 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
 
     configure_logging("warning", json=False)
     if await asyncio.to_thread(migrations.current_revision, settings.database_url) != migrations.head_revision():
-        async with claimed(settings, shared=False):
+        async with hold_claim(settings, shared=False):
             await asyncio.to_thread(migrations.upgrade, settings.database_url)
     appliance = Appliance(settings, engines=False)
     async with AsyncExitStack() as held:
         await appliance.start()
         held.push_async_callback(appliance.stop)
         headers = {"authorization": f"Bearer {appliance.services.control_token}"} | operator_headers()
-        application: Any = create_app(appliance)  # its types distinguish the kinds of messages, httpx's do not
+        application: Any = create_app(appliance)  # the ASGI types of Litestar and httpx differ
         hooks = {"request": [_claim_before_changes(settings, held)]}
         client = httpx.AsyncClient(
             base_url="http://in-process", headers=headers, transport=httpx.ASGITransport(app=application), event_hooks=hooks
@@ -227,23 +230,23 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def _claim_before_changes(settings: Settings, held: AsyncExitStack) -> Callable[[httpx.Request], Awaitable[None]]:
-    """Return a hook to call before each request: the first one other than GET takes the claim, which `held` releases."""
+    """Return a request hook that acquires the claim before the first request other than GET; `held` releases it."""
     is_claimed = False
 
-    async def before(request: httpx.Request) -> None:
+    async def claim_once(request: httpx.Request) -> None:
         nonlocal is_claimed
         if request.method != "GET" and not is_claimed:
-            await held.enter_async_context(claimed(settings, shared=True))
+            await held.enter_async_context(hold_claim(settings, shared=True))
             is_claimed = True
 
-    return before
+    return claim_once
 
 
 def run(settings: Settings, work: Callable[[AdminClient], Awaitable[T]]) -> T:
     """Run `work` with a client and return what it returns."""
 
-    async def go() -> T:
-        async with connected(settings) as client:
+    async def connect_and_work() -> T:
+        async with connect(settings) as client:
             return await work(client)
 
-    return asyncio.run(go())
+    return asyncio.run(connect_and_work())

@@ -1,4 +1,4 @@
-"""`gatehouse db`: bring the tables up or down, and prove that the ledger holds what it promises."""
+"""`gatehouse db`: migrate the schema, check the invariants of the ledger, and rebuild usage sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from appliance.cli import output
-from appliance.cli.connection import check_has_tables, claimed, read_control
+from appliance.cli.connection import check_has_tables, hold_claim, read_control
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-app = typer.Typer(help="The database: its tables, and the invariants of the ledger.", no_args_is_help=True)
+app = typer.Typer(help="Migrate the database, and check the ledger's invariants.", no_args_is_help=True)
 
 
 @app.command("upgrade")
 def upgrade(
-    revision: Annotated[str, typer.Argument(metavar="REVISION", help="A revision, or `head` for the newest.")] = "head",
+    revision: Annotated[str, typer.Argument(metavar="REVISION", help="A revision; `head` is the newest.")] = "head",
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Bring the tables up to a revision. The appliance does this itself when it starts."""
+    """Upgrade the schema to a revision. The appliance does this itself at startup."""
     from appliance.base import migrations
 
     settings = options.settings()
@@ -39,23 +39,23 @@ def upgrade(
 
 @app.command("downgrade")
 def downgrade(
-    revision: Annotated[
-        str, typer.Argument(metavar="REVISION", help="The revision to go back to; `base` removes every table.")
-    ],
-    yes: Annotated[bool, typer.Option("--yes", help="Confirm that a backup exists: data of newer tables is lost.")] = False,
+    revision: Annotated[str, typer.Argument(metavar="REVISION", help="The revision to go back to; `base` removes all tables.")],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Confirm that you have a backup: data that only newer tables hold is lost.")
+    ] = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Take the tables back to a revision. What only newer tables hold is lost, so --yes is required.
+    """Downgrade the schema to a revision. Data that only newer tables hold is lost, so --yes is required.
 
-    Refused while the journal of a killed appliance holds records that the tables lack: the older version might not be able to
-    read them.
+    Refused while the journal of a killed appliance has records that are not in the tables yet: the older version might not be
+    able to read them.
     """
     from appliance.base import migrations
 
     settings = options.settings()
     _refuse_while_running(settings)
     if not yes:
-        raise WrongUsage("a downgrade loses the data of newer tables: make a backup, then add --yes")
+        raise WrongUsage("a downgrade loses data that only newer tables hold: make a backup, then add --yes")
 
     def step() -> None:
         _refuse_while_journal_is_ahead(settings.database_url)
@@ -67,7 +67,7 @@ def downgrade(
 
 @app.command("check")
 def check(options: CommonOptions = DEFAULTS) -> None:
-    """Check the invariants of the ledger. The appliance may be running. Exit status 1 if one is broken."""
+    """Check the ledger's invariants. The appliance may be running. Exit status 1 if one is violated."""
     from appliance.metering.invariants.check import check_ledger
 
     settings = options.settings()
@@ -91,7 +91,7 @@ def check(options: CommonOptions = DEFAULTS) -> None:
 
 @app.command("rebuild-rollups")
 def rebuild_rollups(options: CommonOptions = DEFAULTS) -> None:
-    """Rebuild the sums of usage. Sums by minute, hour and day are computed again from the usage events."""
+    """Rebuild the usage sums from the usage events. Computes the sums by minute, hour and day again."""
     from appliance.base.db import Database
     from appliance.metering.calendar import BillingCalendar
     from appliance.metering.ledger import rollups
@@ -100,14 +100,14 @@ def rebuild_rollups(options: CommonOptions = DEFAULTS) -> None:
     _refuse_while_running(settings)
 
     async def rebuild() -> int:
-        async with Database.open(settings.database_url) as opened:
-            return await rollups.rebuild(opened, BillingCalendar(settings.time_zone))
+        async with Database.open(settings.database_url) as db:
+            return await rollups.rebuild(db, BillingCalendar(settings.time_zone))
 
-    rows = _alone(settings, lambda: asyncio.run(rebuild()))
+    rows = _run_exclusively(settings, lambda: asyncio.run(rebuild()))
     if options.as_json:
         output.data({"rows": rows})
     else:
-        output.say(f"Rebuilt the sums of usage: {rows} rows.")
+        output.say(f"Rebuilt the usage sums: {rows} rows.")
 
 
 def _print_findings(findings: list[Finding], *, as_json: bool) -> None:
@@ -130,27 +130,27 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
     from appliance.metering.ledger.journal_records import count_unwritten_requests
 
     async def count() -> int:
-        async with Database.open(database_url) as opened, opened.reading() as connection:
+        async with Database.open(database_url) as db, db.reading() as connection:
             return await count_unwritten_requests(connection, database_url)
 
     ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
     if ahead:
         requests = "1 request" if ahead == 1 else f"{ahead} requests"
         raise CommandFailed(
-            f"the journal of a killed appliance has records of {requests} that the tables lack, and an older version "
-            "would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
+            f"the journal of a killed appliance has records of {requests} that are not in the tables yet, and an older "
+            "version would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
             code="journal",
         )
 
 
-def _alone(settings: Settings, step: Callable[[], T]) -> T:
-    """Run `step` in a thread of its own, while nobody else may change the database, and return its result."""
+def _run_exclusively(settings: Settings, step: Callable[[], T]) -> T:
+    """Run `step` in a thread under an exclusive database claim and return its result."""
 
-    async def go() -> T:
-        async with claimed(settings, shared=False):
+    async def claim_and_run() -> T:
+        async with hold_claim(settings, shared=False):
             return await asyncio.to_thread(step)
 
-    return asyncio.run(go())
+    return asyncio.run(claim_and_run())
 
 
 def _migrate(settings: Settings, step: Callable[[], None]) -> None:
@@ -161,9 +161,9 @@ def _migrate(settings: Settings, step: Callable[[], None]) -> None:
     from appliance.base.settings import UnusableData
 
     try:
-        _alone(settings, step)
+        _run_exclusively(settings, step)
     except (CommandError, SQLAlchemyError, UnusableData, ValueError, OSError) as error:
-        raise CommandFailed(f"the database could not be changed: {reason_of(error)}", code="database") from error
+        raise CommandFailed(f"the migration failed: {reason_of(error)}", code="database") from error
 
 
 def _print_revision(settings: Settings, *, as_json: bool) -> None:
@@ -173,4 +173,4 @@ def _print_revision(settings: Settings, *, as_json: bool) -> None:
     if as_json:
         output.data({"revision": current, "head": head})
     else:
-        output.say(f"The tables are at revision {current or 'base'}{'' if current == head else f' (the newest is {head})'}.")
+        output.say(f"The schema is at revision {current or 'base'}{'' if current == head else f' (the newest is {head})'}.")

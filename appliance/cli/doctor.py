@@ -1,4 +1,4 @@
-"""`gatehouse doctor`: checks everything that a start needs and says how to mend what is wrong."""
+"""`gatehouse doctor`: checks everything that a start requires, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNPRICED_DAYS = 30
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `state` is ok, note or wrong; `advice` says what to do, and is empty if there is nothing."""
+    """The result of one check. `state` is ok, note or wrong; `advice` says what to do, empty if nothing."""
 
     name: str
     state: str
@@ -42,18 +42,18 @@ class Check:
 
 
 def doctor(
-    host: Annotated[str | None, typer.Option(help="Address that the appliance would listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port that the appliance would listen on.")] = None,
+    host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address that the appliance would listen on.")] = None,
+    port: Annotated[int | None, typer.Option(metavar="PORT", help="Port that the appliance would listen on.")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", metavar="MODEL", help="A model's folder, or an added model's name; repeatable."),
+        typer.Option("--model", metavar="MODEL", help="Folder of a model, or name of an added one; repeatable."),
     ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Check this installation and report problems. Checks Python, disk, port, database, secrets, prices, models and GPU. Exit
-    status 1 if one of them is wrong."""
+    status 1 if a check finds a fault."""
     settings = options.settings(host=host, port=port, models=tuple(model) if model else None)
-    looks: list[Callable[[Settings], list[Check]]] = [
+    checkers: list[Callable[[Settings], list[Check]]] = [
         _disk,
         _port,
         _database,
@@ -64,7 +64,7 @@ def doctor(
         _switches,
         _gpu,
     ]
-    checks = [_python()] + [check for look in looks for check in look(settings)]
+    checks = [_python()] + [check for checker in checkers for check in checker(settings)]
     wrong = [check for check in checks if check.state == "wrong"]
     rows = [{"check": check.name, "state": check.state, "found": check.found, "advice": check.advice} for check in checks]
     if options.as_json:
@@ -76,7 +76,7 @@ def doctor(
 
 
 def _python() -> Check:
-    """Report which Python this is; one that is too old cannot get this far."""
+    """Report the Python version; one that is too old cannot get this far."""
     return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
@@ -91,8 +91,8 @@ def _disk(settings: Settings) -> list[Check]:
             Check(
                 "data folder",
                 "wrong",
-                f"{settings.data_dir} cannot be written: {error.strerror}",
-                "give another one with --data-dir, or change its owner",
+                f"{settings.data_dir} is not writable: {error.strerror}",
+                "give another folder with --data-dir, or change its owner",
             )
         ]
     free = shutil.disk_usage(existing).free
@@ -116,7 +116,7 @@ def _port(settings: Settings) -> list[Check]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        found = f"{settings.host}:{settings.port} cannot be used: {error.strerror}"
+        found = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
         return [Check("port", "wrong", found, "stop the other program, or choose another --port")]
     return [Check("appliance", "note", "not running"), Check("port", "ok", f"{settings.host}:{settings.port} is free")]
 
@@ -128,13 +128,13 @@ def _readiness(url: str) -> list[Check]:
         answer = httpx.get(f"{url}/health/ready", timeout=10, trust_env=False)
         parts = answer.json().get("parts", {})
     except (httpx.HTTPError, ValueError) as error:
-        return [Check("ready", "wrong", f"it does not answer: {error}", "look at its log; restart it")]
+        return [Check("ready", "wrong", f"the appliance does not respond: {error}", "look at its log; restart it")]
     bad = {name: state for name, state in parts.items() if state != "ok"}
     if answer.is_success:
-        return [Check("ready", "ok", "every part is ready")]
+        return [Check("ready", "ok", "all parts are ready")]
     sentences = [state if name.startswith("engine ") else f"{name} {state}" for name, state in bad.items()]
     found = ", ".join(sentences) or f"status {answer.status_code}"
-    return [Check("ready", "wrong", found, "wait if a model is loading; else look at its log")]
+    return [Check("ready", "wrong", found, "wait if a model is loading, else look at the log")]
 
 
 def _database(settings: Settings) -> list[Check]:
@@ -144,7 +144,7 @@ def _database(settings: Settings) -> list[Check]:
     from appliance.base.database_encoding import ENCODING, encoding_of
 
     if _is_created_at_start(settings):
-        return [Check("database", "ok", "not there yet; the first start creates it")]
+        return [Check("database", "ok", "none yet; the first start creates it")]
 
     async def ping() -> tuple[str, str]:
         async with db.Database.open(settings.database_url) as database:
@@ -159,18 +159,20 @@ def _database(settings: Settings) -> list[Check]:
         advice = (
             "start the database server, or correct --database" if "postgres" in settings.database_url else "restore a backup"
         )
-        return [Check("database", "wrong", f"it does not answer: {db.reason_of(error)}", advice)]
+        return [Check("database", "wrong", f"unavailable: {db.reason_of(error)}", advice)]
     if encoding != ENCODING:
-        advice = f"move it into one that was created with ENCODING '{ENCODING}': pg_dump, then psql"
-        return [Check("database", "wrong", f"{kind}, in {encoding}: names with other characters cannot be stored", advice)]
+        advice = f"move it to a database created with ENCODING '{ENCODING}': pg_dump, then psql"
+        return [
+            Check("database", "wrong", f"{kind} with encoding {encoding}: names with other characters cannot be stored", advice)
+        ]
     if current != head:
-        where = f"at revision {current}" if current else "without tables yet"
-        return [Check("database", "note", f"{kind}, {where}", "the next start brings it up to date")]
+        where = f"at revision {current}" if current else "no tables yet"
+        return [Check("database", "note", f"{kind}, {where}", "the next start upgrades it")]
     return [Check("database", "ok", f"{kind}, writable, at revision {head}")]
 
 
 def _secrets(settings: Settings) -> list[Check]:
-    """Check that `secret.key` is the file with which second factors and signing secrets were sealed."""
+    """Check that `secret.key` is the key that sealed the stored second factors and signing secrets."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
@@ -179,7 +181,7 @@ def _secrets(settings: Settings) -> list[Check]:
     from appliance.metering import sealed_secrets
     from appliance.tenancy.secrets import read_pepper
 
-    async def look(pepper: bytes | None) -> sealed_secrets.SealedSecrets:
+    async def find_unreadable(pepper: bytes | None) -> sealed_secrets.SealedSecrets:
         async with db.Database.open(settings.database_url) as database, database.reading() as connection:
             return await sealed_secrets.find_unreadable(connection, pepper)
 
@@ -187,15 +189,16 @@ def _secrets(settings: Settings) -> list[Check]:
         return []
     path = settings.data_dir / PEPPER_FILE
     try:
-        found = asyncio.run(look(read_pepper(settings.data_dir) if path.exists() else None))
+        found = asyncio.run(find_unreadable(read_pepper(settings.data_dir) if path.exists() else None))
     except UnusableData as error:
         return [Check("secrets", "wrong", str(error), "restore it from the backup of this database")]
     except (SQLAlchemyError, OSError, ValueError):
         return []  # reported by the check of the database, or not migrated yet
     if not found.unreadable:
-        return [Check("secrets", "ok", f"{found.stored} sealed, each opens with {path.name}")]
-    why = "was sealed with another file" if path.exists() else "needs it, and it is not there"
-    return [Check("secrets", "wrong", f"{path}: {found.unreadable} of {found.stored} secrets: {why}", sealed_secrets.ADVICE)]
+        return [Check("secrets", "ok", f"{found.stored} sealed, all readable with {path.name}")]
+    fault = "is not the key that sealed" if path.exists() else "does not exist, but is needed for"
+    text = f"{path} {fault} {found.unreadable} of {found.stored} stored secrets"
+    return [Check("secrets", "wrong", text, sealed_secrets.ADVICE)]
 
 
 def _is_created_at_start(settings: Settings) -> bool:
@@ -205,7 +208,7 @@ def _is_created_at_start(settings: Settings) -> bool:
 
 
 def _prices(settings: Settings) -> list[Check]:
-    """Report recently used models that cost nothing, because a price was forgotten or is in another currency."""
+    """Report recently used models that cost nothing because they have no price in the currency."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
@@ -215,7 +218,7 @@ def _prices(settings: Settings) -> list[Check]:
     if _is_created_at_start(settings):
         return []
 
-    async def look() -> Sequence[tuple[str, str]]:
+    async def find_unpriced() -> Sequence[tuple[str, str]]:
         clock = SystemClock()
         async with db.Database.open(settings.database_url) as database:
             async with database.reading() as connection:
@@ -223,7 +226,7 @@ def _prices(settings: Settings) -> list[Check]:
             return await PriceBook(database, clock, currency=settings.currency).unpriced(used, clock.now())
 
     try:
-        missing = asyncio.run(look())
+        missing = asyncio.run(find_unpriced())
     except (SQLAlchemyError, OSError, ValueError):
         return []  # reported by the check of the database, or not migrated yet
     advice = "add one: gatehouse prices add"
@@ -239,7 +242,7 @@ def _models(settings: Settings) -> list[Check]:
     from appliance.serving.model_builder import DEMO_MODEL
 
     if not settings.models and read_control(settings.data_dir) is not None:
-        return []  # only the running appliance knows its models, and its readiness covers them
+        return []  # the running appliance may serve other models; its readiness covers them
     checks = []
     for model in settings.models or [ModelSettings(str(DEMO_MODEL))]:
         path = locate(model.model, settings.data_dir)
@@ -250,7 +253,7 @@ def _models(settings: Settings) -> list[Check]:
             continue
         choices = facts.get("quantization_options", "")
         if choices and settings.for_model(model).quantization not in choices.split(", "):
-            problem = f"is {facts['quantization']}, and quantization does not say what its weights become"
+            problem = f"its weights are {facts['quantization']}, and the setting quantization does not say how to load them"
             checks.append(Check(f"model {path.name}", "wrong", problem, f"set quantization to one of {choices}"))
         else:
             size = f"{facts['parameters'] / 1e6:.1f} million parameters"
@@ -259,8 +262,8 @@ def _models(settings: Settings) -> list[Check]:
 
 
 def _model_names(settings: Settings) -> list[Check]:
-    """Report folders of one name, which a start refuses: models are served under the names of their folders."""
-    advice = "name only one of them, or add the other under a name of its own: gatehouse models add --name"
+    """Report folders with the same name, which a start refuses: models are served under their folders' names."""
+    advice = "serve only one of them, or add the other one under another name: gatehouse models add --name"
     folders: dict[str, Path] = {}
     checks = []
     for model in settings.models:
@@ -273,8 +276,10 @@ def _model_names(settings: Settings) -> list[Check]:
 
 
 def _switches(settings: Settings) -> list[Check]:
-    advice = "set it to true again when the fault is found"
-    return [Check("engine", "note", f"{name} is off: models run more slowly", advice) for name in settings.switched_off]
+    advice = "set it to true again once the fault is found"
+    return [
+        Check("engine", "note", f"{name} is switched off: models run more slowly", advice) for name in settings.switched_off
+    ]
 
 
 def _gpu(settings: Settings) -> list[Check]:

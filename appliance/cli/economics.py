@@ -1,4 +1,4 @@
-"""`gatehouse economics`: what a million tokens cost on this box, and at what usage that is cheaper than hosted prices."""
+"""`gatehouse economics`: the cost of a million tokens on this hardware, and the break-even with hosted prices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ BREAK_EVEN = ("name", "hosted_per_million", "break_even_tokens_month", "share", 
 def economics(
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="JSON", help="Replace the cost of the hardware with this file, as in docs/billing.md."),
+        typer.Option("--file", metavar="JSON", help="Set the hardware cost from this file (format: docs/billing.md)."),
     ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Show the cost of a million tokens. Includes the break-even with hosted prices and the source of each figure."""
+    """Show the cost of a million tokens on this hardware. Includes the break-even with hosted prices and the source of each
+    figure."""
     body = None if file is None else read_json(file)
 
     async def work(client: AdminClient) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def economics(
         except CommandFailed as failure:
             if failure.code != "not_found":
                 raise
-            message = "the cost of the hardware has not been entered yet: gatehouse economics --file JSON"
+            message = "the hardware cost has not been entered yet: gatehouse economics --file JSON"
             raise CommandFailed(message, code=failure.code) from failure
 
     report = run(options.settings(), work)
@@ -48,12 +49,12 @@ def economics(
     )
     output.say("")
     output.table(
-        [_in_units(row) for row in report["break_even"]], BREAK_EVEN, empty="No hosted prices were entered to compare with."
+        [_in_units(row) for row in report["break_even"]], BREAK_EVEN, empty="There are no hosted prices to compare with."
     )
 
 
 def _figure_row(figure: dict[str, Any], currency: str) -> dict[str, Any]:
-    """Return a figure for a person: money in units of the currency."""
+    """Return a figure as a table row, with money in units of the currency."""
     value, unit = figure["value"], str(figure["unit"])
     if value is not None:
         value = _money(value) if unit.startswith("micro-units") else f"{value:,}"

@@ -1,4 +1,4 @@
-"""The one exception of the command line: a sentence for a person and a code for a program."""
+"""The exception of the command line: a message for people and a code for programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 
 class CommandFailed(Exception):
-    """A command could not do what was asked. `status` is the exit status: 1, or 2 for wrong usage."""
+    """A command failed. `status` is the exit status: 1, or 2 for wrong usage."""
 
     def __init__(self, message: str, *, code: str = "failed", status: int = 1) -> None:
         super().__init__(message)
@@ -23,5 +23,5 @@ class WrongUsage(CommandFailed):
 
 
 def exit_status(http_status: int) -> int:
-    """Return the exit status for an HTTP status: 400 means wrong usage, any other that the command failed."""
+    """Return the exit status for an HTTP error status: 2 (wrong usage) for 400, else 1."""
     return 2 if http_status == HTTPStatus.BAD_REQUEST else 1

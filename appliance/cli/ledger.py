@@ -1,4 +1,4 @@
-"""`gatehouse ledger`: single usage events, and their corrections."""
+"""`gatehouse ledger`: list and correct usage events."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import OnlyTenant, tenant_field
+from appliance.cli.tenants import TenantFilter, tenant_field
 
-app = typer.Typer(help="Usage events: one per request, and corrections of them.", no_args_is_help=True)
+app = typer.Typer(help="List usage events (one per request), and correct them.", no_args_is_help=True)
 
 COLUMNS = (
     "id", "posting", "admitted_at", "tenant_id", "model", "kind", "batch", "status", "finish_reason", "cause", "prompt_tokens",
@@ -26,31 +26,33 @@ Tokens = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens to add; nega
 
 @app.command("list")
 def list_events(
-    tenant: OnlyTenant = None,
+    tenant: TenantFilter = None,
     request: Annotated[str | None, typer.Option(metavar="ID", help="Only this request.")] = None,
-    status: Annotated[str | None, typer.Option(help="pending, posted, voided or recovered.")] = None,
-    kind: Annotated[str | None, typer.Option(help="usage or adjustment.")] = None,
+    status: Annotated[
+        str | None, typer.Option(metavar="STATUS", help="Only this status: pending, posted, voided or recovered.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only this kind: usage or adjustment.")] = None,
     start: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only events admitted from this time on (RFC 3339).")
     ] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before this time (RFC 3339).")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of events.")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of events.")] = 50,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List usage events, newest first."""
     query = {"order": "desc", "request_id": request, "status": status, "kind": kind, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return await client.every("/ledger", query=query | await tenant_field(client, tenant), at_most=limit)
+        return await client.list_all("/ledger", query=query | await tenant_field(client, tenant), at_most=limit)
 
     rows = run(options.settings(), work)
-    output.rows(rows, COLUMNS, empty="No events.", as_json=options.as_json, line=_line)
+    output.rows(rows, COLUMNS, empty="There are no matching events.", as_json=options.as_json, line=_line)
 
 
 @app.command("correct")
 def correct(
-    event: Annotated[str, typer.Argument(metavar="EVENT", help="The id of a settled event.")],
-    note: Annotated[str, typer.Option(help="The reason, kept in the ledger; invoices do not show it.")],
+    event: Annotated[str, typer.Argument(metavar="EVENT", help="The settled event's id.")],
+    note: Annotated[str, typer.Option(metavar="TEXT", help="The reason, stored in the ledger but not shown on invoices.")],
     prompt_tokens: Tokens = 0,
     cached_tokens: Tokens = 0,
     completion_tokens: Tokens = 0,
@@ -63,7 +65,7 @@ def correct(
     ] = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Correct a settled event with a new one. Both are kept; the next invoice that is closed bills the correction."""
+    """Correct a settled event by adding an adjustment. Both are kept; the next invoice to be closed bills the adjustment."""
     body: dict[str, Any] = {
         "note": note,
         "prompt_tokens": prompt_tokens,
@@ -77,7 +79,7 @@ def correct(
     async def work(client: AdminClient) -> dict[str, Any]:
         try:
             return await client.call("POST", f"/ledger/{event}/corrections", body=body)
-        except CommandFailed as error:  # it names a field of the API, which here is an option
+        except CommandFailed as error:  # the message names the API field, which is an option here
             raise CommandFailed(error.message.replace("`confirm`", "`--yes`"), code=error.code, status=error.status) from error
 
     output.row(run(options.settings(), work), COLUMNS, as_json=options.as_json, line=_line)

@@ -1,4 +1,4 @@
-"""The options for limits, which commands for tenants, keys and models share, and the JSON that they make."""
+"""The options for limits, shared by the commands for tenants, keys and models, and the request fields made from them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,38 @@ from appliance.cli.failure import WrongUsage
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES
 
-LimitOption = Annotated[str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.")]
 BudgetOption = Annotated[
     str | None,
-    typer.Option(metavar="MICROS", help="In millionths of the currency (5000000 is 5.00 EUR), or `none` for no limit."),
+    typer.Option(
+        metavar="MICROS", help="Maximum cost per month in millionths of the currency (5000000 is 5.00 EUR), or `none`."
+    ),
 ]
 ModeOption = Annotated[
     str | None,
-    typer.Option("--limit-mode", metavar="MODE", help="enforce, or shadow: count requests over a limit and serve them."),
+    typer.Option(
+        "--limit-mode", metavar="MODE", help="enforce, or shadow: serve requests that exceed a limit, and count them."
+    ),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
-    """The options for limits of a tenant, a key or a model."""
+    """The limits of a tenant, a key or a model."""
 
-    tokens_per_minute: LimitOption = None
-    requests_per_minute: LimitOption = None
-    concurrent_requests: LimitOption = None
-    tokens_per_day: LimitOption = None
+    tokens_per_minute: Annotated[
+        str | None, typer.Option(metavar="N", help="Maximum prompt and output tokens per minute, or `none`.")
+    ] = None
+    requests_per_minute: Annotated[str | None, typer.Option(metavar="N", help="Maximum requests per minute, or `none`.")] = None
+    concurrent_requests: Annotated[
+        str | None, typer.Option(metavar="N", help="Maximum requests at the same time, or `none`.")
+    ] = None
+    tokens_per_day: Annotated[
+        str | None, typer.Option(metavar="N", help="Maximum prompt and output tokens per day, or `none`.")
+    ] = None
     monthly_budget: BudgetOption = None
 
     def body(self) -> dict[str, Any]:
-        """Return the field `limits` if any was given, each by its name; `none` removes one. Raises WrongUsage."""
+        """Return the field `limits` with the limits that were given; `none` removes a limit. Raises WrongUsage."""
         given = {name: getattr(self, name) for name in LIMIT_NAMES}
         limits = {name: _limit(name, text) for name, text in given.items() if text is not None}
         return {"limits": limits} if limits else {}
@@ -42,18 +51,18 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerLimitOptions(LimitOptions):
-    """The options for limits of a tenant or a key, which may also have some for single models, and a list of those."""
+    """The limits of a tenant or a key, which also have limits for single models and a list of allowed models."""
 
     model: Annotated[
-        list[str] | None, typer.Option("--model", metavar="NAME", help="An allowed model; repeatable; `all` for every model.")
+        list[str] | None, typer.Option("--model", metavar="NAME", help="Allowed model; repeatable; `all` allows every model.")
     ] = None
     model_limit: Annotated[
         list[str] | None,
         typer.Option(
             "--model-limit",
             metavar="MODEL:LIMIT=N",
-            help="A limit for a single model, as in large:tokens_per_minute=1000; a budget in millionths of the currency; "
-            "repeatable; `none` lifts all of them.",
+            help="Limit for a single model, such as large:tokens_per_minute=1000; repeatable; replaces all earlier "
+            "ones; `none` removes them.",
         ),
     ] = None
     limit_mode: ModeOption = None
@@ -61,7 +70,7 @@ class OwnerLimitOptions(LimitOptions):
     def body(self) -> dict[str, Any]:
         """Return the fields that were given. Raises WrongUsage."""
         mode = {} if self.limit_mode is None else {"limit_mode": self.limit_mode}
-        limits = LimitOptions.body(self)  # `super()` does not know the class that `slots` makes
+        limits = LimitOptions.body(self)  # `super()` fails in a dataclass with slots, which is a new class
         return _models(self.model) | _model_limits(self.model_limit) | mode | limits
 
 
@@ -80,14 +89,14 @@ def _limit(name: str, text: str) -> int | None:
 
 
 def _models(models: list[str] | None) -> dict[str, Any]:
-    """Return the field `allowed_models` if models were named; `all` removes the restriction."""
+    """Return the field `allowed_models` if models were given; `all` removes the restriction."""
     if not models:
         return {}
     return {"allowed_models": None if models == ["all"] else models}
 
 
 def _model_limits(given: list[str] | None) -> dict[str, Any]:
-    """Return the field `model_limits` if any was given: the whole set, because it replaces the former one."""
+    """Return the field `model_limits` if any was given: the complete set, because it replaces the previous one."""
     if not given:
         return {}
     if given == ["none"]:
@@ -101,6 +110,6 @@ def _model_limits(given: list[str] | None) -> dict[str, Any]:
             expected = (
                 f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMIT_NAMES)} and N a whole number from 0 to {LIMIT_MAX}"
             )
-            raise WrongUsage(f"--model-limit takes {expected}, not {text!r}")
+            raise WrongUsage(f"--model-limit must be {expected}, not {text!r}")
         limits.setdefault(model, {})[name] = limit
     return {"model_limits": limits}

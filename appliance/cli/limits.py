@@ -1,4 +1,4 @@
-"""`gatehouse limits`: how long requests of each tier may wait for room, and what all tenants together may use of a model."""
+"""`gatehouse limits`: the admission wait of each tier, and limits on a model across all tenants."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from appliance.cli import output
 from appliance.cli.connection import run
 from appliance.cli.limit_options import NO_LIMITS, LimitOptions, ModeOption
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import with_money
+from appliance.cli.tenants import with_readable_budgets
 from appliance.tenancy.fields import TIERS, check_choice
 
-app = typer.Typer(help="Limits of tiers and of models, across tenants.", no_args_is_help=True)
+app = typer.Typer(help="Set the admission wait of tiers, and limits of models.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as in requests.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as used in requests.")]
 
 
 @app.command("tiers")
 def list_tiers(options: CommonOptions = DEFAULTS) -> None:
-    """List the tiers."""
+    """List the tiers and their admission waits."""
     _list("/tiers", ("name", "admission_wait_ms"), "There are no tiers.", options)
 
 
 @app.command("tier")
 def change_tier(
-    name: Annotated[str, typer.Argument(metavar="TIER", help="interactive, standard or batch.")],
+    name: Annotated[str, typer.Argument(metavar="TIER", help="The tier: interactive, standard or batch.")],
     admission_wait_ms: Annotated[
-        int, typer.Option(metavar="MS", help="How long a request waits for room before it is refused: 0 to 60000 ms.")
+        int,
+        typer.Option(metavar="MS", help="How long a request waits for room in its limits before it is refused, 0 to 60000."),
     ],
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Change a tier."""
+    """Change the admission wait of a tier."""
     check_choice(name, "tier", TIERS)
     body = {"admission_wait_ms": admission_wait_ms}
     _call(options, "PATCH", f"/tiers/{quote(name, safe='')}", body)
@@ -42,7 +43,7 @@ def change_tier(
 
 @app.command("models")
 def list_models(options: CommonOptions = DEFAULTS) -> None:
-    """List the models that have limits for all tenants together."""
+    """List the models with limits across all tenants."""
     columns = ("model", "limits", "limit_mode", "updated_at")
     _list("/model-limits", columns, "No model has limits.", options)
 
@@ -54,14 +55,14 @@ def limit_model(
     mode: ModeOption = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Set the limits of a model for all tenants together. Limits that are not named are removed."""
+    """Set the limits of a model across all tenants. Limits that are not given are removed."""
     body: dict[str, Any] = {"limits": {}} | limits.body() | ({} if mode is None else {"limit_mode": mode})
     _call(options, "PUT", f"/model-limits/{quote(model)}", body)
 
 
 @app.command("free-model")
 def free_model(model: Model, options: CommonOptions = DEFAULTS) -> None:
-    """Remove the limits of a model."""
+    """Remove the limits of a model across all tenants."""
     _call(options, "DELETE", f"/model-limits/{quote(model)}")
 
 
@@ -78,4 +79,4 @@ def _call(options: CommonOptions, method: str, path: str, body: object = None) -
 
 
 def _readable(row: Mapping[str, Any], currency: str) -> Mapping[str, Any]:
-    return with_money(row, currency) if "limits" in row else row
+    return with_readable_budgets(row, currency) if "limits" in row else row

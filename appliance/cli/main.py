@@ -1,4 +1,4 @@
-"""Assembles the `gatehouse` command and turns every failure into one line and an exit status: 0, 1 (failed), 2 (usage)."""
+"""Builds the `gatehouse` command and reports every failure as one line and an exit status: 0, 1 (failed), 2 (wrong usage)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import typer
 
 
-COMMAND_OPTIONS = ("--data-dir", "--database", "--json")  # options of every command, which `gatehouse` itself does not take
+COMMAND_OPTIONS = ("--data-dir", "--database", "--json")  # options of the commands, not of `gatehouse` itself
 
 
 def build() -> typer.Typer:
-    """Return the whole command. Imports happen here, so that `gatehouse version` costs nothing."""
+    """Return the complete command. Imports are local, so that `gatehouse version` starts fast."""
     import typer
 
     from appliance.cli import (
@@ -45,7 +45,7 @@ def build() -> typer.Typer:
 
     app = typer.Typer(
         name="gatehouse",
-        help="Run and administer one Gatehouse appliance.",
+        help="Run and administer a Gatehouse appliance.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -81,14 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given in (["version"], ["--version"]):
-            # Scripts call this command often, so it does not wait for the others to be imported.
+            # Scripts call this command often, so it skips the import of the others.
             from appliance.base.version import current_version
 
             sys.stdout.write(f"gatehouse {current_version()}\n")
             return 0
         return _run(given)
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone, so there is nobody to report to.
+        # The reader of our output (head, less) has closed the pipe, so there is nobody to report to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -103,7 +103,7 @@ def _run(given: list[str]) -> int:
     as_json = "--json" in given
     first = given[0].partition("=")[0] if given else ""
     if first in COMMAND_OPTIONS:
-        output.failed(f"put {first} after the command, as in gatehouse doctor {first}", "usage", as_json=as_json)
+        output.failed(f"{first} must come after the command, as in: gatehouse doctor {first}", "usage", as_json=as_json)
         return 2
     try:
         status = build()(given, standalone_mode=False, prog_name="gatehouse")
@@ -119,21 +119,21 @@ def _run(given: list[str]) -> int:
         return exit_status(error.status)
     except SettingsError as error:
         output.failed(str(error), "invalid_setting", as_json=as_json)
-        return 2 if str(error).startswith("option ") else 1  # others are from file or environment
+        return 2 if str(error).startswith("option ") else 1  # other sources: environment and file
     except UnusableData as error:
         output.failed(str(error), "unusable_data", as_json=as_json)
         return 1
     except _database_error() as error:
         from appliance.base.db import reason_of
 
-        output.failed(f"the database does not answer: {reason_of(error)}", "database", as_json=as_json)
+        output.failed(f"the database is unavailable: {reason_of(error)}", "database", as_json=as_json)
         return 1
     except typer.TyperException as error:
         return output.usage_error(error, as_json=as_json)
 
 
 def _database_error() -> type[Exception]:
-    """Return the base class of the database's errors. Imported only after a failure: the import would slow every command."""
+    """Return the base class of database errors. Imported only after a failure, since the import would slow every command."""
     from sqlalchemy.exc import SQLAlchemyError
 
     return SQLAlchemyError

@@ -1,4 +1,4 @@
-"""`gatehouse members`: who belongs to a tenant, who signs in, and what they may do."""
+"""`gatehouse members`: members of tenants, their roles, and who can sign in."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from appliance.cli import output
 from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import DEFAULTS, CommonOptions
-from appliance.cli.tenants import OnlyTenant, at_tenant, find
+from appliance.cli.tenants import TenantFilter, call_on_tenant, find_tenant
 
-app = typer.Typer(help="Members and their roles in tenants.", no_args_is_help=True)
+app = typer.Typer(help="Manage members and their roles.", no_args_is_help=True)
 
 COLUMNS = ("id", "email", "role", "disabled", "memberships", "created_at")
 TENANT_COLUMNS = ("member_id", "email", "role", "disabled", "created_at")
-KEEP_IT = "Pass the password on now: it is not shown again."
-BOX_ROLES = "owner, admin, billing, viewer, or member for none."
+KEEP_IT = "Pass on the password now: it is not shown again."
+APPLIANCE_ROLES = "owner, admin, billing, viewer, or member for none."
 TENANT_ROLES = "manager, developer or viewer."
 
-Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The e-mail address of the member.")]
-Tenant = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="A tenant's id or name.")]
+Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The member's e-mail address.")]
+Tenant = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="The tenant's id or name.")]
 
 
 @app.command("list")
 def list_members(
-    tenant: OnlyTenant = None,
+    tenant: TenantFilter = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List all members, or those of one tenant."""
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
-        path = "/members" if tenant is None else f"/tenants/{(await find(client, tenant))['id']}/members"
-        return await client.every(path)
+        path = "/members" if tenant is None else f"/tenants/{(await find_tenant(client, tenant))['id']}/members"
+        return await client.list_all(path)
 
     rows = run(options.settings(), work)
     if tenant is None:
@@ -46,35 +46,40 @@ def list_members(
 
 
 def _line(member: Mapping[str, Any]) -> dict[str, Any]:
-    return {**member, "memberships": [f"{each['role']}@{each['tenant_id']}" for each in member["memberships"]]}
+    return {
+        **member,
+        "memberships": [f"{membership['role']}@{membership['tenant_id']}" for membership in member["memberships"]],
+    }
 
 
 @app.command("invite")
 def invite(
     email: Email,
     tenant: Tenant,
-    role: Annotated[str, typer.Option(help=TENANT_ROLES)] = "developer",
+    role: Annotated[str, typer.Option(metavar="ROLE", help=f"Role: {TENANT_ROLES}")] = "developer",
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Add a member to a tenant. Prints the password of a new member, once."""
+    """Add a member to a tenant. Prints a new member's password once."""
     body = {"email": email, "role": role}
-    made = run(options.settings(), at_tenant(tenant, "POST", "/members", body=body))
+    made = run(options.settings(), call_on_tenant(tenant, "POST", "/members", body=body))
     if made["password"] or options.as_json:
         output.item(made, as_json=options.as_json, note=KEEP_IT)
     else:
-        output.item({**made, "password": "the one they have"}, as_json=False)
+        output.item({**made, "password": "unchanged"}, as_json=False)
 
 
 @app.command("set-role")
 def set_role(
     email: Email,
-    role: Annotated[str, typer.Argument(metavar="ROLE", help=f"In a tenant: {TENANT_ROLES} On the appliance: {BOX_ROLES}")],
+    role: Annotated[
+        str, typer.Argument(metavar="ROLE", help=f"In a tenant: {TENANT_ROLES} On the appliance: {APPLIANCE_ROLES}")
+    ],
     tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Change the role in this tenant, not on the appliance.")
+        str | None, typer.Option(metavar="TENANT", help="Change the role in this tenant instead of on the appliance.")
     ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Change the role of a member, on the appliance or in a tenant."""
+    """Change a member's role on the appliance or in a tenant."""
     work = _change(email, {"role": role}) if tenant is None else _at_membership(email, tenant, "PATCH", {"role": role})
     output.item(run(options.settings(), work), as_json=options.as_json)
 
@@ -93,7 +98,7 @@ def disable(email: Email, options: CommonOptions = DEFAULTS) -> None:
 
 @app.command("enable")
 def enable(email: Email, options: CommonOptions = DEFAULTS) -> None:
-    """Enable a disabled member, who can then sign in again."""
+    """Enable a disabled member, so that they can sign in again."""
     output.item(run(options.settings(), _change(email, {"disabled": False})), as_json=options.as_json)
 
 
@@ -107,7 +112,7 @@ def _change(email: str, body: dict[str, Any]) -> Work:
 
 def _at_membership(email: str, tenant: str, method: str, body: dict[str, Any] | None = None) -> Work:
     async def work(client: AdminClient) -> dict[str, Any]:
-        path = f"/tenants/{(await find(client, tenant))['id']}/members"
+        path = f"/tenants/{(await find_tenant(client, tenant))['id']}/members"
         member = await _find_in(client, path, "member_id", email)
         return await client.call(method, f"{path}/{member}", body=body)
 
@@ -115,8 +120,8 @@ def _at_membership(email: str, tenant: str, method: str, body: dict[str, Any] | 
 
 
 async def _find_in(client: AdminClient, path: str, field: str, email: str) -> str:
-    """Return the id of the member with this address, in `field` of the rows of `path`."""
-    for row in await client.every(path):
+    """Return the id, from the column `field` of the list `path`, of the member with this e-mail address."""
+    for row in await client.list_all(path):
         if row["email"] == email.strip().lower():
             return str(row[field])
-    raise CommandFailed(f"no member with e-mail {email!r} here", code="not_found")
+    raise CommandFailed(f"there is no member with the e-mail address {email!r} here", code="not_found")

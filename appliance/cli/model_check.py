@@ -1,4 +1,4 @@
-"""Asks the engine's own code, in a separate process, whether a model directory would load: this process imports no torch."""
+"""Checks with the engine's code, in a subprocess, whether a model folder would load. The subprocess keeps torch out of here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from appliance.cli.failure import CommandFailed
 from appliance.serving.supervisor import engine_environment
 
 _ROOT = Path(__file__).resolve().parents[2]
-_WORDS_MAX = 300
+_ERROR_CHARS_MAX = 300
 
 
 def check_model(
@@ -23,8 +23,10 @@ def check_model(
     switched_off: Sequence[str] = (),
     progress: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return facts about a model that would load; `options` are those of engine.verify, `switched_off` the settings' own.
-    Raises CommandFailed with the reason if it would not load."""
+    """Return facts about a model, or raise CommandFailed with the reason why it would not load.
+
+    `options` are arguments of `engine.verify`; `switched_off` are the engine features switched off in the settings.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.verify", str(path), *options],
         cwd=_ROOT,
@@ -47,7 +49,7 @@ def check_model(
             else:
                 verdict = message
     if verdict is None:
-        raise CommandFailed(f"{path} cannot be checked: {last[-_WORDS_MAX:] or process.returncode}", code="not_a_model")
+        raise CommandFailed(f"the check of {path} failed: {last[-_ERROR_CHARS_MAX:] or process.returncode}", code="not_a_model")
     if not verdict.pop("ok"):
         code = str(verdict["code"])
         raise CommandFailed(str(verdict["error"]), code=code, status=2 if code == "invalid_option" else 1)
@@ -55,7 +57,7 @@ def check_model(
 
 
 def _message(line: str) -> dict[str, Any] | None:
-    """Return the message in a line of the checker; None for any other output (a library's warning, a traceback)."""
+    """Return the message in a line of the checker's output, None for other output such as warnings and tracebacks."""
     try:
         message = json.loads(line)
     except ValueError:

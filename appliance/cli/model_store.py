@@ -1,4 +1,4 @@
-"""Models added to the data folder: `<data_dir>/models/NAME`, each a folder of its own or a link to one."""
+"""Models added to the data folder: `<data_dir>/models/NAME`, each a folder or a symbolic link to one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COPY_CHUNK_BYTES = 16 * 1024 * 1024
 
 
 def added_models(data_dir: Path) -> list[Path]:
-    """Return the added models in the order of their names."""
+    """Return the added models, sorted by name."""
     folder = data_dir / FOLDER
     return sorted(path for path in folder.iterdir() if _NAME.match(path.name)) if folder.is_dir() else []
 
 
 def locate(model: str, data_dir: Path) -> Path:
-    """Return the folder that `model` names: a path, else an added model, else the demo model. It need not exist."""
+    """Resolve `model` to a folder: an existing path, else an added model, else the demo model. The result may not exist."""
     from appliance.serving.model_builder import DEMO_MODEL
 
     path = Path(model).expanduser()
@@ -34,50 +34,50 @@ def locate(model: str, data_dir: Path) -> Path:
     return DEMO_MODEL if model == DEMO_MODEL.name else path.absolute()
 
 
-def place_for(name: str, data_dir: Path) -> Path:
-    """Return the folder for a new model of this name. Raises CommandFailed for a bad or taken name."""
+def new_model_path(name: str, data_dir: Path) -> Path:
+    """Return the path for a new model with this name. Raises CommandFailed if the name is invalid or taken."""
     if not _NAME.match(name):
-        raise WrongUsage(f"{name!r} cannot be a model's name: letters, digits, dot, dash and underscore, 100 at most")
-    place = data_dir / FOLDER / name
-    if place.is_symlink() or place.exists():
-        raise CommandFailed(f"there is a model {name!r} already; remove it first, or give --name", code="name_taken")
-    return place
+        raise WrongUsage(f"{name!r} is not a model name: use letters, digits, dots, dashes, underscores; 100 at most")
+    path = data_dir / FOLDER / name
+    if path.is_symlink() or path.exists():
+        raise CommandFailed(f"there is already a model named {name!r}: remove it, or give another --name", code="name_taken")
+    return path
 
 
-def link(source: Path, place: Path) -> None:
-    """Add `source` as a link: nothing is copied, and the model is gone when its folder is."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(source.resolve(), target_is_directory=True)
+def link(source: Path, path: Path) -> None:
+    """Add `source` as a symbolic link. Nothing is copied, so the model depends on its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(source.resolve(), target_is_directory=True)
 
 
-def copy(source: Path, place: Path, *, progress: Callable[[float], None]) -> None:
-    """Add a copy of `source`, which gets its name only when complete. Raises CommandFailed if there is not enough space."""
+def copy(source: Path, path: Path, *, progress: Callable[[float], None]) -> None:
+    """Add a copy of `source`, renamed into place once complete. Raises CommandFailed if there is not enough disk space."""
     files = [file for file in sorted(source.rglob("*")) if file.is_file()]
     total = sum(file.stat().st_size for file in files)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(place.parent).free
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
     if free < total:
-        raise CommandFailed(f"{total} bytes are needed at {place.parent}, {free} are free", code="disk_full")
-    unfinished = place.parent / f".{place.name}.{os.getpid()}"
+        raise CommandFailed(f"not enough disk space at {path.parent}: {total} bytes needed, {free} free", code="disk_full")
+    partial = path.parent / f".{path.name}.{os.getpid()}"
     try:
         done = 0
         for file in files:
-            target = unfinished / file.relative_to(source)
+            target = partial / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             with file.open("rb") as reader, target.open("wb") as writer:
                 while chunk := reader.read(_COPY_CHUNK_BYTES):
                     writer.write(chunk)
                     done += len(chunk)
                     progress(done / max(1, total))
-        unfinished.rename(place)
+        partial.rename(path)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def remove(place: Path) -> None:
-    """Remove an added model: only the link, or the copy with its files."""
-    if place.is_symlink():
-        place.unlink()
+def remove(path: Path) -> None:
+    """Remove an added model: the link only, or the copied files."""
+    if path.is_symlink():
+        path.unlink()
     else:
-        shutil.rmtree(place)
+        shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Who acts when a command changes something: the user of this machine, as named in the audit log."""
+"""The operator of a command, for the audit log: the user of this machine who runs it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from appliance.base.acting import OPERATOR_HEADER, Actor
 
 
 def operator_headers() -> dict[str, str]:
-    """Return the headers that tell the appliance who runs the command, encoded in ASCII."""
+    """Return the headers that name the operator to the appliance, percent-encoded."""
     return {OPERATOR_HEADER: quote(operator().name)}
 
 
 def operator() -> Actor:
-    """Return the author of what a command changes."""
+    """Return the actor for changes by this command."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container may run as a user without a name

@@ -1,4 +1,4 @@
-"""The options that commands share, in groups, and the settings that they make."""
+"""Options shared by several commands, grouped in dataclasses, and the settings made from them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import typer
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, errors included.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print results and errors as JSON.")]
 DataDir = Annotated[
-    str | None, typer.Option("--data-dir", metavar="DIR", help="The appliance's data folder (default: that of the platform).")
+    str | None,
+    typer.Option("--data-dir", metavar="DIR", help="Data folder of the appliance; default: the platform's standard folder."),
 ]
 DatabaseUrl = Annotated[
     str | None,
-    typer.Option("--database", metavar="URL", help="sqlite:///PATH or postgresql://… (default: SQLite in the data folder)."),
+    typer.Option("--database", metavar="URL", help="sqlite:///PATH or postgresql://…; default: SQLite in the data folder."),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
-    """The options of every command that works on an appliance: which one, and how to print."""
+    """Options of every command that works on an appliance: which appliance, and the output format."""
 
     as_json: AsJson = False
     data_dir: DataDir = None
@@ -48,8 +49,8 @@ def settings_from(data_dir: str | None, database: str | None, **others: object) 
 
 
 def expand_groups(app: typer.Typer) -> None:
-    """Give every command of `app`, in place of each parameter that is a dataclass, the fields of that class as options: Typer
-    knows no groups of options."""
+    """Replace each dataclass parameter of the commands of `app` by the fields of the dataclass, as options. Typer has no
+    option groups of its own."""
     for command in app.registered_commands:
         if command.callback is not None:
             command.callback = _with_groups_expanded(command.callback)
@@ -59,10 +60,10 @@ def expand_groups(app: typer.Typer) -> None:
 
 
 def _with_groups_expanded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `command` with the fields of its groups as parameters; itself if it has none. When called, it makes the groups."""
+    """Return `command` with its dataclass parameters replaced by their fields; calls build the dataclasses."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {
-        name: each.annotation for name, each in signature.parameters.items() if is_dataclass(each.annotation)
+        name: parameter.annotation for name, parameter in signature.parameters.items() if is_dataclass(parameter.annotation)
     }
     if not groups:
         return command
@@ -74,8 +75,8 @@ def _with_groups_expanded(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**values)
 
     parameters: list[inspect.Parameter] = []
-    for name, each in signature.parameters.items():
-        own = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [each]
-        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    for name, parameter in signature.parameters.items():
+        options = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [parameter]
+        parameters += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
     expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return expanded

@@ -1,4 +1,4 @@
-"""How commands print: tables and colours on a terminal, tab-separated lines into a pipe, JSON on request."""
+"""Output of commands: tables on a terminal, tab-separated lines in a pipe, JSON with --json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 Row = Mapping[str, Any]
 
-TABLE_CHARS_MAX = 10_000  # more than any row has
+TABLE_CHARS_MAX = 10_000  # wider than any row
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.\d+)?Z$")
 
 
@@ -23,8 +23,8 @@ def data(value: object) -> None:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], *, empty: str) -> None:
-    """Print `columns` of `rows`. In a pipe there is always a header line, for programs to rely on; `empty` then goes to
-    standard error."""
+    """Print `columns` of `rows`, or the message `empty`. In a pipe a header line is always printed, for programs, and `empty`
+    goes to standard error."""
     if not sys.stdout.isatty():
         sys.stdout.write("\t".join(columns) + "\n")
         for row in rows:
@@ -46,7 +46,7 @@ def rows(
     as_json: bool,
     line: Callable[[Row], Row] | None = None,
 ) -> None:
-    """Print a list: as JSON for a program, else `columns` of each row, made readable for a person by `line`."""
+    """Print a list as JSON, or as a table of `columns` in which `line` has converted each row to readable values."""
     if as_json:
         data({"data": list(found)})
     else:
@@ -54,7 +54,7 @@ def rows(
 
 
 def row(value: Row, columns: Sequence[str], *, as_json: bool, line: Callable[[Row], Row] | None = None) -> None:
-    """Print one item: as JSON for a program, else as a table of one row, made readable for a person by `line`."""
+    """Print one item as JSON, or as a one-row table in which `line` has converted it to readable values."""
     if as_json:
         data(value)
     else:
@@ -62,7 +62,7 @@ def row(value: Row, columns: Sequence[str], *, as_json: bool, line: Callable[[Ro
 
 
 def facts(values: Row) -> None:
-    """Print one item, a field per line."""
+    """Print one item with one field per line."""
     width = max((len(name) for name in values), default=0) if sys.stdout.isatty() else 0
     for name, value in values.items():
         separator = "  " if width else "\t"
@@ -70,7 +70,7 @@ def facts(values: Row) -> None:
 
 
 def item(values: Row, *, as_json: bool, note: str = "") -> None:
-    """Print one item: as JSON for a program, as a field per line for a person, followed by `note` on standard error."""
+    """Print one item as JSON, or with one field per line followed by `note` on standard error."""
     if as_json:
         data(values)
         return
@@ -80,25 +80,25 @@ def item(values: Row, *, as_json: bool, note: str = "") -> None:
 
 
 def say(text: str) -> None:
-    """Print one line for a person."""
+    """Print one line of text."""
     sys.stdout.write(text + "\n")
 
 
 @contextmanager
 def progress(title: str, *, quiet: bool) -> Iterator[Callable[[float], None]]:
-    """Yield a function that takes the fraction done; it draws a bar on a terminal and does nothing elsewhere."""
+    """Yield a function that takes the completed fraction: it updates a progress bar on a terminal only."""
     if quiet or not sys.stdout.isatty():
         yield lambda _fraction: None
         return
     from rich.progress import Progress
 
-    with Progress(transient=True, redirect_stderr=sys.stderr.isatty()) as bar:  # a file as standard error stays one
+    with Progress(transient=True, redirect_stderr=sys.stderr.isatty()) as bar:  # not if standard error is a file
         task = bar.add_task(title, total=1.0)
         yield lambda fraction: bar.update(task, completed=fraction)
 
 
 def failed(message: str, code: str, *, as_json: bool) -> None:
-    """Report a failure: JSON on standard output for a program, one line on standard error for a person."""
+    """Report a failure as JSON on standard output, or as one line on standard error."""
     if as_json:
         data({"error": {"message": message, "code": code}})
     else:
@@ -106,7 +106,7 @@ def failed(message: str, code: str, *, as_json: bool) -> None:
 
 
 def usage_error(error: typer.TyperException, *, as_json: bool) -> int:
-    """Report wrong usage of a command and return the exit status."""
+    """Report wrong usage and return the exit status."""
     status = int(getattr(error, "exit_code", 2))
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if as_json or not hasattr(error, "show"):
@@ -117,8 +117,8 @@ def usage_error(error: typer.TyperException, *, as_json: bool) -> int:
 
 
 def _draw(rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Print a table on a terminal, or each row field by field if the terminal is too narrow. Nothing is cut: the next command
-    may need an id from here."""
+    """Print a table on a terminal, or one field per line if the terminal is too narrow. Nothing is truncated, because the next
+    command may need an id from here."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
@@ -142,12 +142,12 @@ def _draw(rows: Sequence[Row], columns: Sequence[str]) -> None:
 
 
 def _is_id(column: str) -> bool:
-    """Return whether `column` holds ids, which commands take and which are not broken over two lines."""
+    """Return whether `column` contains ids, which are never wrapped, so that they can be copied."""
     return column in ("id", "prefix") or column.endswith("_id")
 
 
 def _terminal_cell(value: Any) -> str:
-    """Return a cell for a terminal: times to the second, with a space at which the line may be broken."""
+    """Return a cell for a terminal: times are cut to seconds, with a space where the line can wrap."""
     return _TIME.sub(r"\1 \2Z", _cell(value))
 
 

@@ -1,5 +1,5 @@
-"""`gatehouse plan`: how much of a GPU's memory a model would take, or all those that the settings name, and what would make it
-fit. Needs no GPU."""
+"""`gatehouse plan`: predicts the GPU memory of one model, or of all models in the settings, and how to make them fit. Needs
+no GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from engine.simulator.fitting import PlannedModel
     from engine.simulator.models import SimulatedGpu
 
-OF_THE_GPU = ("gpu", "memory_gib", "as_json", "data_dir")
-"""The options that are not those of an engine."""
+NOT_ENGINE_OPTIONS = ("gpu", "memory_gib", "as_json", "data_dir")
 
 
 def plan(
@@ -30,38 +29,47 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, or the name of an added or a known model. Without one, all models that the settings name, with "
-            "their settings.",
+            help="Folder of a model, or name of an added or known one. Without it, all models in the settings are planned "
+            "with their settings.",
         ),
     ] = None,
     beside: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODEL", help="Another model served from the same GPU with the same options; repeatable."),
+        typer.Option(metavar="MODEL", help="Another model on the same GPU, with the same options; repeatable."),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100, h20, b200, l40s, l4 or rtx-4090.")] = "h200",
-    memory_gib: Annotated[float | None, typer.Option(help="Memory of the GPU in GiB, if it differs from --gpu.")] = None,
-    dtype: Annotated[str, typer.Option(help="Compute dtype: auto, bfloat16, float16 or float32.")] = "auto",
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU: h200, h100, a100, h20, b200, l40s, l4 or rtx-4090.")] = "h200",
+    memory_gib: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Memory of the GPU in GiB, if it differs from --gpu.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Compute dtype: auto, bfloat16, float16 or float32.")] = "auto",
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="Quantization. Of a folder that is not quantized, or is decoded while it is read: int8, fp8 or none. "
-            "Of a known model: none, int8, fp8 or int4."
+            metavar="FORMAT",
+            help="Quantization of the weights: int8, fp8 or none for a folder (not quantized, or of a format that is decoded "
+            "at load); none, int8, fp8 or int4 for a known model.",
         ),
     ] = None,
-    head_quantization: Annotated[str | None, typer.Option(help="Quantization of the output head: none or int8.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the KV cache: auto or fp8.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Maximum context in tokens; default: that of the model.")] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Maximum number of running requests; default: as the engine chooses.")
+    head_quantization: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Quantization of the output head: none or int8.")
     ] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per step; default: 8192.")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="dtype of the KV cache: auto or fp8.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Maximum context length; default: the model's.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(metavar="N", help="Maximum number of running requests; default: chosen by the engine.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Maximum tokens per step; default: 8192.")
+    ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Disable CUDA graphs and overlapped steps.")] = False,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Fraction of GPU memory to use.")] = 0.9,
+    gpu_memory_utilization: Annotated[float, typer.Option(metavar="FRACTION", help="Fraction of GPU memory to use.")] = 0.9,
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Predict the GPU memory of a model, or of all in the settings. If one does not fit, lists what would help; exit status
-    1."""
+    """Predict the GPU memory of a model, or of all in the settings. If one does not fit, lists remedies and exits with
+    status 1."""
     from engine.errors import EngineError
     from engine.simulator.fitting import PlannedModel, memory_fit, with_memory
     from engine.simulator.models import find_gpu
@@ -99,13 +107,13 @@ def plan(
 def _refuse_engine_options(context: typer.Context) -> None:
     for name in context.params:
         source = context.get_parameter_source(name)
-        if name not in OF_THE_GPU and source is not None and source.name == "COMMANDLINE":
+        if name not in NOT_ENGINE_OPTIONS and source is not None and source.name == "COMMANDLINE":
             option = name.replace("_", "-")
-            raise WrongUsage(f"--{option} needs a MODEL: without one, models are planned with the settings of the appliance")
+            raise WrongUsage(f"--{option} requires a MODEL: without one, all models are planned with their settings")
 
 
 def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
-    """Return how each model that the settings name fits beside the others. Those for a CPU are named on standard error."""
+    """Plan all models in the settings on one GPU. Models for the CPU are left out and named on standard error."""
     from appliance.base.engine_settings import ModelSettings
     from appliance.serving.model_builder import DEMO_MODEL
     from engine.simulator.fitting import plan_together
@@ -113,17 +121,17 @@ def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
     models = settings.models or [ModelSettings(str(DEMO_MODEL))]
     planned = plan_together(
         [
-            {"model": model_store.locate(each.model, settings.data_dir), **settings.for_model(each).engine_options()}
-            for each in models
+            {"model": model_store.locate(model.model, settings.data_dir), **settings.for_model(model).engine_options()}
+            for model in models
         ],
         gpu,
     )
-    for model in planned:
-        if model.problem is not None:
-            raise CommandFailed(model.problem, code="does_not_fit")
-    for each in models:
-        if settings.for_model(each).device == "cpu":
-            sys.stderr.write(f"{_name(each.model, settings.data_dir)} is not planned: its device is cpu\n")
+    for result in planned:
+        if result.problem is not None:
+            raise CommandFailed(result.problem, code="does_not_fit")
+    for model in models:
+        if settings.for_model(model).device == "cpu":
+            sys.stderr.write(f"{_name(model.model, settings.data_dir)} is not planned: its device is cpu\n")
     return planned
 
 
@@ -147,6 +155,6 @@ def _name(model: str, data_dir: Path) -> str:
 
 
 def _path_or_known_name(model: str, data_dir: Path) -> str:
-    """Return the folder of `model` if there is one, else the name, which may be a known one."""
+    """Return the folder of `model` if it exists, else the name, which may be that of a known model."""
     found = model_store.locate(model, data_dir)
     return str(found) if found.exists() else model

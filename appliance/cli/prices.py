@@ -1,4 +1,4 @@
-"""`gatehouse prices`: what tokens cost, from when on. Prices are added, never changed; a future one can be withdrawn."""
+"""`gatehouse prices`: list, add and withdraw prices. A price never changes; only a future one can be withdrawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.cli.connection import run
 from appliance.cli.failure import WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
 
-app = typer.Typer(help="Prices of models, in micro-units of money per million tokens.", no_args_is_help=True)
+app = typer.Typer(help="Manage prices (millionths of the currency per million tokens).", no_args_is_help=True)
 
 COLUMNS = (
     "id", "model", "effective_from", "currency", "prompt", "cached_prompt", "completion", "rejected_draft", "batch_percent",
@@ -24,11 +24,11 @@ COLUMNS = (
 
 @app.command("list")
 def list_prices(
-    model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Only this model.")] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """List all prices, in the order they were added. Includes past and future ones."""
-    prices = run(options.settings(), lambda client: client.every("/prices"))
+    """List all prices, past and future, in the order they were added."""
+    prices = run(options.settings(), lambda client: client.list_all("/prices"))
     rows = [price for price in prices if model in (None, price["model"])]
     empty = "There are no prices: requests cost nothing."
     output.rows(rows, COLUMNS, empty=empty, as_json=options.as_json)
@@ -36,14 +36,14 @@ def list_prices(
 
 @app.command("add")
 def add(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as in requests.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as used in requests.")],
     prompt: Annotated[int, typer.Option(metavar="MICROS", help="Price per million prompt tokens.")],
     completion: Annotated[int, typer.Option(metavar="MICROS", help="Price per million output tokens.")],
     cached_prompt: Annotated[
         int | None, typer.Option(metavar="MICROS", help="Price per million cached prompt tokens; default: --prompt.")
     ] = None,
     rejected_draft: Annotated[
-        int, typer.Option(metavar="MICROS", help="Price per million rejected tokens of speculative decoding.")
+        int, typer.Option(metavar="MICROS", help="Price per million rejected draft tokens of speculative decoding.")
     ] = 0,
     currency: Annotated[
         str | None, typer.Option(metavar="CODE", help="Currency, such as EUR; default: the appliance's.")
@@ -62,8 +62,8 @@ def add(
     ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Add a price. It is in millionths of the currency per million tokens: 150000 is 0.15. Earlier prices are kept, and settled
-    usage keeps its cost."""
+    """Add a price in millionths of the currency per million tokens. 150000 is 0.15. Earlier prices are kept, and settled usage
+    keeps its cost."""
     optional = {"cached_prompt": cached_prompt, "currency": currency, "effective_from": effective_from}
     body: dict[str, Any] = {
         "model": model,
@@ -80,22 +80,22 @@ def add(
 
 @app.command("withdraw")
 def withdraw(
-    price_id: Annotated[str, typer.Argument(metavar="ID", help="The price's id, as `prices list` shows it.")],
+    price_id: Annotated[str, typer.Argument(metavar="ID", help="The price's id, from `prices list`.")],
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Withdraw a price not yet in force. To replace one that is in force, add a new price."""
+    """Withdraw a price that is not yet in force. To replace one that is in force, add a new price."""
     path = f"/prices/{quote(price_id, safe='')}"
     price = run(options.settings(), lambda client: client.call("DELETE", path))
     output.row(price, COLUMNS, as_json=options.as_json)
 
 
 def _tiers(given: list[str] | None) -> dict[str, int] | None:
-    """Return `tier=percent` texts as the API takes them."""
+    """Parse `TIER=PERCENT` options into the API's field."""
     percents: dict[str, int] = {}
     for text in given or []:
         tier, _, number = text.partition("=")
         percent = whole_number(number, PERCENT_MAX)
         if percent is None:
-            raise WrongUsage(f"--tier-percent must be like batch=50, with 0 to {PERCENT_MAX} percent, not {text!r}")
+            raise WrongUsage(f"--tier-percent must be TIER=PERCENT with 0 to {PERCENT_MAX}, such as batch=50, not {text!r}")
         percents[tier] = percent
     return percents or None

@@ -1,4 +1,4 @@
-"""`gatehouse serve`: runs the appliance in the foreground and prints a welcome once a model answers."""
+"""`gatehouse serve`: runs the appliance in the foreground and prints a welcome once a model is ready."""
 
 from __future__ import annotations
 
@@ -24,26 +24,31 @@ SETTLED = ("ready", "failed", "stopped")
 
 
 def serve(
-    host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (default 127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(metavar="PORT", help="Port to listen on (default 8000).")] = None,
+    host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address to listen on; default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(metavar="PORT", help="Port to listen on; default: 8000.")] = None,
     data_dir: DataDir = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", metavar="MODEL", help="A model's folder, or an added model's name; repeatable."),
+        typer.Option(
+            "--model", metavar="MODEL", help="Folder of a model, or name of an added one; repeatable; default: the demo model."
+        ),
     ] = None,
     database: DatabaseUrl = None,
-    device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Device that models run on.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="Least severe level to log: debug, info, warning or error.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Device for the models; default: auto.")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="Minimum level to log: debug, info, warning or error; default: info.")
+    ] = None,
 ) -> None:
-    """Start the appliance. Applies migrations, loads the models and serves until Ctrl-C, then lets running requests finish."""
+    """Start the appliance in the foreground. Applies migrations, loads the models and serves until Ctrl-C, then lets running
+    requests finish."""
     settings = settings_from(
         data_dir, database, host=host, port=port, models=tuple(model) if model else None, device=device, log_level=log_level
     )
-    _run(_with_models_found(settings))
+    _run(_with_models_located(settings))
 
 
-def _with_models_found(settings: Settings) -> Settings:
-    models = [dataclasses.replace(each, model=str(locate(each.model, settings.data_dir))) for each in settings.models]
+def _with_models_located(settings: Settings) -> Settings:
+    models = [dataclasses.replace(model, model=str(locate(model.model, settings.data_dir))) for model in settings.models]
     return dataclasses.replace(settings, models=tuple(models))
 
 
@@ -68,13 +73,13 @@ def _run(settings: Settings) -> None:
 
 
 class Greeter:
-    """Prints a new login at once, and the rest when a model has loaded, so that the printed command already works."""
+    """Prints the first login at once, and the welcome once a model has loaded, so that the printed command works."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 
     def listening(self, started: Started) -> None:
-        """Show a new login and begin to wait for a model; called in the event loop when the service listens."""
+        """Print the first login and start waiting for a model. Called in the event loop once the service listens."""
         from appliance.base.interpreter import prepare_to_serve
         from appliance.cli import welcome
 
@@ -95,7 +100,7 @@ class Greeter:
                     await asyncio.sleep(PROGRESS_INTERVAL_S)
         ready = [model.name for model in models if model.engine.state == "ready"]
         if not ready:
-            return  # then `serve` itself ends and says why
+            return  # `serve` itself then exits with the reason
         for model in models:
             if model.engine.state == "failed":
                 sys.stderr.write(f"gatehouse: the model {model.name} could not be loaded: {model.engine.error}\n")

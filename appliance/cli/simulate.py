@@ -1,4 +1,4 @@
-"""`gatehouse simulate`: replays traffic through the engine's own scheduler and caches, on a GPU that is a formula."""
+"""`gatehouse simulate`: replays traffic through the engine's scheduler and caches, with a step-time model instead of a GPU."""
 
 from __future__ import annotations
 
@@ -26,43 +26,53 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Requests to replay: .csv or .jsonl.")] = None,
     scenario: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Instead of a trace: noisy-prefill, noisy-decode, or noisy-none (its victims alone)."
-        ),
+        typer.Option(metavar="NAME", help="Instead of a trace: noisy-prefill, noisy-decode or noisy-none (the victims only)."),
     ] = None,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompt and output lengths of the scenario's victims (.csv).")
+        Path | None, typer.Option(metavar="FILE", help="CSV file with prompt and output lengths of the scenario's victims.")
     ] = None,
-    speed: Annotated[float, typer.Option(help="Divide arrival times by this: 2 replays twice as fast.")] = 1.0,
-    start: Annotated[float, typer.Option(help="Seconds of the trace to skip, after --speed.")] = 0.0,
-    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals to replay, after --speed; default: all.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second, for a trace without times.")] = None,
-    sample: Annotated[float, typer.Option(help="Share of conversations to keep, above 0 to 1.")] = 1.0,
-    tenants: Annotated[int | None, typer.Option(help="Number of tenants to split over, for a trace without tenants.")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="NAME=N,…", help="Weights of tenants; the others have 1.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
-    model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
-    gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100, h20, b200, l40s, l4 or rtx-4090.")] = "h200",
-    policy: Annotated[str, typer.Option(help="Scheduling policy: fair, fcfs, vtc or static.")] = "fair",
+    speed: Annotated[
+        float, typer.Option(metavar="FACTOR", help="Divide arrival times by this: 2 replays twice as fast.")
+    ] = 1.0,
+    start: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds of the trace to skip, after --speed.")] = 0.0,
+    duration: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Seconds of arrivals to replay, after --speed; default: all.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(metavar="N", help="Requests per second, for a trace without times.")] = None,
+    sample: Annotated[float, typer.Option(metavar="FRACTION", help="Fraction of conversations to replay, above 0 to 1.")] = 1.0,
+    tenants: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of tenants to distribute requests to, for a trace without tenants.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(metavar="NAME=N,…", help="Weights of tenants; default: 1 each.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random choices.")] = 0,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="A known model, or a folder with a config.json.")
+    ] = "llama-3.1-8b",
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU: h200, h100, a100, h20, b200, l40s, l4 or rtx-4090.")] = "h200",
+    policy: Annotated[str, typer.Option(metavar="NAME", help="Scheduling policy: fair, fcfs, vtc or static.")] = "fair",
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Maximum number of running requests; default: as the engine chooses.")
+        int | None, typer.Option(metavar="N", help="Maximum number of running requests; default: chosen by the engine.")
     ] = None,
     token_budget: Annotated[
-        int | None, typer.Option(help="Tokens per step; default: as many as the TPOT objective allows.")
+        int | None, typer.Option(metavar="N", help="Tokens per step; default: as many as the TPOT objective allows.")
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="Weights: int8, fp8 or none; default: as the checkpoint stores them.")
+        str | None, typer.Option(metavar="FORMAT", help="Weights: int8, fp8 or none; default: as in the checkpoint.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the KV cache: auto, bf16 or fp8.")] = "auto",
-    host_cache_gib: Annotated[float, typer.Option(help="Host memory for evicted KV blocks, in GiB.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(help="Maximum output tokens of each request; default: the context.")] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(help="TTFT objective in ms; slower requests miss the SLO.")] = 1000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(help="TPOT objective in ms, of the SLO and of the engine.")] = 25.0,
+    kv_cache_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="dtype of the KV cache: auto, bf16 or fp8.")] = "auto",
+    host_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="Host memory for evicted KV blocks, in GiB.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Maximum output tokens per request; default: the context length.")
+    ] = None,
+    slo_ttft_ms: Annotated[
+        float, typer.Option(metavar="MS", help="TTFT objective in ms; slower requests miss the SLO.")
+    ] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", help="TPOT objective in ms, for the SLO and the engine.")] = 25.0,
     as_json: AsJson = False,
 ) -> None:
-    """Replay traffic in virtual time. Predicts the service that it would get from a model, a GPU and a scheduling policy.
+    """Simulate traffic on a model, a GPU and a scheduling policy. Replays it in virtual time and predicts the service.
 
-    Scheduler, block pool, prefix cache and fairness are those of the engine; only the time of a step is computed by formula.
+    Scheduler, block pool, prefix cache and fairness are the engine's own; only the duration of a step is computed by a formula.
     """
     from engine.errors import EngineError
     from engine.simulator.models import find_gpu, find_model
@@ -108,11 +118,11 @@ def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, op
         raise WrongUsage("give either --trace FILE or --scenario NAME")
     if scenario is not None:
         if options != WorkloadOptions(seed=options.seed):
-            raise WrongUsage("--speed, --start, --duration, --rate, --sample and --tenants belong to --trace")
+            raise WrongUsage("--speed, --start, --duration, --rate, --sample and --tenants require --trace")
         return make_scenario(scenario, seed=options.seed, lengths=lengths)
     assert trace is not None
     if lengths is not None:
-        raise WrongUsage("--lengths belongs to --scenario")
+        raise WrongUsage("--lengths requires --scenario")
     return load_workload(trace, options)
 
 
@@ -122,7 +132,7 @@ def _weights(text: str | None) -> dict[str, int]:
         name, _, number = part.rpartition("=")
         weight = whole_number(number, WEIGHT_MAX)
         if not name or not weight:
-            raise WrongUsage(f"--weights takes NAME=N,NAME=N with N between 1 and {WEIGHT_MAX}, not {part!r}")
+            raise WrongUsage(f"--weights must be NAME=N,NAME=N with N from 1 to {WEIGHT_MAX}, not {part!r}")
         weights[name] = weight
     return weights
 
@@ -130,11 +140,11 @@ def _weights(text: str | None) -> dict[str, int]:
 def _check_names(weights: dict[str, int], workload: Workload) -> None:
     unknown = sorted(set(weights) - {request.tenant for request in workload.requests})
     if unknown:
-        raise WrongUsage(f"--weights names {unknown[0]!r}, which sends no requests in this traffic")
+        raise WrongUsage(f"--weights names the tenant {unknown[0]!r}, which has no requests in this traffic")
 
 
 def _failure(error: Exception) -> CommandFailed:
-    """Return the engine's error as a CommandFailed; one about an option names it as it is typed."""
+    """Convert the engine's error to CommandFailed; options are named as on the command line."""
     from engine.errors import EngineConfigError, TraceError
 
     if isinstance(error, EngineConfigError):
@@ -154,4 +164,4 @@ def _print(report: dict[str, Any]) -> None:
     rows = [tenant | {f"{figure}_{name}_ms": tenant[f"{figure}_ms"][name] for figure, name in percentiles} for tenant in shown]
     output.table(rows, TENANT_COLUMNS, empty="No tenants.")
     if len(tenants) > len(shown):
-        output.say(f"{len(tenants) - len(shown)} tenants with less service are in --json only.")
+        output.say(f"{len(tenants) - len(shown)} more tenants, with less service, are shown only with --json.")

@@ -25,7 +25,7 @@ def version(as_json: AsJson = False) -> None:
 def version_option(
     show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Print the version where it is asked for as an option."""
+    """Handle the option --version."""
     if show:
         version()
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""The text when the appliance is up: where the console is, how to sign in, and one command that works as printed."""
+"""The welcome text of a started appliance: console URL, login, and a curl command that works as printed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The facts of a start. Login and secrets are None on every start but the first: they cannot be shown again. A password or
-    token that the operator has set is None on the first start too.
+    """The values in the welcome text. Login and secrets are set only on the first start, because they cannot be shown again;
+    a password or token chosen by the operator is never shown.
 
-    `command` is how to type `gatehouse` here; `data_dir` is None if it is the platform's default, which needs no option.
+    `command` is how to call `gatehouse` here; `data_dir` is None for the platform's default, which needs no option.
     """
 
     url: str
@@ -29,24 +29,24 @@ class Welcome:
 
 
 def login(welcome: Welcome) -> str:
-    """Return the lines of the first start, printed before the models load, since loading may fail."""
-    lines = ["", f"Your login, shown once: keep it now.  Console:  {welcome.url}/"]
-    lines += [f"  Sign in as    {welcome.admin_email}", f"  Password      {welcome.admin_password or 'as you have set it'}"]
+    """Return the login of the first start. It is printed before models load, because loading may fail."""
+    lines = ["", f"Your login. Save it now: it is not shown again.  Console:  {welcome.url}/"]
+    lines += [f"  Sign in as    {welcome.admin_email}", f"  Password      {welcome.admin_password or 'as set by you'}"]
     if welcome.admin_token is not None:
-        lines += [f"  Admin token   {welcome.admin_token}   (bearer token of /admin/v1)"]
+        lines += [f"  Admin token   {welcome.admin_token}   (bearer token for /admin/v1)"]
     return "\n".join([*lines, f"  API key       {welcome.api_key}   (of the tenant demo)", ""])
 
 
 def ready(welcome: Welcome) -> str:
-    """Return the lines to print once a model answers. At a first start the curl line contains the key."""
+    """Return the lines to print once a model is ready. On the first start the curl command contains the API key."""
     lines = ["", f"Gatehouse is ready.  Console:  {welcome.url}/"]
     if welcome.api_key is None:
         lines += [
-            f"  The login was shown at the first start; a new password: {command(welcome, 'admin reset-password E-MAIL')}"
+            f"  The login was shown on the first start. To reset a password: {command(welcome, 'admin reset-password E-MAIL')}"
         ]
     lines += [
         "",
-        "Try it:" if welcome.api_key else f"Try it with a key (a new one: {command(welcome, 'keys create demo')}):",
+        "Try it:" if welcome.api_key else f"Try it with your API key (create one: {command(welcome, 'keys create demo')}):",
         "",
     ]
     lines += [curl(welcome.url, welcome.model, welcome.api_key or "YOUR_KEY"), "", "Ctrl-C drains and stops.", ""]
@@ -54,13 +54,13 @@ def ready(welcome: Welcome) -> str:
 
 
 def command(welcome: Welcome, rest: str) -> str:
-    """Return a shell command that runs `gatehouse` on the data of this appliance."""
+    """Return a shell command that runs `gatehouse` on this appliance's data."""
     option = "" if welcome.data_dir is None else f" --data-dir {shlex.quote(str(welcome.data_dir))}"
     return f"{welcome.command} {rest}{option}"
 
 
 def program() -> str:
-    """Return how to type `gatehouse` here: its name if the shell finds it, else its path next to this Python."""
+    """Return how to call `gatehouse` here: by name if the shell finds it, else by its path next to this Python."""
     beside = Path(sys.executable).with_name("gatehouse")
     if shutil.which("gatehouse") or not beside.exists():
         return "gatehouse"
@@ -68,7 +68,7 @@ def program() -> str:
 
 
 def curl(url: str, model: str, key: str) -> str:
-    """Return a one-line shell command that asks `model` a question and streams the answer."""
+    """Return a one-line curl command that asks `model` a question and streams the answer."""
     body = {
         "model": model,
         "stream": True,

@@ -47,19 +47,19 @@ class AccessWatch:
 
     def start(self) -> None:
         """Start the task."""
-        self._db.principals.listeners.append(self._check_due.set)
+        self._db.principal_changes.listeners.append(self._check_due.set)
         self._watching.start()
 
     async def stop(self) -> None:
         """Stop the task."""
         if self._watching.started:
-            self._db.principals.listeners.remove(self._check_due.set)
+            self._db.principal_changes.listeners.remove(self._check_due.set)
         await self._watching.stop()
 
     def add(self, generation: Generation, principal: Principal) -> None:
         """Watch a generation that has just started. Schedules a check if keys or tenants changed since `principal` was read."""
         generation.set_expiry(principal.key.expires_at)
-        if principal.change_count != self._db.principals.value:
+        if principal.change_count != self._db.principal_changes.value:
             self._check_due.set()
 
     async def _run(self) -> None:

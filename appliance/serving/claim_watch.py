@@ -21,13 +21,13 @@ async def stop_when_claim_lost(claim: DatabaseClaim, services: Services, stop: C
 
     async def may_continue() -> bool:
         # A command may have changed rows while the database was unclaimed.
-        for cached in (services.db.principals, services.db.webhooks):
+        for cached in (services.db.principal_changes, services.db.webhook_changes):
             cached.bump()
         services.prices.clear_cache()
         return await epochs.is_open(services.db, services.epoch_id)
 
     try:
-        reason = await claim.lost(may_continue)
+        reason = await claim.wait_until_lost(may_continue)
     finally:
         services.generations.end_all()
         stop()

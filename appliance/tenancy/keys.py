@@ -182,7 +182,7 @@ class Keys:
         # Not the stored digest: it takes ten times as long and releases the GIL.
         cache_key = hashlib.blake2b(secret.encode(), key=self._cache_secret).digest()
         cached = self._cache.get(cache_key)
-        if cached is None or cached.principal.change_count != self._db.principals.value:
+        if cached is None or cached.principal.change_count != self._db.principal_changes.value:
             cached = self._store_in_cache(cache_key, await self._read(prefix, keyed_digest(self._pepper, secret)))
         now = self._clock.now()
         _check_usable(cached, now, address)
@@ -207,7 +207,7 @@ class Keys:
 
     async def _read(self, prefix: str, digest: str) -> _CachedKey:
         """Read the key with this prefix and its tenant. Raises InvalidApiKey if it is revoked or the digest differs."""
-        change_count = self._db.principals.value
+        change_count = self._db.principal_changes.value
         async with self._db.reading() as connection:
             row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()
             if row is None or not hmac.compare_digest(row["digest"], digest) or row["revoked_at"] is not None:

@@ -32,4 +32,4 @@ async def disable_alerts(connection: AsyncConnection, clock: Clock, email: str, 
 
 
 def _bump_webhooks(db: Database) -> None:
-    db.webhooks.bump()
+    db.webhook_changes.bump()

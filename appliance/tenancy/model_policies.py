@@ -79,7 +79,7 @@ class ModelPolicies:
         await audit.record(connection, self._clock, action, "model_policy", policy.model, before=was, after=now)
 
     async def _all(self) -> dict[str, ModelPolicy]:
-        change_count = self._db.principals.value
+        change_count = self._db.principal_changes.value
         if self._cached is None or self._cached[0] != change_count:
             async with self._db.reading() as connection:
                 rows = (await connection.execute(select(model_policies).order_by(model_policies.c.model))).mappings().all()

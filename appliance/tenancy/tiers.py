@@ -62,7 +62,7 @@ class Tiers:
         await connection.execute(statement.values(name=tier.name, **values))
 
     async def _all(self) -> dict[str, Tier]:
-        change_count = self._db.principals.value
+        change_count = self._db.principal_changes.value
         if self._cached is None or self._cached[0] != change_count:
             async with self._db.reading() as connection:
                 rows = (await connection.execute(select(tiers.c.name, tiers.c.admission_wait_ms))).all()

@@ -1,6 +1,6 @@
 """The settings needed before anything is installed, from options, environment or gatehouse.toml.
 
-The appliance reads its settings itself, strictly; this look ahead only serves to report a bad port or path within a second.
+The appliance parses its settings itself, strictly; here they are read only to report a bad port or path within a second.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steps.place import default_data_dir
-from steps.refusal import Refusal
+from steps.errors import InstallerError
+from steps.paths import default_data_dir
 
 PORT_DEFAULT = 8000
 HOST_DEFAULT = "127.0.0.1"
@@ -25,7 +25,7 @@ _DATABASES = re.compile(r"^(sqlite:///.+|postgres(ql)?://.+)$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Choices:
-    """The effective values of these settings."""
+    """The effective values of the settings that the installer needs."""
 
     host: str
     port: int
@@ -35,7 +35,7 @@ class Choices:
 
 
 def choose(options: Mapping[str, Any], environ: Mapping[str, str]) -> Choices:
-    """Return the first value given: option, environment, gatehouse.toml, default. Raises Refusal for an impossible value."""
+    """Return the settings: option, else environment, gatehouse.toml, default. Raises InstallerError for invalid values."""
     data_dir = _data_dir(options.get("data_dir") or environ.get("GATEHOUSE_DATA_DIR"))
     stored = _stored(data_dir)
 
@@ -65,9 +65,9 @@ def _stored(data_dir: Path) -> Mapping[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise Refusal(f"{path} cannot be read: {error.strerror}.", "Correct its permissions or move it away.") from error
+        raise InstallerError(f"Cannot read {path}: {error.strerror}.", "Fix its permissions or move it away.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Refusal(f"{path} is not valid TOML: {error}.", "Correct it or move it away.") from error
+        raise InstallerError(f"{path} is not valid TOML: {error}.", "Fix it or move it away.") from error
 
 
 def _port(given: Any) -> int:
@@ -76,12 +76,12 @@ def _port(given: Any) -> int:
     except (TypeError, ValueError):
         port = -1
     if not 0 <= port <= 65535:
-        raise Refusal(f"{given!r} is not a port.", "Give --port a number between 1 and 65535.")
+        raise InstallerError(f"{given!r} is not a valid port.", "Give --port a number between 1 and 65535.")
     return port
 
 
 def _models(option: list[str] | None, environment: str | None, stored: Any) -> dict[str, str | None]:
-    """Return the devices that models have of their own by path or name, None for those that have none."""
+    """Return the models by path or name, each with the device that it sets for itself, or None."""
     named = option or (_listed(environment) if environment else stored)
     found: dict[str, str | None] = {}
     for entry in named if isinstance(named, list) else ():
@@ -92,7 +92,7 @@ def _models(option: list[str] | None, environment: str | None, stored: Any) -> d
 
 
 def _listed(text: str) -> Any:
-    """Return a list in JSON, or one with commas. What is neither is reported by the appliance."""
+    """Parse a JSON list or a comma-separated list. Errors are reported later, by the appliance."""
     if not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
@@ -102,21 +102,21 @@ def _listed(text: str) -> Any:
 
 
 def _device_of_all(device: str, models: Mapping[str, str | None]) -> str:
-    """Return the device that asks for most: a GPU if one model must have it, the CPU if none may."""
+    """Return the most demanding device of all models: cuda if one requires it, cpu if all use the CPU, else auto."""
     devices = {own or device for own in models.values()} or {device}
-    return next((each for each in ("cuda", "auto") if each in devices), "cpu")
+    return next((demanding for demanding in ("cuda", "auto") if demanding in devices), "cpu")
 
 
 def _device(device: str) -> str:
     if device not in DEVICES:
-        raise Refusal(f"{device!r} is not a device.", f"--device takes {', '.join(DEVICES)}.")
+        raise InstallerError(f"{device!r} is not a valid device.", f"--device must be one of {', '.join(DEVICES)}.")
     return device
 
 
 def _check_database(url: str) -> None:
-    """Check only the form of the address and never print it: it may contain a password."""
+    """Check only the form of the URL, and never print it: it may contain a password."""
     if url and not _DATABASES.match(url):
-        raise Refusal(
-            "The database address is not one that Gatehouse knows.",
+        raise InstallerError(
+            "The database URL is not valid.",
             "Give sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME.",
         )

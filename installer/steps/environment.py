@@ -1,4 +1,4 @@
-"""Makes `.venv`: from nothing, anew after an interruption, or just adding the test packages. It is complete or absent."""
+"""Creates `.venv`, recreates it after an interruption, or adds the test packages. Afterwards it is complete or absent."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from steps import machine, pip, stamp
+from steps.errors import InstallerError
 from steps.locks import Lock, read_lock, read_test_lock
-from steps.place import REPO, VENV, venv_python
+from steps.paths import REPO, VENV, venv_python
 from steps.progress import Step
-from steps.refusal import Refusal
 
 _NEEDED_MIB = {"cpu": 2200, "gpu": 9000}
-_NEEDED_TEST_MIB = 2400  # two versions of Triton are 1650 of them
+_NEEDED_TEST_MIB = 2400  # including 1650 for two versions of Triton
 _LOCK_POLL_S = 0.3
-# Tests import only some of the files, and Python compiles those on import. An environment for serving is compiled completely:
-# the service may not be able to write there.
+# For tests: Python compiles imported files itself, and tests import only some. An environment for serving is compiled in full,
+# because the service may not be able to write there.
 _WITHOUT_BYTECODE = ("--no-compile",)
-# Where the builds of torch without a GPU's libraries are published; the ordinary index has one build per system.
+# The index of torch builds without GPU libraries; the default index has one build per platform.
 _SMALL_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _SCRIPT = """#!{python}
 import sys
@@ -35,20 +35,20 @@ sys.exit(main())
 
 
 def profile_for(device: str) -> str:
-    """Return the lock to install, cpu or gpu, for `device` (auto, cuda, cpu) and what the machine has."""
+    """Return the lock file to install, cpu or gpu, for `device` (auto, cuda, cpu) and this machine."""
     if device == "cpu":
         return "cpu"
     found = machine.has_nvidia_gpu()
     if device == "cuda" and not found:
-        raise Refusal(
-            "--device cuda was asked for, but no NVIDIA driver answers on this machine.",
+        raise InstallerError(
+            "--device cuda requires an NVIDIA driver, but none works on this machine.",
             "Install the driver (nvidia-smi must show the GPU), or omit --device to run on the CPU.",
         )
     return "gpu" if found else "cpu"
 
 
 def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
-    """Make `venv` complete for `profile`. Raises Refusal if that cannot be done, and leaves no `venv` of ours behind."""
+    """Make `venv` complete for `profile`. Raises InstallerError if that fails, and then leaves no incomplete `venv` behind."""
     run = read_lock(profile)
     test = read_test_lock() if with_tests else None
     if stamp.state(venv, run, test) == "ready":
@@ -56,13 +56,13 @@ def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
         return
     machine.check_interpreter()
     if not os.access(REPO, os.W_OK):
-        raise Refusal(f"{REPO} cannot be written.", "Run the installer as the user who owns this folder.")
+        raise InstallerError(f"{REPO} is not writable.", "Run the installer as the user who owns this folder.")
     with _only_one_installer():
         state = stamp.state(venv, run, test)
         if state == "foreign":
-            raise Refusal(f"{venv} was not made by this installer.", "Move it away, then run the same command again.")
+            raise InstallerError(f"{venv} was not created by this installer.", "Move it away, then run the same command again.")
         if state in ("broken", "stale"):
-            _remove(venv, "left by an interrupted run" if state == "broken" else "made for an older version")
+            _remove(venv, "left by an interrupted run" if state == "broken" else "created for an older version")
         if state != "ready":
             needed_mib = (0 if state == "untested" else _NEEDED_MIB[profile]) + (_NEEDED_TEST_MIB if with_tests else 0)
             machine.check_disk(venv, needed_mib * machine.MIB, "the environment")
@@ -70,21 +70,22 @@ def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
 
 
 def _report_other_python(venv: Path) -> None:
-    """Tell a user whose existing environment has another Python than the one that runs the installer."""
+    """Report an existing environment whose Python version differs from the one that runs the installer."""
     made = stamp.read_stamp(venv)
     if made is not None and made.python.rpartition(".")[0] != platform.python_version().rpartition(".")[0]:
         print(
-            f"{venv} has Python {made.python} and is used; remove it to get one with {platform.python_version()}.", flush=True
+            f"Using {venv} with Python {made.python}; remove it to use Python {platform.python_version()}.",
+            flush=True,
         )
 
 
 def describe(profile: str, venv: Path = VENV) -> str:
-    """Return the state of `venv` in a few words, which begin with `ready` if the appliance can start from it."""
+    """Return the state of `venv` in words; the text begins with `ready` if the appliance can start from it."""
     words = {
-        "absent": "not there yet",
-        "foreign": "there, but not made by this installer",
+        "absent": "not created yet",
+        "foreign": "not created by this installer",
         "broken": "incomplete (an interrupted run); the next start recreates it",
-        "stale": "made for an older version; the next start recreates it",
+        "stale": "created for an older version; the next start recreates it",
         "untested": "ready, without the test packages",
         "ready": "ready, with the test packages",
     }
@@ -93,9 +94,9 @@ def describe(profile: str, venv: Path = VENV) -> str:
 
 @contextlib.contextmanager
 def _only_one_installer() -> Iterator[None]:
-    """Hold a lock on the clone's folder itself: it leaves no file behind and ends with the process.
+    """Hold a lock (flock) on the folder of the clone itself, which needs no lock file and ends with the process.
 
-    pip inherits the lock, so that a pip that outlives a killed installer still blocks the next installer.
+    pip inherits the lock, so that a pip that outlives a killed installer blocks the next installer.
     """
     folder = os.open(REPO, os.O_RDONLY)
     os.set_inheritable(folder, True)
@@ -107,7 +108,7 @@ def _only_one_installer() -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not reported:
-                    print("Another installer is at work in this folder; waiting for it to finish ...", flush=True)
+                    print("Another installer is running in this folder; waiting for it to finish ...", flush=True)
                     reported = True
                 time.sleep(_LOCK_POLL_S)
         yield
@@ -150,15 +151,15 @@ def _make_venv(venv: Path) -> None:
         if answer.returncode != 0:
             lines = (answer.stdout + answer.stderr).strip().splitlines()
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            raise Refusal(
-                "Python could not make the environment.",
+            raise InstallerError(
+                "Python could not create the environment.",
                 f"On Debian or Ubuntu: apt-get install python{version}-venv; then run the same command again.",
                 pip.relevant(lines),
             )
 
 
 def _install_torch(venv: Path, lock: Lock, options: Sequence[str]) -> None:
-    """Install torch first, so that no other package can pull in another build of it. `options` are pip's."""
+    """Install torch first, so that no other package pulls in another build of it. `options` are options of pip."""
     version = lock.version("torch")
     with Step(f"Installing torch {version} (the largest part)") as step:
         if lock.profile == "gpu" or sys.platform != "linux":
@@ -168,9 +169,9 @@ def _install_torch(venv: Path, lock: Lock, options: Sequence[str]) -> None:
 
 
 def _install_small_torch(venv: Path, version: str, step: Step, options: Sequence[str]) -> None:
-    """Install the build without a GPU's libraries: from the index that pip is configured for, else from where it is published.
+    """Install the build without GPU libraries, from pip's configured index, else from torch's own index.
 
-    If neither has it, install the locked version as the index has it, with its dependencies: larger, but just as good.
+    If neither has it, install the default build of the locked version with its dependencies: larger, but equivalent.
     """
     pin = f"torch=={version}+cpu"
     try:
@@ -183,13 +184,13 @@ def _install_small_torch(venv: Path, version: str, step: Step, options: Sequence
         elsewhere = ["--retries", "2", "--index-url", _SMALL_TORCH_INDEX]
         pip.install(venv, [["--no-deps", *options, *elsewhere, pin]], step, expected=1)
     except pip.PipFailed:
-        machine.check_disk(venv, _NEEDED_MIB["gpu"] * machine.MIB, "the only build of torch that the package index has")
+        machine.check_disk(venv, _NEEDED_MIB["gpu"] * machine.MIB, "the only build of torch in the package index")
         pip.install(venv, [[*options, f"torch=={version}"]], step, expected=1)
-        step.outcome("done, with a GPU's libraries, which are not used: no index that answered has a build without them")
+        step.outcome("done, with unused GPU libraries: no reachable index has a build without them")
 
 
 def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str]) -> None:
-    """Install a whole lock without resolving anything: it is the full closure. `options` are pip's."""
+    """Install a lock file without dependency resolution: it is the full closure. `options` are options of pip."""
     wanted = [
         f"{pin.name}=={pin.version}{' ; ' + pin.marker if pin.marker else ''}" for pin in lock.pins if pin.name != "torch"
     ]
@@ -205,9 +206,9 @@ def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str]) -> 
 
 
 def _install_tritons(venv: Path, run: Lock, options: Sequence[str]) -> None:
-    """Install the oldest and the newest Triton that the kernels support; Triton exists only for Linux.
+    """Install the oldest and the newest version of Triton that the kernels support. Does nothing except on Linux.
 
-    The version that torch needs, or else the newest, goes into the environment; any other into a folder `triton-<version>`.
+    The version that torch pins, or else the newest, goes into the environment; the others into folders `triton-<version>`.
     """
     if sys.platform != "linux":
         return
@@ -224,7 +225,7 @@ def _install_tritons(venv: Path, run: Lock, options: Sequence[str]) -> None:
 
 
 def _link_clone(venv: Path) -> None:
-    """Put the clone on the environment's path and write the `gatehouse` command: no build step; edits take effect at once."""
+    """Add the clone to the import path and write the `gatehouse` command. No build step: edits take effect at once."""
     (site_packages,) = venv.glob("lib/python3*/site-packages")
     (site_packages / "gatehouse.pth").write_text(f"{REPO}\n", "utf-8")
     script = venv / "bin" / "gatehouse"

@@ -1,4 +1,4 @@
-"""The lock files: exact versions of everything that is installed, read without pip's help."""
+"""The lock files: exact versions of all packages, parsed without pip."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from steps.place import REQUIREMENTS
+from steps.paths import REQUIREMENTS
 
 _PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)\s*(?:;\s*(?P<marker>[^#]*?))?\s*(?:#.*)?$")
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One line of a lock: a package at one version, on the machines its marker names (empty: on all)."""
+    """One line of a lock file: a package at one version, for machines that match its marker (empty: all)."""
 
     name: str
     version: str
@@ -31,7 +31,7 @@ class Lock:
     digest: str
 
     def version(self, name: str) -> str:
-        """Return the public version (no local part) that the lock holds for `name`; KeyError when it has none."""
+        """Return the locked public version (no local part) of `name`. Raises KeyError if it is not locked."""
         for pin in self.pins:
             if pin.name == name:
                 return pin.version.partition("+")[0]
@@ -59,11 +59,11 @@ def read_lock(profile: str, folder: Path = REQUIREMENTS) -> Lock:
 
 
 def read_test_lock(folder: Path = REQUIREMENTS) -> Lock:
-    """Read the lock of the test packages; its digest also covers that of the Tritons, which are installed with them."""
+    """Read the lock of the test packages; its digest also covers the versions of Triton installed with them."""
     lock, tritons = read_lock("test", folder), read_lock("triton", folder)
     return replace(lock, digest=hashlib.sha256(f"{lock.digest} {tritons.digest}".encode()).hexdigest())
 
 
 def normalised(name: str) -> str:
-    """Return a package name as the index compares it."""
+    """Return the normalised form of a package name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

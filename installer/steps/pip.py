@@ -1,4 +1,4 @@
-"""Running pip inside the environment: progress while it works, the lines that matter when it fails."""
+"""Runs pip inside the environment: shows progress, and the relevant output if it fails."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from steps.place import venv_python
+from steps.errors import InstallerError
+from steps.paths import venv_python
 from steps.progress import Step
-from steps.refusal import Refusal
 
 _POLL_S = 0.25
 _PARALLEL_MAX = 4
 _INSTALL = ("-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off")
 _LINES_SHOWN = 12
-# Settings of the user's own pip that would put packages anywhere but into the environment.
+# User settings of pip and Python that would install packages outside the environment.
 _MISPLACING = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_REQUIRE_VIRTUALENV", "PYTHONPATH", "PYTHONHOME")
 _DOWNLOAD = re.compile(r"^\s*Downloading (?P<file>\S+) \((?P<size>[\d.]+) (?P<unit>[kMG]?B)\)")
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -30,17 +30,17 @@ _NETWORK = re.compile(
 _CAUSES: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
         re.compile(r"No space left on device|Errno 28"),
-        "The disk became full while packages were installed.",
+        "The disk became full while installing packages.",
         "Free some space and run the same command again.",
     ),
     (
         re.compile(r"CERTIFICATE_VERIFY_FAILED|SSLError|certificate verify failed"),
-        "The package index's certificate was not accepted.",
+        "The certificate of the package index was rejected.",
         "If a proxy inspects traffic, give pip its certificate (PIP_CERT=/path/to/ca.pem), then run the same command again.",
     ),
     (
         _NETWORK,
-        "The package index cannot be reached.",
+        "The package index is unreachable.",
         "Check the network (or set PIP_INDEX_URL, HTTPS_PROXY), then run the same command again.",
     ),
     (
@@ -56,12 +56,15 @@ _CAUSES: tuple[tuple[re.Pattern[str], str, str], ...] = (
 )
 
 
-class PipFailed(Refusal):
-    """pip ended with an error. `missing` is true if the index answered and simply has no such build."""
+class PipFailed(InstallerError):
+    """pip failed. `missing` is true if the index responded but has no such build."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         text = "\n".join(lines)
-        problem, advice = "Installing packages failed.", "Run the same command again; if it fails again, these lines say why."
+        problem, advice = (
+            "Installing packages failed.",
+            "Run the same command again; if it fails again, the lines above say why.",
+        )
         for pattern, cause, remedy in _CAUSES:
             if pattern.search(text):
                 problem, advice = cause, remedy
@@ -71,23 +74,23 @@ class PipFailed(Refusal):
 
 
 def relevant(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of pip's output that say why it failed: its errors, else its last lines."""
+    """Return the lines of pip's output that explain the failure: its error lines, else its last lines."""
     errors = [line.strip() for line in lines if line.lstrip().startswith(("ERROR", "error:"))]
     shown = errors or [line.rstrip() for line in lines if line.strip() and "is ignored" not in line]
     return tuple(line[:300] for line in shown[-_LINES_SHOWN:])
 
 
 def num_parallel() -> int:
-    """Return how many pips share the work if it can be shared: unpacking takes a processor, and so does fetching in part."""
+    """Return the number of pips to run in parallel: unpacking, and in part downloading, are bound by the processor."""
     return min(os.cpu_count() or 1, _PARALLEL_MAX)
 
 
 def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expected: int) -> None:
-    """Run `pip install ARGUMENTS` in `venv` for each of `commands`, all at once, reporting progress to `step`. Raises PipFailed
-    for the first that fails, and ends the others.
+    """Run `pip install ARGUMENTS` in `venv` for all `commands` in parallel, reporting progress to `step`. Raises PipFailed for
+    the first that fails, and terminates the others.
 
-    No two may install the same package. `expected` is the number of packages that will be installed. Downloads go through a
-    folder inside `venv`, so that they can be measured, are on the disk that was checked, and are removed with it.
+    No two commands may install the same package. `expected` is the number of packages to install. Downloads go to a folder
+    inside `venv`, where their size can be measured, on the disk that was checked, and are removed with it.
     """
     inbox: queue.SimpleQueue[tuple[_Pip, str | None]] = queue.SimpleQueue()
     pips: list[_Pip] = []
@@ -101,7 +104,7 @@ def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expect
 
 
 class _PipOutput:
-    """The output of one pip, and its progress by that."""
+    """The output of one pip, and the progress that it shows."""
 
     def __init__(self, scratch: Path) -> None:
         self.lines: list[str] = []
@@ -122,19 +125,19 @@ class _PipOutput:
             self.bytes_wanted = int(float(match["size"]) * _UNITS[match["unit"]])
 
     def bytes_downloaded(self) -> int:
-        """Return the size in bytes of the file that pip is writing now, the last one modified; 0 if none."""
+        """Return the size in bytes of the file being downloaded (the one modified last), 0 if none."""
         newest = (0.0, 0)
         for file in self._scratch.glob("pip-unpack-*/*") if self.bytes_wanted else ():
             try:
                 known = file.stat()
             except OSError:
-                continue  # pip moved it away after it was listed
+                continue  # pip has just moved it
             newest = max(newest, (known.st_mtime, known.st_size))
         return newest[1]
 
 
 class _Pip:
-    """One running pip, with its own folder for downloads. Each line of its output is put into `inbox`, and None at the end."""
+    """A running pip with its own download folder. Puts each line of its output into `inbox`, and None at the end."""
 
     def __init__(
         self, venv: Path, arguments: Sequence[str], scratch: Path, inbox: queue.SimpleQueue[tuple[_Pip, str | None]]
@@ -163,7 +166,7 @@ class _Pip:
         self._inbox.put((self, None))
 
     def end(self) -> None:
-        """End it if it still runs."""
+        """Terminate pip if it is still running, and wait for its end."""
         self.process.terminate()
         self.process.wait()
         self._reader.join()
@@ -175,7 +178,7 @@ def _environment(scratch: Path) -> dict[str, str]:
 
 
 class _Meter:
-    """Turns the output of the pips and the size of their folders into a few words of progress."""
+    """Shows progress in words, from the output of the pips and the sizes of their download folders."""
 
     def __init__(self, venv: Path, outputs: Sequence[_PipOutput], step: Step, expected: int) -> None:
         self._venv, self._outputs, self._step, self._expected = venv, outputs, step, expected
@@ -200,9 +203,9 @@ class _Meter:
         return sum(1 for _ in self._venv.glob("lib/python3*/site-packages/*.dist-info"))
 
 
-def _follow(inbox: queue.SimpleQueue[tuple[_Pip, str | None]], num_at_work: int, meter: _Meter) -> None:
-    """Read the output of all pips to its end; the line on the terminal is updated even while they print nothing."""
-    while num_at_work:
+def _follow(inbox: queue.SimpleQueue[tuple[_Pip, str | None]], num_running: int, meter: _Meter) -> None:
+    """Read the output of all pips to the end, and update the progress line even while they print nothing."""
+    while num_running:
         try:
             pip, line = inbox.get(timeout=_POLL_S)
         except queue.Empty:
@@ -212,6 +215,6 @@ def _follow(inbox: queue.SimpleQueue[tuple[_Pip, str | None]], num_at_work: int,
             pip.output.line(line)
             meter.show()
         elif pip.process.wait() == 0:
-            num_at_work -= 1
+            num_running -= 1
         else:
             raise PipFailed(pip.output.lines)

@@ -1,4 +1,4 @@
-"""Progress for a person: one live line per step on a terminal; elsewhere one line at the start and one at the end."""
+"""Progress output: one live line per step on a terminal; elsewhere one line at the start and one at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REDRAW_S = 0.1
 
 
 class Step:
-    """One step of the work. Use as a context manager; `detail` may be called as often as there is news."""
+    """One step of the work. Use as a context manager; call `detail` as often as progress changes."""
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         self._title = title
@@ -38,14 +38,14 @@ class Step:
         self._say(f"{self._title}: {word} ({seconds:.0f} s)")
 
     def detail(self, text: str) -> None:
-        """Show `text` next to the title, only on a terminal: elsewhere it would fill the log."""
+        """Show `text` next to the title, on a terminal only: elsewhere it would flood the log."""
         now = time.monotonic()
         if self._live and now - self._drawn >= _REDRAW_S:
             self._drawn = now
             self._draw(text)
 
     def outcome(self, text: str) -> None:
-        """Set the word of the closing line."""
+        """Set the result shown in the closing line; default: done."""
         self._outcome = text
 
     def _draw(self, text: str) -> None:

@@ -1,11 +1,11 @@
-"""The state of `.venv`: a stamp is written last, so that a second start takes no time and a broken environment is noticed.
+"""The state of `.venv`: a stamp file is written last, so that later starts are fast and broken environments are detected.
 
 An environment is in one of these states:
   absent   no `.venv`, or an empty folder
-  foreign  a `.venv` without our marks: somebody else's, never touched
-  broken   the marker `incomplete` is there (an interrupted run), or its interpreter is gone
-  stale    complete, but for other locks, another place or another Python
-  untested complete and current, but without the test packages that are wanted, or with other ones
+  foreign  a `.venv` without our marker files: not ours, never touched
+  broken   the marker `incomplete` exists (interrupted run), or its interpreter does not work
+  stale    complete, but for other lock files, another path or another Python
+  untested complete and current, but the requested test packages are missing or outdated
   ready    complete and current
 """
 
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from steps.locks import Lock
-from steps.place import venv_python
+from steps.paths import venv_python
 
 FORMAT = 1
 STAMP = "gatehouse.json"
@@ -27,7 +27,7 @@ _ASK_VERSION = "import platform; print(platform.python_version())"
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a complete environment was made from. `test_digest` is empty if the test packages are not installed."""
+    """The inputs of a complete environment. `test_digest` is empty if the test packages are not installed."""
 
     place: str
     python: str
@@ -38,7 +38,7 @@ class Stamp:
 
 
 def interpreter_version(venv: Path) -> str | None:
-    """Ask the environment's own interpreter for its version; None when it does not answer."""
+    """Return the version of the environment's own interpreter, None if it does not run."""
     try:
         answer = subprocess.run(
             [venv_python(venv), "-c", _ASK_VERSION], capture_output=True, text=True, timeout=60, check=False
@@ -49,7 +49,7 @@ def interpreter_version(venv: Path) -> str | None:
 
 
 def read_stamp(venv: Path) -> Stamp | None:
-    """Return the stamp of `venv`; None when there is none or it is not one of ours."""
+    """Return the stamp of `venv`, None if there is none or it is invalid."""
     try:
         return Stamp(**json.loads((venv / STAMP).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
@@ -57,7 +57,7 @@ def read_stamp(venv: Path) -> Stamp | None:
 
 
 def write_stamp(venv: Path, stamp: Stamp) -> None:
-    """Declare `venv` complete: move the stamp into place at once, then remove the marker."""
+    """Mark `venv` as complete: write the stamp atomically, then remove the marker `incomplete`."""
     fresh = venv / (STAMP + ".new")
     fresh.write_text(json.dumps(asdict(stamp), indent=1) + "\n", "utf-8")
     fresh.replace(venv / STAMP)
@@ -65,13 +65,13 @@ def write_stamp(venv: Path, stamp: Stamp) -> None:
 
 
 def mark_incomplete(venv: Path) -> None:
-    """Mark that work on `venv` has begun, before anything else is written there."""
+    """Create the marker `incomplete`, before anything else is written to `venv`."""
     venv.mkdir(exist_ok=True)
-    (venv / INCOMPLETE).write_text("The installer is at work here, or was interrupted. It can be started again.\n", "utf-8")
+    (venv / INCOMPLETE).write_text("The installer is working here or was interrupted. It can be started again.\n", "utf-8")
 
 
 def state(venv: Path, run: Lock, test: Lock | None) -> str:
-    """Return absent, foreign, broken, stale, untested (only the test packages are missing or old) or ready."""
+    """Return the state of `venv`, as listed in the module docstring."""
     if not venv.is_symlink() and (not venv.exists() or (venv.is_dir() and not any(venv.iterdir()))):
         return "absent"
     if (venv / INCOMPLETE).exists():

@@ -1,4 +1,4 @@
-"""`installer up`: check ahead, install what is missing, then become the appliance."""
+"""`installer up`: checks the settings, installs what is missing, then executes the appliance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NoReturn
 
 from steps import environment, machine, preflight
 from steps.choices import choose
-from steps.place import VENV, venv_python
+from steps.paths import VENV, venv_python
 
 _PASSED_ON = ("host", "port", "database", "device")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Install if needed and start in the foreground. On success it does not return: this process becomes the appliance."""
+    """Install if needed, then start in the foreground. Does not return on success: the appliance replaces this process."""
     given = vars(options)
     choices = choose(given, os.environ)
     preflight.check(choices)
@@ -26,15 +26,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _exec(arguments: list[str]) -> NoReturn:
-    """Become the `gatehouse` command in the same process, so that signals and the exit status need not be passed on."""
+    """Replace this process by the `gatehouse` command, so that signals and the exit status need no forwarding."""
     sys.stdout.flush()
     python = str(venv_python(VENV))
-    # Safe path: a folder with the name of one of ours in the user's current directory must not be imported instead of ours.
+    # Safe path: a folder in the current directory must not shadow one of our packages.
     os.execve(python, [python, "-m", "appliance.cli.main", *arguments], {**os.environ, "PYTHONSAFEPATH": "1"})
 
 
 def serve_command(given: dict[str, object]) -> list[str]:
-    """Return the arguments of `gatehouse`; paths are made absolute, options not given are left to its settings."""
+    """Return the arguments of `gatehouse`, with absolute paths. Options not given are left to its settings."""
     command = ["serve"]
     for name in _PASSED_ON:
         if given.get(name) is not None:
@@ -50,7 +50,7 @@ def serve_command(given: dict[str, object]) -> list[str]:
 
 
 def doctor() -> int:
-    """Print what this machine offers and whether the environment is complete; then run the appliance's own doctor."""
+    """Print the state of this machine and of the environment, then run `gatehouse doctor`."""
     machine.check_interpreter()
     print(machine.describe_interpreter())
     print(f"free disk space at {VENV.parent}: {machine.free_bytes(VENV) // machine.MIB} MiB")
@@ -59,6 +59,6 @@ def doctor() -> int:
     state = environment.describe(profile)
     print(f"environment {VENV}: {state}")
     if not state.startswith("ready"):
-        print("Start it with: python3 installer up")
+        print("To install and start: python3 installer up")
         return 1
     _exec(["doctor"])

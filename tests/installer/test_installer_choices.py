@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from steps import choices, place, preflight, up
-from steps.refusal import Refusal
+from steps import choices, paths, preflight, up
+from steps.errors import InstallerError
 
 from appliance.base import settings
 
 
 def test_both_sides_have_the_same_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    assert place.default_data_dir() == settings.default_data_dir()
+    assert paths.default_data_dir() == settings.default_data_dir()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert place.default_data_dir() == settings.default_data_dir()
+    assert paths.default_data_dir() == settings.default_data_dir()
 
 
 @pytest.mark.parametrize("source", ["option", "environment", "file", "default"])
@@ -93,5 +93,5 @@ def test_only_what_was_given_is_passed_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_data_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(Refusal, match="cannot be written by this user"):
+    with pytest.raises(InstallerError, match="is not writable by this user"):
         preflight.check_data_dir(tmp_path / "data")

@@ -78,7 +78,7 @@ def test_help_of_test_needs_no_environment(clone: Path) -> None:
 def test_a_command_of_a_later_version_says_so(clone: Path, name: str) -> None:
     answer = start(clone, name)
     assert answer.returncode == 2
-    assert "not in this version" in answer.stderr
+    assert "not available in this version" in answer.stderr
 
 
 def test_no_command_is_a_usage_error(clone: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_port_in_use_that_the_environment_names_is_told_too(clone: Path, taken
 
 @pytest.mark.parametrize("port", ["eighty", "-1", "65536"])
 def test_what_is_not_a_port_is_told(clone: Path, port: str) -> None:
-    assert "not a port" in refused(start(clone, "up", f"--port={port}"), clone)
+    assert "not a valid port" in refused(start(clone, "up", f"--port={port}"), clone)
 
 
 def test_an_address_of_another_machine_is_told(clone: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_settings_file_that_is_not_toml_is_told(clone: Path, tmp_path: Path) -
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="this machine has an NVIDIA GPU")
 def test_asking_for_a_gpu_where_there_is_none_is_told(clone: Path) -> None:
-    assert "no NVIDIA driver" in refused(start(clone, "up", "--port", "0", "--device", "cuda"), clone)
+    assert "requires an NVIDIA driver" in refused(start(clone, "up", "--port", "0", "--device", "cuda"), clone)
 
 
 def test_an_environment_of_somebody_else_is_not_touched(clone: Path) -> None:
@@ -151,7 +151,7 @@ def test_an_environment_of_somebody_else_is_not_touched(clone: Path) -> None:
     (clone / ".venv" / "mine").write_text("precious")
     answer = start(clone, "up", "--port", "0")
     assert answer.returncode == 1
-    assert "not made by this installer" in answer.stderr
+    assert "not created by this installer" in answer.stderr
     assert (clone / ".venv" / "mine").read_text() == "precious"
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from steps import environment, machine, pip, stamp
+from steps.errors import InstallerError
 from steps.locks import Lock, parse, read_lock, read_test_lock
 from steps.progress import Step
-from steps.refusal import Refusal
 
 
 class FakePip:
@@ -80,7 +80,7 @@ def test_an_environment_of_another_python_is_used_and_told(
     assert "remove it" not in capsys.readouterr().out
     monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
     environment.ensure("cpu", with_tests=False, venv=venv)
-    assert "remove it to get one with 3.99.1.\n" in capsys.readouterr().out
+    assert "remove it to use Python 3.99.1.\n" in capsys.readouterr().out
     assert run_state(venv) == "ready"
 
 
@@ -141,7 +141,7 @@ def test_a_changed_choice_of_tritons_makes_the_test_packages_old(venv: Path, fak
 
 def test_a_failing_pip_leaves_nothing_behind(venv: Path, fake: FakePip) -> None:
     fake.fail_at = 2
-    with pytest.raises(Refusal, match="cannot be reached"):
+    with pytest.raises(InstallerError, match="is unreachable"):
         environment.ensure("cpu", with_tests=False, venv=venv)
     assert not venv.exists()
 
@@ -224,13 +224,13 @@ def test_a_larger_build_of_torch_is_taken_where_there_is_no_small_one_and_told(
     environment.ensure("cpu", with_tests=False, venv=venv)
     assert fake.calls[2] == ["torch==2.13.0"], "with what it needs, which the lock for the CPU does not hold"
     assert run_state(venv) == "ready"
-    assert "done, with a GPU's libraries" in capsys.readouterr().out
+    assert "done, with unused GPU libraries" in capsys.readouterr().out
 
 
 def test_a_network_that_is_down_is_not_taken_for_a_missing_build(venv: Path, fake: FakePip) -> None:
     fake.fail_at = 1
     fake.failure = pip.PipFailed(["WARNING: NewConnectionError", "ERROR: No matching distribution found for torch==2.13.0+cpu"])
-    with pytest.raises(Refusal, match="cannot be reached"):
+    with pytest.raises(InstallerError, match="is unreachable"):
         environment.ensure("cpu", with_tests=False, venv=venv)
     assert len(fake.calls) == 1
 
@@ -239,14 +239,14 @@ def test_too_little_disk_space_is_told_before_anything_is_made(
     venv: Path, fake: FakePip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "free_bytes", lambda path: 100 * machine.MIB)
-    with pytest.raises(Refusal, match="Not enough disk space"):
+    with pytest.raises(InstallerError, match="Not enough disk space"):
         environment.ensure("cpu", with_tests=False, venv=venv)
     assert not venv.exists()
 
 
 def test_a_python_without_venv_is_told_what_to_install(venv: Path, fake: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(InstallerError) as refusal:
         environment.ensure("cpu", with_tests=False, venv=venv)
     assert "apt-get install python3" in refusal.value.text()
     assert not venv.exists()
@@ -262,8 +262,11 @@ def test_the_command_is_written_and_the_clone_is_on_the_path(venv: Path, fake: F
     ("lines", "problem"),
     [
         (["ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"], "disk became full"),
-        (["SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]"], "certificate was not accepted"),
-        (["WARNING: Retrying after connection broken by 'NewConnectionError('"], "cannot be reached"),
+        (
+            ["SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]"],
+            "certificate of the package index was rejected",
+        ),
+        (["WARNING: Retrying after connection broken by 'NewConnectionError('"], "is unreachable"),
         (["ERROR: No matching distribution found for uvloop==0.23.0"], "no build of a locked package"),
         (["ERROR: something that nobody has seen before"], "Installing packages failed"),
     ],

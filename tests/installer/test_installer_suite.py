@@ -14,12 +14,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from steps import check, side_by_side
-from steps.parts import LONGEST_FIRST, Part, name_of, parts
-from steps.side_by_side import SideBySide, summary
+from steps import parallel_tests, suite_command
+from steps.parallel_tests import ParallelTests, summary
+from steps.suite_parts import LONGEST_FIRST, Part, part_name, suite_parts
 
 REPO = Path(__file__).resolve().parents[2]
-PYTEST = [sys.executable, *check._WHOLE_SUITE]
+PYTEST = [sys.executable, *suite_command._WHOLE_SUITE]
 BARE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # begins sooner
 DEADLINE_S = 300.0
 
@@ -35,9 +35,9 @@ def suite(tmp_path: Path) -> list[Part]:
     return [Part(name, (f"test_{name}.py",)) for name in texts]
 
 
-def shell(tmp_path: Path, parallel_max: int, **environment: str) -> SideBySide:
+def shell(tmp_path: Path, parallel_max: int, **environment: str) -> ParallelTests:
     """Runs a part's only file as a shell script."""
-    return SideBySide(["sh"], tmp_path, {**os.environ, **environment}, parallel_max)
+    return ParallelTests(["sh"], tmp_path, {**os.environ, **environment}, parallel_max)
 
 
 def script(folder: Path, name: str, text: str) -> Part:
@@ -46,13 +46,13 @@ def script(folder: Path, name: str, text: str) -> Part:
 
 
 def test_every_test_file_belongs_to_exactly_one_part() -> None:
-    given = Counter(file for part in parts(REPO) for file in part.files)
+    given = Counter(file for part in suite_parts(REPO) for file in part.files)
     assert set(given.values()) == {1}
     assert {REPO / file for file in given} == set((REPO / "tests").rglob("test_*.py"))
 
 
 def test_the_order_names_the_parts_that_there_are() -> None:
-    assert sorted(part.name for part in parts(REPO)) == sorted(LONGEST_FIRST)
+    assert sorted(part.name for part in suite_parts(REPO)) == sorted(LONGEST_FIRST)
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,20 @@ def test_the_order_names_the_parts_that_there_are() -> None:
      ("new/deep/test_x.py", "new"), ("test_x.py", "tests"), ("kernels/test_other_tritons.py", "other Tritons")],
 )  # fmt: skip
 def test_a_new_file_has_a_part_wherever_it_is_put(file: str, part: str) -> None:
-    assert name_of(Path(file)) == part
+    assert part_name(Path(file)) == part
 
 
 def test_a_part_that_nobody_has_timed_begins_first(tmp_path: Path) -> None:
     for name in ("unit", "new"):
         (tmp_path / "tests" / name).mkdir(parents=True)
         (tmp_path / "tests" / name / "test_x.py").write_text("")
-    assert [part.name for part in parts(tmp_path)] == ["new", "unit"]
+    assert [part.name for part in suite_parts(tmp_path)] == ["new", "unit"]
 
 
 def test_a_failure_is_told_in_full_behind_everything_else_and_named_before(
     tmp_path: Path, suite: list[Part], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with SideBySide(PYTEST, tmp_path, BARE, 2) as running:
+    with ParallelTests(PYTEST, tmp_path, BARE, 2) as running:
         outcomes = running.run(suite)
     assert "FAILED test_second.py::test_c" in capsys.readouterr().out
     told = summary(outcomes, 1.0, 2)
@@ -90,18 +90,18 @@ def test_the_status_says_whether_something_failed(
     tmp_path: Path, suite: list[Part], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "environ", BARE)
-    monkeypatch.setattr(check, "REPO", tmp_path)
-    monkeypatch.setattr(check, "parts", lambda clone: suite)
-    assert check.run_suite(PYTEST) == 1
-    monkeypatch.setattr(check, "parts", lambda clone: [suite[0], suite[2]])
-    assert check.run_suite(PYTEST) == 0
+    monkeypatch.setattr(suite_command, "REPO", tmp_path)
+    monkeypatch.setattr(suite_command, "suite_parts", lambda clone: suite)
+    assert suite_command.run_suite(PYTEST) == 1
+    monkeypatch.setattr(suite_command, "suite_parts", lambda clone: [suite[0], suite[2]])
+    assert suite_command.run_suite(PYTEST) == 0
     assert "2 passed, 1 skipped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("echo no words of pytest; exit 3", "no test was run; status 3"), ("kill -9 $$", "ended by signal 9"),
-     ("echo no tests ran in 0.01s; exit 5", "no test was run; status 5")],
+    [("echo no words of pytest; exit 3", "no tests were run; status 3"), ("kill -9 $$", "ended by signal 9"),
+     ("echo no tests ran in 0.01s; exit 5", "no tests were run; status 5")],
 )  # fmt: skip
 def test_a_part_that_ends_in_another_way_fails(tmp_path: Path, text: str, told: str) -> None:
     with shell(tmp_path, 1) as running:
@@ -170,8 +170,8 @@ class Reader(io.StringIO):
 
 
 def test_how_far_the_parts_are_is_told_while_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(sys, "stdout", Reader("slow 40 %; 1 to come\n", tmp_path / "told"))
+    monkeypatch.setattr(parallel_tests, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(sys, "stdout", Reader("slow 40 %; 1 waiting\n", tmp_path / "told"))
     with shell(tmp_path, 1) as running:
         slow = "echo '.... [ 40%]'; until [ -e told ]; do sleep 0.05; done"
         running.run([script(tmp_path, "slow", slow), script(tmp_path, "next", "")])
@@ -192,10 +192,10 @@ def test_long():
     program = f"""
         import signal, sys
         from steps.command_line import _as_interrupt
-        from steps.parts import Part
-        from steps.side_by_side import SideBySide
+        from steps.suite_parts import Part
+        from steps.parallel_tests import ParallelTests
         signal.signal(signal.SIGTERM, _as_interrupt)
-        with SideBySide({PYTEST!r}, {str(tmp_path)!r}, {BARE!r}, 1) as running:
+        with ParallelTests({PYTEST!r}, {str(tmp_path)!r}, {BARE!r}, 1) as running:
             running.run([Part("long", ("test_long.py",))])
     """
     process = subprocess.Popen(

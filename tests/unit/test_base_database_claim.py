@@ -63,7 +63,7 @@ async def watched(url: str, may_resume: Answers) -> AsyncIterator[tuple[Database
     """Yield a claim whose watch has looked for the first time."""
     pauses = Pauses()
     claim = await claim_database(url, wait_s=0, sleep=pauses)
-    watch = asyncio.create_task(claim.lost(may_resume))
+    watch = asyncio.create_task(claim.wait_until_lost(may_resume))
     await pauses.begun.get()
     try:
         yield claim, watch, pauses

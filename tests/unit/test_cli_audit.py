@@ -56,7 +56,7 @@ def test_a_whole_log_is_told_with_its_last_hash(file: Path, capsys: pytest.Captu
     told = capsys.readouterr().out
     status, answer = verified(capsys)
     assert (status, answer["ok"], answer["entries"], answer["fault"]) == (0, True, 3, None)
-    assert f"3 entries, the last with the hash {answer['hash']}" in told
+    assert f"3 entries, hash of the last one: {answer['hash']}" in told
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_an_option_in_front_of_the_command_is_told_its_place(typed: Any, option:
     answer = typed(option, "somewhere", "doctor")
     name = option.partition("=")[0]
     assert answer.status == 2
-    assert f"put {name} after the command" in answer.out + answer.err
+    assert f"{name} must come after the command" in answer.out + answer.err
 
 
 def test_an_unknown_setting_stops_the_command(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def test_a_downgrade_waits_until_the_journal_is_in_the_tables(typed: Any, data_d
     asyncio.run(leave_in_the_journal(data_dir / "gatehouse.db"))
     refused = typed("db", "downgrade", "0003", "--yes", "--json")
     assert (refused.status, refused.json()["error"]["code"]) == (1, "journal")
-    assert "has records of 2 requests that the tables lack" in refused.json()["error"]["message"]
+    assert "has records of 2 requests that are not in the tables yet" in refused.json()["error"]["message"]
     assert "gatehouse serve" in refused.json()["error"]["message"]
     asyncio.run(replay_as_a_start_does(data_dir / "gatehouse.db"))
     assert typed("db", "downgrade", "0003", "--yes", "--json").json()["revision"] == "0003"
@@ -521,16 +521,16 @@ def test_doctor_and_db_check_say_when_secret_key_is_another_one_or_gone(typed: A
 
     asyncio.run(_seal_something(f"sqlite:///{data_dir / 'gatehouse.db'}", b"p" * 32))
     (data_dir / "secret.key").write_bytes(b"p" * 32)
-    assert looks() == ("holds: 2 sealed, each opens with secret.key", "ok: 2 sealed, each opens with secret.key ")
+    assert looks() == ("holds: 2 sealed, each opens with secret.key", "ok: 2 sealed, all readable with secret.key ")
     (data_dir / "secret.key").write_bytes(b"q" * 32)
     checked, seen = looks()
     assert checked.startswith("broken: cannot be opened: 1 second factors: alice@example.com; 1 webhooks: wh_")
-    assert seen.startswith(f"wrong: {data_dir / 'secret.key'}: 2 of 2 secrets: was sealed with another file")
+    assert seen.startswith(f"wrong: {data_dir / 'secret.key'} is not the key that sealed 2 of 2 stored secrets")
     for text in (checked, seen):
         assert "restore secret.key from the backup" in text
         assert "reset-second-factor" in text
     (data_dir / "secret.key").unlink()
-    assert ["is not there" in text for text in looks()] == [True, True]
+    assert ["does not exist" in text for text in looks()] == [True, True]
     assert not (data_dir / "secret.key").exists(), "a look makes none"
 
 
@@ -585,7 +585,7 @@ def test_doctor_names_the_part_of_the_engine_that_is_switched_off(
     assert "engine" not in [row["check"] for row in typed("doctor", "--json").json()["data"]]
     monkeypatch.setenv("GATEHOUSE_GRAPHS", "0")
     (found,) = [row for row in typed("doctor", "--json").json()["data"] if row["check"] == "engine"]
-    assert (found["state"], found["found"]) == ("note", "graphs is off: models run more slowly")
+    assert (found["state"], found["found"]) == ("note", "graphs is switched off: models run more slowly")
 
 
 def test_doctor_says_with_a_gpu_what_is_missing_to_launch_kernels(
@@ -634,7 +634,7 @@ def test_a_change_to_the_database_of_an_appliance_that_runs_elsewhere_is_refused
 
         error = refused.json()["error"]
         assert (refused.status, error["code"]) == (1, "running")
-        assert "run the command where the appliance runs, with its --data-dir" in error["message"]
+        assert "Run the command where the appliance runs, with its --data-dir" in error["message"]
         assert typed("tenants", "list", "--json").json()["data"] == []
 
 

@@ -61,8 +61,8 @@ async def test_every_page_of_a_list_is_read() -> None:
         return httpx.Response(200, json=body)
 
     admin = AdminClient(httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://appliance"))
-    assert [row["n"] for row in await admin.every("/tenants")] == [1, 2, 3]
-    assert [row["n"] for row in await admin.every("/tenants", at_most=1)] == [1]
+    assert [row["n"] for row in await admin.list_all("/tenants")] == [1, 2, 3]
+    assert [row["n"] for row in await admin.list_all("/tenants", at_most=1)] == [1]
 
 
 async def test_a_refusal_keeps_the_servers_words() -> None:

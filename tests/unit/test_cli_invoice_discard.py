@@ -25,7 +25,7 @@ def test_a_program_must_say_yes_and_the_audit_log_tells_of_it(typed: Run) -> Non
     draft = made(typed)
     refused = typed("invoices", "discard", draft)
     assert refused.status == 2
-    assert "the tenant's name is asked for, elsewhere add --yes" in refused.err
+    assert "type the tenant's name, or add --yes" in refused.err
     assert invoices(typed) == [draft]
 
     told = typed("invoices", "discard", draft, "--yes", "--json").done()
@@ -41,7 +41,7 @@ def test_on_a_terminal_it_is_told_whose_month_it_is_and_the_name_is_asked_for(ty
     draft = made(typed)
     answer = typed("invoices", "discard", draft, "--json", at_terminal="bob\n")
     assert answer.done()["discarded"] is True
-    assert f"The draft of {MONTH} of bob is removed." in answer.err
+    assert f"This removes the draft of {MONTH} for bob." in answer.err
     assert "Type the name bob to confirm" in answer.err
     assert invoices(typed) == []
 

@@ -97,10 +97,10 @@ def test_an_export_without_closed_invoices_tells_of_the_drafts(
         assert main(["invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path), *arguments]) == 0
         return capsys.readouterr().out
 
-    assert "There is no closed invoice of 2026-01: gatehouse invoices close" in exported()
+    assert "There are no closed invoices for 2026-01. Close them: gatehouse invoices close" in exported()
     typed("invoices", "draft", "--month", "2026-01", "--all")
     told_of = exported()
-    assert "There is no closed invoice of 2026-01, only drafts (1): close them, or export them with --drafts" in told_of
+    assert "There are no closed invoices for 2026-01, only drafts (1): close them, or export them with --drafts" in told_of
     assert typed("invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path))[1:] == ({"files": []}, told_of)
     assert "draft-2026-01-" in exported("--drafts")
 
@@ -121,12 +121,12 @@ def test_a_month_without_anything_to_close_says_why_and_leaves_no_trace(typed: T
     before = entries()
     status, answer, told_beside = typed("invoices", "draft", "--month", "2025-12", "--all")
     assert (status, answer, entries()) == (0, {"data": []}, before)
-    assert told_beside == "Nothing to draft of 2025-12: 3 without anything to bill.\n"
+    assert told_beside == "Nothing to draft for 2025-12: 3 with nothing to bill.\n"
 
     typed("invoices", "close", "--month", "2026-01", "--all")
     before = entries()
     assert typed("invoices", "close", "--month", "2026-01", "--all")[2] == (
-        "Nothing to close of 2026-01: 1 closed already, 2 without anything to bill.\n"
+        "Nothing to close for 2026-01: 1 already closed, 2 with nothing to bill.\n"
     )
     assert entries() == before
 
@@ -148,7 +148,7 @@ def test_an_empty_table_says_so_beside_the_header_of_a_pipe(typed: Type, capsys:
 def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type) -> None:
     status, closed, warning = typed("invoices", "close", "--month", "2026-01", "--tenant", "dora")
     assert (status, told(closed)) == (0, [("dora", "closed", "0.00 EUR")])
-    assert "name no seller" in warning
+    assert "have no seller" in warning
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type
         (("list", "--month", "2026-13"), 2, "--month must be YYYY-MM"),
         (("draft", "--month", "2999-01", "--all"), 2, "2999-01 has not begun"),
         (("seller",), 1, "has not been entered"),
-        (("seller", "--file", "nowhere.json"), 1, "cannot be read as JSON"),
+        (("seller", "--file", "nowhere.json"), 1, "cannot read nowhere.json as JSON"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -56,16 +56,16 @@ def ask() -> Ask:
 
 
 async def test_a_tenant_is_found_by_its_id_with_one_call(ask: Ask) -> None:
-    assert await ask(lambda client: tenants.find(client, BOB)) == (TENANTS[1], [f"/tenants/{BOB}"])
+    assert await ask(lambda client: tenants.find_tenant(client, BOB)) == (TENANTS[1], [f"/tenants/{BOB}"])
 
 
 async def test_a_tenant_is_found_by_its_name(ask: Ask) -> None:
-    assert await ask(lambda client: tenants.find(client, "alice")) == (TENANTS[0], ["/tenants"])
+    assert await ask(lambda client: tenants.find_tenant(client, "alice")) == (TENANTS[0], ["/tenants"])
 
 
 async def test_a_name_may_look_like_an_id(ask: Ask) -> None:
     paths = [f"/tenants/{LIKE_AN_ID}", "/tenants"]
-    assert await ask(lambda client: tenants.find(client, LIKE_AN_ID)) == (TENANTS[1], paths)
+    assert await ask(lambda client: tenants.find_tenant(client, LIKE_AN_ID)) == (TENANTS[1], paths)
 
 
 async def test_a_key_is_found_by_its_id_with_one_call(ask: Ask) -> None:
@@ -86,7 +86,7 @@ async def test_only_an_id_is_put_into_a_path(ask: Ask, ending: str) -> None:
 
 async def test_only_an_absence_is_looked_for_elsewhere(ask: Ask) -> None:
     with pytest.raises(CommandFailed, match="draining"):
-        await ask(lambda client: tenants.find(client, BROKEN))
+        await ask(lambda client: tenants.find_tenant(client, BROKEN))
 
 
 def test_limits_are_told_by_name_and_each_has_an_option() -> None:

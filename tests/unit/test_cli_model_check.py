@@ -54,14 +54,17 @@ def test_doctor_names_a_model_for_which_an_option_is_missing(
         assert check.state == "ok"
     else:
         assert (check.state, check.advice) == ("wrong", "set quantization to one of int8, fp8, none")
-        assert check.found == "is fp8 in blocks of 128 x 128, and quantization does not say what its weights become"
+        assert (
+            check.found
+            == "its weights are fp8 in blocks of 128 x 128, and the setting quantization does not say how to load them"
+        )
 
 
 def test_doctor_says_that_two_models_would_be_served_under_one_name(tmp_path: Path) -> None:
     models = tuple(ModelSettings(str(tmp_path / folder)) for folder in ("a/one", "b/one", "two"))
     checks = doctor._model_names(Settings(data_dir=tmp_path, database_url="sqlite://", models=models))
     assert [(check.name, check.state, check.advice) for check in checks] == [
-        ("model one", "wrong", "name only one of them, or add the other under a name of its own: gatehouse models add --name")
+        ("model one", "wrong", "serve only one of them, or add the other one under another name: gatehouse models add --name")
     ]
     assert checks[0].found == f"two models are named one: {tmp_path}/a/one and {tmp_path}/b/one"
     assert doctor._model_names(Settings(data_dir=tmp_path, database_url="sqlite://")) == []

@@ -21,13 +21,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_link_is_found_by_its_name(model: Path, tmp_path: Path) -> None:
-    model_store.link(model, model_store.place_for("tiny", tmp_path))
+    model_store.link(model, model_store.new_model_path("tiny", tmp_path))
     assert model_store.locate("tiny", tmp_path).resolve() == model
     assert [path.name for path in model_store.added_models(tmp_path)] == ["tiny"]
 
 
 def test_a_path_comes_before_a_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_store.link(tmp_path, model_store.place_for("tiny", tmp_path))
+    model_store.link(tmp_path, model_store.new_model_path("tiny", tmp_path))
     monkeypatch.chdir(model.parent)
     assert model_store.locate("tiny", tmp_path) == model
 
@@ -37,13 +37,13 @@ def test_the_demo_is_found_by_the_name_that_the_list_shows(tmp_path: Path) -> No
 
 
 def test_an_added_model_comes_before_the_demo(model: Path, tmp_path: Path) -> None:
-    model_store.link(model, model_store.place_for("gatehouse-demo", tmp_path))
+    model_store.link(model, model_store.new_model_path("gatehouse-demo", tmp_path))
     assert model_store.locate("gatehouse-demo", tmp_path).resolve() == model
 
 
 def test_a_copy_is_whole_and_reports_its_progress(model: Path, tmp_path: Path) -> None:
     fractions: list[float] = []
-    place = model_store.place_for("copy", tmp_path)
+    place = model_store.new_model_path("copy", tmp_path)
     model_store.copy(model, place, progress=fractions.append)
     assert (place / "sub" / "part").read_text() == "12345"
     assert fractions[-1] == 1.0
@@ -53,27 +53,27 @@ def test_an_interrupted_copy_leaves_nothing(model: Path, tmp_path: Path) -> None
     def interrupt(fraction: float) -> None:
         raise KeyboardInterrupt
 
-    place = model_store.place_for("copy", tmp_path)
+    place = model_store.new_model_path("copy", tmp_path)
     with pytest.raises(KeyboardInterrupt):
         model_store.copy(model, place, progress=interrupt)
     assert not list(place.parent.iterdir())
 
 
 def test_a_taken_name_is_refused(model: Path, tmp_path: Path) -> None:
-    model_store.link(model, model_store.place_for("tiny", tmp_path))
+    model_store.link(model, model_store.new_model_path("tiny", tmp_path))
     with pytest.raises(CommandFailed, match="already"):
-        model_store.place_for("tiny", tmp_path)
+        model_store.new_model_path("tiny", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../up", ".hidden", "x" * 101, "a b"])
 def test_what_cannot_be_a_name_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(CommandFailed) as refused:
-        model_store.place_for(name, tmp_path)
+        model_store.new_model_path(name, tmp_path)
     assert refused.value.status == 2
 
 
 def test_removing_a_link_leaves_the_model(model: Path, tmp_path: Path) -> None:
-    place = model_store.place_for("tiny", tmp_path)
+    place = model_store.new_model_path("tiny", tmp_path)
     model_store.link(model, place)
     model_store.remove(place)
     assert (model / "config.json").exists()

@@ -177,7 +177,7 @@ def test_a_model_that_nobody_knows_is_told_which_are_known(typed: Any) -> None:
 
 
 def test_an_added_model_and_the_demo_are_planned_by_their_names(typed: Any, tmp_path: Path) -> None:
-    model_store.link(DEMO_MODEL, model_store.place_for("tiny", tmp_path))
+    model_store.link(DEMO_MODEL, model_store.new_model_path("tiny", tmp_path))
     for name in ("tiny", DEMO_MODEL.name):
         plan = json.loads(typed(name, "--data-dir", str(tmp_path), "--json").out)
         assert (plan["model"], plan["max_model_len"]) == (name, 1024)
@@ -286,4 +286,4 @@ def test_options_of_an_engine_are_not_ignored_where_the_settings_have_them(
 ) -> None:
     refused = typed("--data-dir", str(two_models), *option)
     assert refused.status == 2
-    assert f"{option[0]} needs a MODEL" in refused.err
+    assert f"{option[0]} requires a MODEL" in refused.err

@@ -65,7 +65,7 @@ def test_a_scenario_needs_no_trace(typed: Any, tmp_path: Path) -> None:
 def test_a_scenario_takes_no_option_of_traces(typed: Any) -> None:
     answer = typed("--scenario", "noisy-none", "--speed", "2")
     assert answer.status == 2
-    assert "belong to --trace" in answer.err
+    assert "require --trace" in answer.err
 
 
 def test_a_model_may_be_a_folder(typed: Any, trace: Path, tmp_path: Path) -> None:
@@ -143,12 +143,12 @@ def test_a_folder_that_no_engine_would_serve_on_that_card_is_refused_in_its_word
         (("--tenants", "5"), "--tenants is for traces without tenants"),
         (("--token-budget", "0"), "--token-budget must be between 1 and"),
         (("--slo-tpot-ms", "-1"), "--slo-tpot-ms must be a positive number"),
-        (("--weights", "alice=0"), "--weights takes NAME=N"),
-        (("--weights", "alice"), "--weights takes NAME=N"),
-        (("--weights", f"alice={'9' * 5000}"), "--weights takes NAME=N"),
-        (("--weights", "alice=2"), "--weights names 'alice', which sends no requests"),
+        (("--weights", "alice=0"), "--weights must be NAME=N"),
+        (("--weights", "alice"), "--weights must be NAME=N"),
+        (("--weights", f"alice={'9' * 5000}"), "--weights must be NAME=N"),
+        (("--weights", "alice=2"), "--weights names the tenant 'alice', which has no requests"),
         (("--rate", "5"), "--rate is for traces without arrival times"),
-        (("--lengths", "x.csv"), "--lengths belongs to --scenario"),
+        (("--lengths", "x.csv"), "--lengths requires --scenario"),
         (("--scenario", "noisy-none"), "give either --trace FILE or --scenario NAME"),
     ],
 )

@@ -33,13 +33,13 @@ def test_the_command_to_try_holds_the_new_key_and_no_other_secret_is_said_twice(
 def test_a_password_that_the_operator_has_set_is_not_printed_but_the_login_is() -> None:
     said = login(Welcome(url="http://127.0.0.1:8000", model="demo", admin_email="a@example.org", api_key="gh_abc_def"))
     assert "Sign in as    a@example.org" in said
-    assert "as you have set it" in said
+    assert "as set by you" in said
 
 
 def test_a_later_start_says_how_to_get_a_new_login() -> None:
     said = ready(Welcome(url="http://127.0.0.1:8000", model="demo"))
     assert "admin reset-password" in said
-    assert "shown at the first start" in said
+    assert "shown on the first start" in said
 
 
 def test_a_later_start_names_the_command_as_it_is_typed_here() -> None:

@@ -19,7 +19,7 @@ class TakenAgain:
 
     goes_on = False
 
-    async def lost(self, may_resume: MayResume) -> str:
+    async def wait_until_lost(self, may_resume: MayResume) -> str:
         """Ask once."""
         self.goes_on = await may_resume()
         return "the server is gone"

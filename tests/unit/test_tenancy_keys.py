@@ -95,7 +95,7 @@ async def test_a_known_key_is_not_read_again_until_something_changes(keys: Keys,
     async with database.writing() as connection:  # behind the back of this process: the cache answers
         await connection.execute(update(api_keys).values(name="changed"))
     assert (await keys.authenticate(cast.bob.secret, HERE)).key.name == "bob's key"
-    database.principals.bump()
+    database.principal_changes.bump()
     assert (await keys.authenticate(cast.bob.secret, HERE)).key.name == "changed"
 
 
@@ -104,7 +104,7 @@ async def test_a_principal_says_as_of_which_change_it_was_read(keys: Keys, datab
     await keys.revoke(cast.charlie.key.id, access=WHOLE_BOX)
     after = await keys.authenticate(cast.bob.secret, HERE)
 
-    assert before.change_count != database.principals.value == after.change_count
+    assert before.change_count != database.principal_changes.value == after.change_count
     assert before == after
 
 
@@ -150,11 +150,11 @@ async def test_every_change_of_principals_counts_although_the_answer_to_its_comm
         lambda: keys.revoke(bob.key.id, access=WHOLE_BOX),
     ]
     lose_answers_to_commit(database, monkeypatch)
-    counts = [database.principals.value]
+    counts = [database.principal_changes.value]
     for change in changes:
         with pytest.raises(ConnectionResetError):
             await change()
-        counts.append(database.principals.value)
+        counts.append(database.principal_changes.value)
 
     assert counts == sorted(set(counts))
 

@@ -145,7 +145,7 @@ class BudgetAlerts:
         A tracker is kept while its rule is unchanged. An owner that had no rule for a time gets a new one: its usage meanwhile
         was not tracked.
         """
-        version = self._db.principals.value
+        version = self._db.principal_changes.value
         if self._trackers.as_of != version:
             before = self._trackers.by_owner
             rules = read_alert_rules(connection, self._clock.now(), self._currency)
@@ -164,7 +164,7 @@ class BudgetAlerts:
     async def sweep(self) -> None:
         """Enqueue an alert for every threshold that is reached now, if owners or webhooks have changed since the last sweep or
         SWEEP_INTERVAL_S have passed. A change during a sweep is seen by the next one."""
-        versions = (self._db.principals.value, self._db.webhooks.value)
+        versions = (self._db.principal_changes.value, self._db.webhook_changes.value)
         now_s = self._clock.monotonic_s()
         if versions == self._swept_versions and now_s - self._swept_s < SWEEP_INTERVAL_S:
             return

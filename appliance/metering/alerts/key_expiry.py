@@ -28,7 +28,7 @@ class KeyExpiryAlerts:
     async def sweep(self) -> None:
         """Enqueue an alert for every key that expires within a week, if keys or webhooks have changed since the last sweep or
         SWEEP_INTERVAL_S have passed."""
-        versions = (self._db.principals.value, self._db.webhooks.value)
+        versions = (self._db.principal_changes.value, self._db.webhook_changes.value)
         now_s = self._clock.monotonic_s()
         if versions == self._swept_versions and now_s - self._swept_s < SWEEP_INTERVAL_S:
             return

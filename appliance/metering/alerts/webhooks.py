@@ -271,7 +271,7 @@ class Webhooks:
 
 
 def _notify_changed(db: Database) -> None:
-    db.webhooks.bump()
+    db.webhook_changes.bump()
     db.outbox_written.set()  # messages of a webhook that was disabled may be due
 
 

@@ -1,4 +1,4 @@
-"""Where things are: the clone, its `.venv`, the lock files and the platform's data folder."""
+"""Paths of the clone, its `.venv`, the lock files and the default data folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def venv_python(venv: Path = VENV) -> Path:
 
 
 def default_data_dir() -> Path:
-    """Return the platform's folder for a program's data, the same as in the appliance's settings."""
+    """Return the default data folder of the platform, the same as in the appliance's settings."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "gatehouse"
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "gatehouse"
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path`, or its nearest parent that exists."""
+    """Return `path` if it exists, else its nearest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path

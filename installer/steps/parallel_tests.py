@@ -1,7 +1,7 @@
-"""Runs the parts of the test suite in parallel, each in a process of its own, and reports results and times.
+"""Runs the parts of the test suite in parallel, one process each, and reports results and times.
 
-While they run, a person sees the progress of each: a live line on a terminal, a line now and then elsewhere. Failures are named
-as soon as their part has ended, and shown in full after everything else.
+Progress is a live line on a terminal, and a line every REPORT_EVERY_S elsewhere. Failed tests are named as soon as their part
+ends, and reported in full at the end.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from steps.parts import Part
+from steps.suite_parts import Part
 
-PROCESSORS_MAX = 4  # a part may start an appliance, a browser or a database server of its own
+PROCESSORS_MAX = 4  # each part may start an appliance, a browser or a database server
 POLL_S = 0.1
 REPORT_EVERY_S = 30.0
-END_DEADLINE_S = 30.0  # for a part to stop what it has started
+END_DEADLINE_S = 30.0  # for an interrupted part to stop the processes that it has started
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
 _SUMMARY = re.compile(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", re.MULTILINE)
 _RESULTS = ("failed", "error", "passed", "skipped", "xfailed", "xpassed", "warning")
@@ -35,14 +35,14 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) .*", re.MULTILINE)
 
 
 def processes() -> int:
-    """Return how many parts run at once here: one per processor, up to PROCESSORS_MAX, and one more to use idle time."""
+    """Return the number of parts to run in parallel: one per processor, up to PROCESSORS_MAX, plus one to use idle time."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, PROCESSORS_MAX) + 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a part. `cpu_s` counts its processes and those they waited for, but not a database server."""
+    """The result of a part. `cpu_s` includes its child processes that it waited for, but not a database server."""
 
     part: Part
     status: int
@@ -52,13 +52,13 @@ class Outcome:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many tests passed, failed, …, by pytest's summary, which need not be the last line: libraries print at exit."""
+        """Test counts by result, from pytest's summary. It may not be the last line, because libraries print at exit."""
         summaries = _SUMMARY.findall(self.output)
         return Counter({word: int(number) for number, word in _COUNT.findall(summaries[-1])} if summaries else {})
 
     def line(self) -> str:
-        """The result in one line."""
-        results = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no test was run"
+        """Return the result as one line."""
+        results = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no tests were run"
         if self.status in (0, 1):
             ended = ""
         elif self.status < 0:
@@ -68,18 +68,18 @@ class Outcome:
         return f"{self.part.name}: {results}{ended} ({self.wall_s:.0f} s)"
 
     def failed(self) -> list[str]:
-        """The lines that name what failed."""
+        """Return the lines that name failed tests."""
         return _FAILED.findall(self.output)
 
     def report(self) -> str:
-        """pytest's report of failures, without the dots before it; the whole output if there is no report."""
+        """Return pytest's report of failures, or the whole output if there is no report."""
         begin = _REPORT.search(self.output)
         return self.output[begin.start() :] if begin else self.output
 
 
 @dataclass(frozen=True)
 class Running:
-    """A running part. Its output goes to a file, so that it never blocks on a reader."""
+    """A running part. Its output goes to a file, so that it never blocks on a full pipe."""
 
     part: Part
     process: subprocess.Popen[bytes]
@@ -87,12 +87,12 @@ class Running:
     began_s: float = field(default_factory=time.monotonic)
 
     def percent(self) -> int:
-        """Its progress, by its own count of tests."""
+        """Return the progress that pytest last printed."""
         percents = _PERCENT.findall(self.output.read_text("utf-8", "replace"))
         return int(percents[-1]) if percents else 0
 
     def outcome(self) -> Outcome | None:
-        """Its result, None while it runs."""
+        """Return the result, None while it runs."""
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
         if pid == 0:
             return None
@@ -102,14 +102,14 @@ class Running:
         return Outcome(self.part, self.process.returncode, took_s, usage.ru_utime + usage.ru_stime, output)
 
 
-class SideBySide:
-    """Runs at most `parallel_max` parts at a time. Use as a context manager, at whose end no part still runs."""
+class ParallelTests:
+    """Runs at most `parallel_max` parts at a time. Use as a context manager: no part is running when it exits."""
 
     def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], parallel_max: int) -> None:
         self._command = command
         self._folder = folder
-        # Parts share the processors, so libraries that would use all of them in each process use one. They import the same
-        # sources, as do the hundreds of processes that tests start: so compiled bytecode is kept for the others.
+        # Parts share the processors, so OpenMP is limited to one thread per process. Bytecode is written, because the parts and
+        # the hundreds of processes that tests start import the same modules.
         self._environ = {**({"OMP_NUM_THREADS": "1"} if parallel_max > 1 else {}), **environ}
         self._environ.pop("PYTHONDONTWRITEBYTECODE", None)
         self._parallel_max = parallel_max
@@ -117,8 +117,8 @@ class SideBySide:
         self._running: list[Running] = []
         self._reported_s = self._began_s = time.monotonic()
 
-    def __enter__(self) -> SideBySide:
-        # In a shell's background job SIGINT is ignored; the parts would inherit that, but it is how they are ended.
+    def __enter__(self) -> ParallelTests:
+        # Background jobs of a shell ignore SIGINT, and the parts would inherit that; but SIGINT is used to stop them.
         self._on_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
         return self
 
@@ -126,7 +126,7 @@ class SideBySide:
         self._clear_line()
         for running in self._running:
             with suppress(ProcessLookupError):
-                running.process.send_signal(signal.SIGINT)  # pytest then stops what its fixtures have started
+                running.process.send_signal(signal.SIGINT)  # pytest then finalises its fixtures
         try:
             for running in self._running:
                 with suppress(subprocess.TimeoutExpired):
@@ -139,7 +139,7 @@ class SideBySide:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def run(self, parts: Sequence[Part]) -> list[Outcome]:
-        """Run `parts`, begun in the order given, and return their results in the order in which they ended."""
+        """Run `parts`, started in the given order, and return their results in the order of completion."""
         waiting, outcomes = list(parts), []
         while waiting or self._running:
             while waiting and len(self._running) < self._parallel_max:
@@ -163,7 +163,7 @@ class SideBySide:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that Ctrl-C reaches it only through us, once
+                start_new_session=True,  # so that Ctrl-C reaches it only through us
             )
         return Running(part, process, output)
 
@@ -174,7 +174,7 @@ class SideBySide:
             return
         self._reported_s = now_s
         shares = ", ".join(f"{running.part.name} {running.percent()} %" for running in self._running)
-        line = f"{clock(now_s - self._began_s)}  {shares}; {num_waiting} to come"
+        line = f"{clock(now_s - self._began_s)}  {shares}; {num_waiting} waiting"
         sys.stdout.write(f"\r\x1b[K{line}" if live else f"{line}\n")
         sys.stdout.flush()
 
@@ -189,12 +189,12 @@ class SideBySide:
 
 
 def clock(seconds: float) -> str:
-    """Return minutes and seconds as on a clock."""
+    """Return a duration as MM:SS."""
     return f"{int(seconds) // 60:2d}:{int(seconds) % 60:02d}"
 
 
 def summary(outcomes: Sequence[Outcome], wall_s: float, parallel_max: int) -> str:
-    """Return where the time went, then all failures in full, then one line with the result."""
+    """Return the times of the parts, then all failures in full, then one line with the overall result."""
     longest_first = sorted(outcomes, key=lambda outcome: -outcome.wall_s)
     counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
     lines = ["", f"{'part':20}{'tests':>7}{'wall s':>8}{'CPU s':>8}"]

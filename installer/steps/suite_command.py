@@ -1,4 +1,4 @@
-"""`installer test`: the same environment with the test packages, then the whole suite, or pytest with the given arguments."""
+"""`installer test`: installs the environment with the test packages, then runs the whole suite, or pytest with arguments."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import time
 from collections.abc import Sequence
 
 from steps import environment
-from steps.parts import parts
-from steps.place import REPO, VENV, venv_python
-from steps.side_by_side import SideBySide, processes, summary
+from steps.parallel_tests import ParallelTests, processes, summary
+from steps.paths import REPO, VENV, venv_python
+from steps.suite_parts import suite_parts
 
-# -u and -v (against the -q of pyproject.toml) let the progress of a part be read while it runs. No cache: parts that end at the
-# same time would write the same one.
+# -u and -v (overriding the -q of pyproject.toml) make the progress of a part readable while it runs. No cache, because parallel
+# parts would write the same one.
 _WHOLE_SUITE = ("-u", "-m", "pytest", "-v", "-p", "no:cacheprovider")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Install if needed; then become pytest in the clone's folder, or run the whole suite in parts. Returns its exit status."""
+    """Install if needed; then replace this process by pytest in the clone, or run the whole suite. Returns the exit status."""
     environment.ensure(environment.profile_for("auto"), with_tests=True)
     sys.stdout.flush()
     python = str(venv_python(VENV))
@@ -29,10 +29,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def run_suite(command: Sequence[str]) -> int:
-    """Run every part of the suite with `command`; print times and failures. Return 0 if nothing failed, else 1."""
+    """Run all parts of the suite with `command`, and print times and failures. Returns 0 if nothing failed, else 1."""
     began_s, parallel_max = time.monotonic(), processes()
-    with SideBySide(command, REPO, os.environ, parallel_max) as running:
-        suite = parts(REPO)
+    with ParallelTests(command, REPO, os.environ, parallel_max) as running:
+        suite = suite_parts(REPO)
         print(f"Running the tests in {len(suite)} parts, {parallel_max} at a time ...", flush=True)
         outcomes = running.run(suite)
     print(summary(outcomes, time.monotonic() - began_s, parallel_max), flush=True)
