@@ -146,7 +146,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         self.card.check_alive()
-        stream = stream or self.card.stream
+        stream = stream or torch.cuda.current_stream()  # type: ignore[assignment]
         capture = self.card.capture
         if capture is not None and capture.captures(stream):
             self.graph, self.stream = capture, None

@@ -79,6 +79,7 @@ def replace_torch_cuda(card: Card) -> Iterator[None]:
     with ExitStack() as stack:
         for name, stand_in in cuda_replacements(card).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", lambda *_: card.stream))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _from_python_numbers(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
