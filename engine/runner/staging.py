@@ -20,8 +20,8 @@ STAGED_NUMBERS = 4096
 
 
 def record(event: torch.cuda.Event) -> None:
-    """Record an event behind everything launched so far. `event.record()` would ask `torch.cuda.current_stream`, which takes
-    19 µs in torch 2.11, most of it to read the environment; this takes 3."""
+    """Record an event behind everything launched so far. `event.record()` would ask `torch.cuda.current_stream`, which reads
+    the environment: 10 to 20 µs in torch 2.11, where this takes 3."""
     event.record(torch.accelerator.current_stream())
 
 
