@@ -10,12 +10,14 @@ import argparse
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from typing import NoReturn
 
 from engine.environment import prepare_environment
 from engine.errors import EngineError
@@ -40,7 +42,7 @@ log = logging.getLogger("gatehouse.engine")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one model over one socket until told to stop; returns the exit status."""
+    """Serve one model over one socket until told to stop; returns the exit status. Ends the process where it cannot serve."""
     options = parse_arguments(arguments)
     # The gateway stamps each line with the time when it copies it into its own log.
     logging.basicConfig(stream=sys.stderr, level=options.log_level.upper(), format="%(levelname)s %(name)s %(message)s")
@@ -70,19 +72,23 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         raise
     except EngineError as error:
         log.error("the engine stops: %s", error)
-        return _die(connection, str(error))
+        _die(connection, str(error))
     except Exception as error:
         log.exception("the engine stops because of a bug or a broken device")
-        return _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
+        _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
     finally:
         gc.unfreeze()  # or Triton's bindings complain in forty lines of what is left when the process ends
 
 
-def _die(connection: FrameSocket, reason: str) -> int:
-    """The last frame says why; the exit status is 1."""
-    connection.send(EngineFrame(fatal=reason))
-    connection.drain(DRAIN_TIMEOUT_S)
-    return 1
+def _die(connection: FrameSocket, reason: str) -> NoReturn:
+    """The last frame says why; the exit status is 1. Nothing is freed: on a GPU that is lost, torch (2.11) aborts the process
+    as soon as Python frees page-locked memory."""
+    try:
+        connection.send(EngineFrame(fatal=reason))
+        connection.drain(DRAIN_TIMEOUT_S)
+    finally:
+        logging.shutdown()
+        os._exit(1)
 
 
 class LoadReport:

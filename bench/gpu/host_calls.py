@@ -21,6 +21,7 @@ from bench.gpu.context import Context
 from bench.gpu.rows import Row
 from bench.gpu.targets import HOST_CALLS
 from bench.gpu.timing import synchronize
+from engine.runner.staging import record
 
 SAMPLES = 9
 BUSY_S = 0.004
@@ -70,7 +71,7 @@ def _calls(context: Context, launch: Call) -> dict[str, Call]:
         with torch.cuda.graph(graph):
             for _ in range(GRAPH_KERNELS):
                 tokens.add_(1)
-        calls |= {"event": event.record, "wait for what is over": past_event.synchronize, GRAPH: graph.replay}
+        calls |= {"event": partial(record, event), "wait for what is over": past_event.synchronize, GRAPH: graph.replay}
     return calls
 
 

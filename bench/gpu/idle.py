@@ -35,6 +35,7 @@ from unittest import mock
 import torch
 
 from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
+from engine.runner.staging import record
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 OVERLAP_MAX = 0.01
@@ -89,7 +90,7 @@ def _mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return 1000 * time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    record(event)
     return event
 
 

@@ -15,8 +15,9 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from bench.gpu import requirements
 from bench.gpu.plan import BY_NAME
@@ -75,8 +76,7 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     faulthandler.cancel_dump_traceback_later()
     write({"done": options.names})
-    logging.shutdown()
-    os._exit(0)  # an orderly exit waits for libraries, their compilers included, and costs the run ten seconds
+    _exit(0)  # an orderly exit waits for libraries, their compilers included, and costs the run ten seconds
 
 
 def _lower_priority(names: Sequence[str]) -> None:
@@ -126,6 +126,26 @@ def _reserve_stdout() -> TextIO:
     return rows_out
 
 
+def run_and_exit() -> NoReturn:
+    """Run `main` and end the process at once, also by an error: on a card that is lost, torch (2.11) aborts the process as soon
+    as Python frees page-locked memory, so that its stack traces would replace what the part has to say."""
+    try:
+        main()
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        _exit(1 if isinstance(error.code, str) else error.code or 0)
+    except BaseException:  # noqa: BLE001 - printed, and the process ends
+        traceback.print_exc()
+        _exit(1)
+    _exit(0)
+
+
+def _exit(status: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     end_with_parent()  # a run that is killed leaves no process on the card: the next run needs its memory and time
-    main()
+    run_and_exit()

@@ -4,8 +4,8 @@ function.
 A replayed graph costs the host one call, however many kernels it launches. A graph is captured by `make_ready`: at warm-up, or
 right before a step without one, and where that step can be computed in another way only if the capture is worth it (`admits`).
 All graphs share one memory pool, because only one runs at a time. The function runs once before it is captured, so that kernels
-are compiled and libraries have their workspaces; the caller makes sure that this run changes nothing. A capture that failed is
-not tried again, because it would fail at every step: asking for its key raises at once.
+are compiled and libraries initialised; the caller makes sure that this run changes nothing. A capture that failed is not tried
+again, because it would fail at every step: asking for its key raises at once.
 """
 
 from __future__ import annotations
@@ -130,19 +130,14 @@ class CudaGraphs:
             self._graphs, self._eviction, self._failed = before
 
     def _warm_up_and_capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        current = torch.cuda.current_stream(self._device)
-        self._capture_stream.wait_stream(current)
+        function()  # on the stream of the steps, whose memory it takes: memory of another stream would be kept for that alone
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(self._capture_stream):
-                function()
-                before = driver_bytes(self._device)
-                with _gc_disabled():
-                    self._capture(graph, function)
-                self._driver_bytes += driver_bytes(self._device) - before
-                self._num_captured += 1
-        finally:
-            current.wait_stream(self._capture_stream)  # also for what was run before a capture that failed
+        with torch.cuda.stream(self._capture_stream):
+            before = driver_bytes(self._device)
+            with _gc_disabled():
+                self._capture(graph, function)
+            self._driver_bytes += driver_bytes(self._device) - before
+            self._num_captured += 1
         return graph
 
     def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:

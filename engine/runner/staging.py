@@ -19,6 +19,12 @@ DEPTH = 4
 STAGED_NUMBERS = 4096
 
 
+def record(event: torch.cuda.Event) -> None:
+    """Record an event behind everything launched so far. `event.record()` would ask `torch.cuda.current_stream`, which reads
+    the environment: 10 to 20 µs in torch 2.11, where this takes 3."""
+    event.record(torch.accelerator.current_stream())
+
+
 class PinnedBuffer:
     """Page-locked integers, and the event behind the copy that uses them. Both are made once: the driver makes them."""
 
@@ -66,7 +72,7 @@ class Staging:
         if host_values.ndim > 1:
             pinned = pinned.view(host_values.shape)
         sent = pinned.to(self._device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
-        buffer.event.record()
+        record(buffer.event)
         return sent
 
     def _next_buffer(self, size: int) -> PinnedBuffer:

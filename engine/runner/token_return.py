@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from engine.environment import num_cores
-from engine.runner.staging import DEPTH
+from engine.runner.staging import DEPTH, record
 from engine.switches import BUSY_WAIT, is_on
 from kernels import ops
 
@@ -176,7 +176,7 @@ class TokenReturn:
             columns = self._columns[index, : sent.numel()].view(sent.shape)
             columns.copy_(sent, non_blocking=True)
         event = self._events[index]
-        event.record()
+        record(event)
         return CudaFetch(event, self._buffers[index], self._num_steps, len(tokens), columns, has_inputs=inputs is not None)
 
     def fetch_end(self) -> Fetch:
@@ -185,7 +185,7 @@ class TokenReturn:
         if self._ends is None:
             return ImmediateFetch([])
         event = next(self._ends)
-        event.record()
+        record(event)
         return CudaFetch(event, self._buffers[0], self._num_steps, 0)
 
     def mark_unfetched(self) -> None:

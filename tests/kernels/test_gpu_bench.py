@@ -314,6 +314,31 @@ def test_a_part_tells_where_it_stands_and_its_watchdog_does_if_it_hangs(name: st
     assert 'File "<string>"' in where
 
 
+LOSES_DEVICE = """
+import os, sys, types
+from bench.gpu import part, plan
+class PageLockedMemory:
+    def __del__(self):
+        os.abort()  # as torch's, where the device is lost
+def breaks(context):
+    kept = PageLockedMemory()
+    raise SystemExit("the device is broken since then")
+sys.modules["loses_device"] = types.SimpleNamespace(breaks=breaks)
+plan.BY_NAME["breaks"] = plan.Part("breaks", "checks", "loses_device", "breaks", 1, 1, "checks")
+sys.argv = ["part", "breaks", "--rehearse"]
+part.run_and_exit()
+"""
+
+
+def test_a_part_that_loses_the_device_says_so_last_and_is_not_aborted() -> None:
+    start = json.dumps({"facts": {}, "until_s": time.monotonic() + STANDS_STILL_S}) + "\n"
+    ended = subprocess.run(
+        [sys.executable, "-c", LOSES_DEVICE], cwd=REPO, input=start, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "the device is broken since then"
+
+
 def test_what_went_wrong_stands_behind_the_table() -> None:
     rows = [Row(name="numbers: rms norm", error="RuntimeError: boom"), Row(name="numbers: embedding", value=1.0)]
     parts = [{"part": "check rows", "targets": ["checks"], "error": "exit status 1: boom", "log": "first\nlast words\n"}]

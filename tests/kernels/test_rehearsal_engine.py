@@ -118,6 +118,17 @@ def test_a_step_that_decodes_waits_for_the_tokens_of_the_one_before_and_for_noth
     assert card.num_replays == replays + 5
 
 
+def test_a_step_does_not_ask_for_the_current_stream_in_the_slow_way(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.current_stream` takes a tenth of the host's time of a step, and an event without a stream asks it."""
+    with rehearsal(), replace_triton_operations():
+        engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})
+        steps_with(engine, temperature=1.0)
+        monkeypatch.setattr(torch.cuda, "current_stream", None)
+        engine.submit(generation_request("joins", [3, 4, 5, 6], max_tokens=3))
+        assert all(event.error is None for event in run_to_end(engine, [])["joins"])
+        assert engine.status().fallback_steps_total == 0
+
+
 def test_requests_that_come_and_go_make_nobody_wait_for_values_or_for_pageable_memory(llama: Path) -> None:
     with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})

@@ -215,6 +215,14 @@ def test_graphs_that_are_set_aside_are_captured_anew_and_back_afterwards() -> No
         assert card.num_captures == 2
 
 
+def test_what_runs_before_a_capture_takes_its_memory_from_the_stream_of_the_steps() -> None:
+    with rehearsal() as card:
+        graphs, streams = CudaGraphs(DEVICE, max_graphs=1), []
+        graphs.make_ready(1, lambda: streams.append(card.stream))
+        assert streams[0] is card.stream
+        assert streams[1] is not card.stream, "no capture on the default stream"
+
+
 def test_work_behind_a_failed_capture_waits_for_what_was_run_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: Graph, **_: Any) -> None:
         raise RuntimeError("no capture here")

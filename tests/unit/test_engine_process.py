@@ -213,3 +213,29 @@ def test_an_engine_that_ends_closes_its_socket(tmp_path: Path) -> None:
     assert engine.returncode == 1
     assert "the engine stops" in engine.stderr
     assert "ResourceWarning" not in engine.stderr
+
+
+ABORTS_AT_ITS_END = """
+import os, sys, types
+from engine import main
+from engine.errors import EngineBroken
+class Engine:
+    info = types.SimpleNamespace(model="m", kernels="k", num_kv_blocks=1)
+    def __del__(self):
+        os.abort()  # as torch does with page-locked memory, where the device is lost
+    def status(self):
+        raise EngineBroken("the device is lost")
+main.build_engine = lambda *_, **__: Engine()
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_after_a_failure_nothing_is_freed_that_might_abort_the_process(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", ABORTS_AT_ITS_END, "--fd", str(theirs.fileno()), "--options", json.dumps({"model": "x"})]
+    with ours, theirs:
+        engine = subprocess.run(
+            command, cwd=forked_processes.REPOSITORY, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False
+        )
+    assert engine.returncode == 1
+    assert "the engine stops: the device is lost" in engine.stderr

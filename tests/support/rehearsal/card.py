@@ -146,12 +146,12 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         self.card.check_alive()
-        stream = stream or self.card.stream
+        used: Stream = stream or torch.cuda.current_stream()  # type: ignore[assignment]
         capture = self.card.capture
-        if capture is not None and capture.captures(stream):
+        if capture is not None and capture.captures(used):
             self.graph, self.stream = capture, None
         else:
-            self.graph, self.stream, self.position = None, stream, stream.launched
+            self.graph, self.stream, self.position = None, used, used.launched
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.card.stream).wait_event(self)

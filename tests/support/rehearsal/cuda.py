@@ -76,9 +76,14 @@ def cuda_replacements(card: Card) -> dict[str, Any]:
 @contextmanager
 def replace_torch_cuda(card: Card) -> Iterator[None]:
     """Let torch use the card, also for tensors made from Python numbers."""
+
+    def current_stream(*_: object) -> Stream:
+        return card.stream
+
     with ExitStack() as stack:
         for name, stand_in in cuda_replacements(card).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", current_stream))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _from_python_numbers(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
