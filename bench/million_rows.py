@@ -38,7 +38,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.serving.services import Services
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import session_cookie_name
 from bench.million_rows_questions import Filled, questions, walks
 from bench.rows import argument_parser, publish, row_header
@@ -56,11 +56,11 @@ async def fill(services: Services, count: int, keys: int) -> Filled:
     """Write `count` events and their requests, of tenants with `keys` keys each."""
     owners = []
     for number in range(TENANTS):
-        tenant = await services.tenants.create(name=f"tenant {number}", access=WHOLE_BOX)
+        tenant = await services.tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)
         for _ in range(keys):
-            key, _secret = await services.keys.create(tenant.id, name="key", access=WHOLE_BOX)
+            key, _secret = await services.keys.create(tenant.id, name="key", access=WHOLE_APPLIANCE)
             owners.append((tenant.id, key.id))
-    quiet = await services.tenants.create(name="a tenant that used nothing", access=WHOLE_BOX)
+    quiet = await services.tenants.create(name="a tenant that used nothing", access=WHOLE_APPLIANCE)
     prices = {}
     for model in MODELS:
         price = await services.prices.add(model=model, currency="EUR", prompt=150_000, cached_prompt=15_000, completion=600_000)

@@ -28,7 +28,7 @@ from appliance.base.data_folder import CONTROL_FILE, LOCK_FILE
 from appliance.base.setting_values import Network
 from appliance.base.settings import Settings, local_url
 from appliance.serving.generations import Generations
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 
 BACKLOG = 2048
 CLOSE_TIMEOUT_S = 2
@@ -69,7 +69,7 @@ class HttpServer:
 
 
 async def _drain(generations: Generations, signals: _StopSignals, timeout_s: float) -> None:
-    log.info("draining", requests=len(generations.live(access=WHOLE_BOX)), timeout_s=timeout_s)
+    log.info("draining", requests=len(generations.live(access=WHOLE_APPLIANCE)), timeout_s=timeout_s)
     draining = asyncio.ensure_future(generations.drain(timeout_s))
     second_signal = asyncio.ensure_future(signals.second.wait())
     await asyncio.wait({draining, second_signal}, return_when=asyncio.FIRST_COMPLETED)

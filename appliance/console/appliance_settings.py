@@ -21,7 +21,7 @@ from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX
 TIER_FIELDS = {tier: f"wait_{tier}" for tier in TIERS}
 
 
-@get("/settings", guards=[needs(Action.READ_BOX)])
+@get("/settings", guards=[needs(Action.READ_APPLIANCE)])
 async def show_settings(context: ContextDependency) -> Html:
     """The settings of the appliance that can change while it runs."""
     return await _page(context)

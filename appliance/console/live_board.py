@@ -17,7 +17,7 @@ from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.tenant_names import tenant_names
 from appliance.console.totals import Totals, totals_today
 from appliance.telemetry.gpu import NO_GPU, GpuReading
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -123,9 +123,9 @@ class LiveBoard:
         if self._read_at_s is not None and now_s - self._read_at_s < LEDGER_REFRESH_S:
             return
         self._read_at_s = now_s
-        self._totals = await totals_today(self._services, access=WHOLE_BOX)
-        page = await self._services.past_requests.page(RECENT_ROWS, access=WHOLE_BOX)
-        names = await tenant_names(self._services, WHOLE_BOX)
+        self._totals = await totals_today(self._services, access=WHOLE_APPLIANCE)
+        page = await self._services.past_requests.page(RECENT_ROWS, access=WHOLE_APPLIANCE)
+        names = await tenant_names(self._services, WHOLE_APPLIANCE)
         self._recent = [past_line(row, names) for row in page.data]
 
 

@@ -34,7 +34,7 @@ async def live_stream(context: ContextDependency, view: FromQuery[str] = "overvi
     if view not in VIEWS:
         raise InvalidValue(f"view must be one of {', '.join(VIEWS)}", param="view")
     if view == "overview":
-        context.access.require(Action.READ_BOX)
+        context.access.require(Action.READ_APPLIANCE)
     member_id = context.session.member.id
     _check_stream_count(context.console, member_id)
     frames = _frames(context.console, view, token=session_token(context.request, context.services) or "")
@@ -80,7 +80,7 @@ async def _frames(console: Console, view: str, *, token: str) -> AsyncGenerator[
             if count % SESSION_CHECK_TICKS == 0:
                 session = await console.services.sessions.resolve(token)
                 access = None if session is None else await resolve_access(console.services, session)
-            if access is None or (view == "overview" and not access.may(Action.READ_BOX)):
+            if access is None or (view == "overview" and not access.may(Action.READ_APPLIANCE)):
                 yield format_event("signed-out", "sign in again")
                 return
             count += 1

@@ -44,7 +44,7 @@ CONFIRMATIONS = {
 }
 
 
-@get("/members", guards=[needs(Action.READ_BOX)])
+@get("/members", guards=[needs(Action.READ_APPLIANCE)])
 async def list_members(context: ContextDependency) -> Html:
     """All members with their roles, second factor and last activity."""
     services, access = context.services, context.access

@@ -13,7 +13,7 @@ from appliance.tenancy.roles import Action
 @get("/")
 async def show_overview(context: ContextDependency) -> Html:
     """The overview; members without a role on the appliance are redirected to their tenants."""
-    if not context.access.may(Action.READ_BOX):
+    if not context.access.may(Action.READ_APPLIANCE):
         return context.redirect("/tenants")
     view = await context.console.board.overview()
     return context.page("pages/overview.html", view=view, **context.console.example())
@@ -21,6 +21,6 @@ async def show_overview(context: ContextDependency) -> Html:
 
 async def overview_fragment(console: Console, access: Access) -> str:
     """Render the live part of the page, which is the same for every role on the appliance."""
-    access.require(Action.READ_BOX)
+    access.require(Action.READ_APPLIANCE)
     view = await console.board.overview()
     return console.pages.fragment("fragments/overview.html", view=view, **console.example())

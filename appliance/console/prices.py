@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejected_draft", "effective_from", "batch_percent")
 
 
-@get("/prices", guards=[needs(Action.READ_BOX)])
+@get("/prices", guards=[needs(Action.READ_APPLIANCE)])
 async def list_prices(context: ContextDependency) -> Html:
     """All prices, grouped by model and currency: future, current and past."""
     services = context.services

@@ -19,17 +19,17 @@ class Section:
 
 
 SECTIONS = (
-    Section("/", "Overview", "overview", (Action.READ_BOX,)),
+    Section("/", "Overview", "overview", (Action.READ_APPLIANCE,)),
     Section("/requests", "Requests", "requests", (Action.READ,)),
     Section("/tenants", "Tenants", "tenants", (Action.READ,)),
     Section("/keys", "Keys", "keys", (Action.READ,)),
     Section("/usage", "Usage", "usage", (Action.READ,)),
     Section("/invoices", "Invoices", "invoices", (Action.INVOICES,)),
-    Section("/prices", "Prices", "prices", (Action.READ_BOX,)),
-    Section("/members", "Members", "members", (Action.READ_BOX,)),
-    Section("/alerts", "Alerts", "alerts", (Action.READ_BOX, Action.WEBHOOKS)),
+    Section("/prices", "Prices", "prices", (Action.READ_APPLIANCE,)),
+    Section("/members", "Members", "members", (Action.READ_APPLIANCE,)),
+    Section("/alerts", "Alerts", "alerts", (Action.READ_APPLIANCE, Action.WEBHOOKS)),
     Section("/audit", "Audit", "audit", (Action.AUDIT,)),
-    Section("/settings", "Settings", "settings", (Action.READ_BOX,)),
+    Section("/settings", "Settings", "settings", (Action.READ_APPLIANCE,)),
 )
 
 

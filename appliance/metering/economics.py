@@ -1,4 +1,4 @@
-"""What a million tokens cost on this box, and from what usage on it is cheaper than hosted prices. Pure integers; no I/O.
+"""What a million tokens cost on this server, and from what usage on it is cheaper than hosted prices. Pure integers; no I/O.
 
 Each figure names its source: entered by the operator, read from the GPU, measured from usage, or computed from others. A month
 is 730 hours (8760 / 12). Amounts are micro-units of one currency; an unknown figure is None, never an estimate.
@@ -45,8 +45,8 @@ class HostedPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Costs of the box as entered by the operator. `cost_micros` is spread evenly over `months`. `power_w` is the draw of the
-    whole box; if None, it is what the GPUs report plus `other_power_w` (processor, fans, loss of the power supply).
+    """Costs of the server as entered by the operator. `cost_micros` is spread evenly over `months`. `power_w` is its total
+    draw; if None, it is what the GPUs report plus `other_power_w` (processor, fans, loss of the power supply).
 
     Raises InvalidValue naming the field.
     """
@@ -78,7 +78,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The usage of the box in the MEASURED_DAYS before `end`. `busy_hour_tokens`: prompt and completion in the busiest hour."""
+    """Usage of the server in the MEASURED_DAYS before `end`. `busy_hour_tokens`: prompt and completion in the busiest hour."""
 
     start: datetime
     end: datetime
@@ -106,10 +106,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """This box against one hosted price, at the measured mix of tokens.
+    """This server against one hosted price, at the measured mix of tokens.
 
     `share_basis_points`: the break-even tokens as a share of a whole month at the rate of the busiest hour; above 10,000 it is
-    more than the box has been seen to do. `saved_month_micros`: at the measured usage.
+    more than the server has been seen to do. `saved_month_micros`: at the measured usage.
     """
 
     name: str
@@ -224,7 +224,7 @@ def _break_even(
         + measured.completion_tokens * price.completion
     )
     per_million = divide_half_up(picos, measured.tokens) if measured.tokens > 0 else None
-    # The tokens per month at which the hosted cost reaches the total cost, rounded up: with one fewer, this box costs more.
+    # The tokens per month at which the hosted cost reaches the total cost, rounded up: with one fewer, this server costs more.
     needed = -(-total * MILLION * measured.tokens // picos) if total is not None and picos > 0 else None
     hosted_month = divide_half_up(picos * HOURS_PER_MONTH, MEASURED_HOURS * MILLION)
     return BreakEven(

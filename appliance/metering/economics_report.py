@@ -17,7 +17,7 @@ from appliance.metering.economics import (
     hardware_from_record,
 )
 from appliance.metering.usage import UsageReports
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 
 
 class EconomicsReport:
@@ -48,7 +48,7 @@ class EconomicsReport:
         """Return the usage of the last MEASURED_DAYS up to the last full hour, from stored sums, not from events."""
         end = self._clock.now().replace(minute=0, second=0, microsecond=0)
         start = end - timedelta(days=MEASURED_DAYS)
-        rows = await self._reports.usage(start, end, "hour", access=WHOLE_BOX)
+        rows = await self._reports.usage(start, end, "hour", access=WHOLE_APPLIANCE)
         by_hour: Counter[datetime] = Counter()
         for row in rows:
             by_hour[row.start] += row.prompt_tokens + row.completion_tokens

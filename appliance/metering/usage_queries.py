@@ -7,7 +7,7 @@ of the previous page to its own last row, however many rows precede or follow it
     grouped by all columns             the rollups are the rows: the first ones after the row key, and no more
     grouped by some, or few in filter  the first row keys by the columns that both begin with, then only the sums of those
 
-A report by neither tenant nor key reads the rollups of the box, which have a row per model.
+A report by neither tenant nor key reads the rollups of the appliance, which have a row per model.
 """
 
 from __future__ import annotations

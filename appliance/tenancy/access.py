@@ -110,7 +110,7 @@ class Access:
         return not_allowed(role, action)
 
 
-WHOLE_BOX = Access(role=Role.OWNER, actor=SYSTEM)
+WHOLE_APPLIANCE = Access(role=Role.OWNER, actor=SYSTEM)
 """Full access to the whole appliance, for its own background work."""
 
 

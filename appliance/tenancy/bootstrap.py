@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.first_login import PendingLogin, read_pending, write_pending
 from appliance.tenancy.keys import Keys
@@ -49,9 +49,9 @@ async def bootstrap(
     if has_members and unshown is None:
         return None
     password = None if settings.admin_password else new_password()
-    tenant = await tenants.find(FIRST_TENANT, access=WHOLE_BOX)
-    tenant = tenant or await tenants.create(name=FIRST_TENANT, access=WHOLE_BOX)
-    key, api_key = await keys.create(tenant.id, name=FIRST_KEY, access=WHOLE_BOX)
+    tenant = await tenants.find(FIRST_TENANT, access=WHOLE_APPLIANCE)
+    tenant = tenant or await tenants.create(name=FIRST_TENANT, access=WHOLE_APPLIANCE)
+    key, api_key = await keys.create(tenant.id, name=FIRST_KEY, access=WHOLE_APPLIANCE)
     token_id, admin_token = await _first_token(settings, tokens)
     email = unshown.email if has_members and unshown is not None else settings.admin_email or FIRST_EMAIL
     write_pending(settings.data_dir, PendingLogin(email=email, key_id=key.id, token_id=token_id))
@@ -73,7 +73,7 @@ async def _revoke_unshown(settings: Settings, tokens: AdminTokens, keys: Keys) -
     if pending is None:
         return None
     try:
-        await keys.revoke(pending.key_id, access=WHOLE_BOX)
+        await keys.revoke(pending.key_id, access=WHOLE_APPLIANCE)
     except NotFound:
         return None  # the pending login belongs to another database that this data folder was used with
     if pending.token_id is not None:

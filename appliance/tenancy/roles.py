@@ -44,7 +44,7 @@ class Action(StrEnum):
     """Change who belongs to a tenant, and with which role."""
     WEBHOOKS = "webhooks"
     """Change where alerts about a tenant go."""
-    READ_BOX = "read_box"
+    READ_APPLIANCE = "read_box"
     """Read what belongs to no tenant: machine, engines, prices, tiers, model limits, server costs."""
     WRITE = "write"
     """Change tenants and their limits, tiers, model limits, engines."""
@@ -62,13 +62,13 @@ ACTION_PHRASES = {
     Action.ABORT: "abort requests",
     Action.TENANT_MEMBERS: "change who belongs to a tenant",
     Action.WEBHOOKS: "change where alerts go",
-    Action.READ_BOX: "read what belongs to the whole appliance",
+    Action.READ_APPLIANCE: "read what belongs to the whole appliance",
     Action.WRITE: "change tenants, limits and engines",
     Action.BILLING: "change prices, corrections and invoices",
     Action.MEMBERS: "change members, tokens and sessions",
 }
 """Phrases that complete the error message "the role … may not …"."""
-_READS = frozenset({Action.READ, Action.INVOICES, Action.AUDIT, Action.READ_BOX})
+_READS = frozenset({Action.READ, Action.INVOICES, Action.AUDIT, Action.READ_APPLIANCE})
 _TENANT_WRITES = frozenset({Action.KEYS, Action.ABORT, Action.TENANT_MEMBERS, Action.WEBHOOKS})
 
 ALLOWED: dict[Role, frozenset[Action]] = {

@@ -13,7 +13,7 @@ from playwright.async_api import Page, expect
 
 from appliance.metering.economics import Hardware, HostedPrice
 from appliance.metering.invoicing.seller import Seller
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.browser.conftest import Site
 from tests.support.cast import Person
@@ -35,10 +35,12 @@ LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the
 async def pages(site: Site) -> list[str]:
     """Return the paths of every page, with something to show on each."""
     box = site.box
-    tenant = await box.services.tenants.create(name=LONG_NAME, access=WHOLE_BOX)
-    key, secret = await box.services.keys.create(tenant.id, name="a key with quite a long name for a program", access=WHOLE_BOX)
+    tenant = await box.services.tenants.create(name=LONG_NAME, access=WHOLE_APPLIANCE)
+    key, secret = await box.services.keys.create(
+        tenant.id, name="a key with quite a long name for a program", access=WHOLE_APPLIANCE
+    )
     await box.services.tenants.update(
-        tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}), access=WHOLE_BOX
+        tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}), access=WHOLE_APPLIANCE
     )
     person = Person(tenant=tenant, key=key, secret=secret)
     entry = pending(person, batch=True)
@@ -49,8 +51,8 @@ async def pages(site: Site) -> list[str]:
     box.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
     await box.services.sampler.sample()
     address = "https://hooks.example.com/services/a-long-path-of-a-program-that-hears-of-budgets"
-    webhook, _ = await box.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_BOX)
-    await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
+    webhook, _ = await box.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_APPLIANCE)
+    await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
     await box.services.members.create("somebody-with-quite-a-long-address@engineering.example.com", "a password of tests")
     await box.services.box_records.put("seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record())
     hosted = (HostedPrice(name=LONG_NAME, prompt=1, completion=2),)
@@ -122,7 +124,7 @@ async def test_no_figure_of_a_tenant_is_broken_on_a_telephone(site: Site, width:
     await services.ledger.open(entry)
     await services.ledger.settle(posted(entry.request_id))
     limits = {"tokens_per_minute": 1_500_000, "monthly_budget": 5_000_000}
-    await services.tenants.update(bob.tenant.id, TenantChanges(limits=limits), access=WHOLE_BOX)
+    await services.tenants.update(bob.tenant.id, TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
     page = await site.alice(viewport={"width": width, "height": 800})
     await page.goto("/tenants?q=bob")
     heights = await page.locator(".rows td.num").evaluate_all("cells => cells.map(cell => cell.clientHeight)")

@@ -9,7 +9,7 @@ from playwright.async_api import Dialog, expect
 from sqlalchemy import update
 
 from appliance.base.tables import outbox
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.browser.conftest import Site
 from tests.support.factories import pending, posted
 
@@ -250,7 +250,7 @@ async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Si
 async def test_the_page_of_an_alert_target_follows_a_test_until_it_is_delivered(site: Site) -> None:
     box = site.box
     webhook, _ = await box.services.alerts.webhooks.create(
-        kind="webhook", target="https://hooks.example.com/x", tenant_id=None, events=None, access=WHOLE_BOX
+        kind="webhook", target="https://hooks.example.com/x", tenant_id=None, events=None, access=WHOLE_APPLIANCE
     )
     page = await site.alice()
     await page.goto(f"/alerts/{webhook.id}")

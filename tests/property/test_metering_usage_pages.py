@@ -21,7 +21,7 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.usage import BUCKETS, GROUPS, UsageFilter, UsageReports, UsageRow
 from appliance.metering.usage_segments import bucket_start
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.pages import encode_cursor
 from tests.support.cast import PEPPER, Cast, make_person
@@ -126,7 +126,7 @@ async def story(request: pytest.FixtureRequest, database: Database, clock: FakeC
     dora = await make_person(database, clock, "dora")
     owners = [(person.tenant.id, person.key.id) for person in (cast.bob, cast.charlie, dora)]
     for number in range(3):
-        key, _secret = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_BOX)
+        key, _secret = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_APPLIANCE)
         owners.append((cast.bob.tenant.id, key.id))
     made = Story(database=database, cast=cast, chance=random.Random(11), middle=request.param, owners=owners)
     await made.write(EVENTS)
@@ -169,7 +169,7 @@ async def walked(story: Story, question: dict[str, Any], limit: int) -> list[Usa
     rows: list[UsageRow] = []
     cursor = None
     while True:
-        page = await story.reports.usage_page(**question, limit=limit, cursor=cursor, access=WHOLE_BOX)
+        page = await story.reports.usage_page(**question, limit=limit, cursor=cursor, access=WHOLE_APPLIANCE)
         rows += page.data
         assert len(page.data) == limit or not page.has_more
         assert page.has_more == (page.next_cursor is not None)
@@ -183,10 +183,10 @@ async def test_pages_joined_together_are_the_whole_report(story: Story) -> None:
     lengths = []
     for _ in range(QUESTIONS):
         question, limit = story.question(), story.chance.choice([1, 2, 3, 7, 50, 1000])
-        whole = await story.reports.usage(**question, access=WHOLE_BOX)
+        whole = await story.reports.usage(**question, access=WHOLE_APPLIANCE)
         assert {place_of(row): counts_of(row) for row in whole} == plain(events, story.calendar, question), question
         assert await walked(story, question, limit) == whole, (question, limit)
-        assert await story.reports.usage(**question, rows_max=limit, access=WHOLE_BOX) == whole[:limit], question
+        assert await story.reports.usage(**question, rows_max=limit, access=WHOLE_APPLIANCE) == whole[:limit], question
         lengths.append(len(whole))
     assert max(lengths) > 100
     assert 0 in lengths
@@ -195,12 +195,12 @@ async def test_pages_joined_together_are_the_whole_report(story: Story) -> None:
 async def test_what_is_settled_between_two_pages_doubles_and_loses_no_row(story: Story) -> None:
     for _ in range(QUESTIONS // 6):
         question, limit = story.question(), story.chance.choice([3, 7, 20])
-        before = {place_of(row) for row in await story.reports.usage(**question, access=WHOLE_BOX)}
+        before = {place_of(row) for row in await story.reports.usage(**question, access=WHOLE_APPLIANCE)}
         shown: list[Place] = []
         cursor = None
         while True:
-            whole = await story.reports.usage(**question, access=WHOLE_BOX)
-            page = await story.reports.usage_page(**question, limit=limit, cursor=cursor, access=WHOLE_BOX)
+            whole = await story.reports.usage(**question, access=WHOLE_APPLIANCE)
+            page = await story.reports.usage_page(**question, limit=limit, cursor=cursor, access=WHOLE_APPLIANCE)
             # Each row is what the report says at the moment of its page, and they go on without a gap.
             begin = whole.index(page.data[0]) if page.data else len(whole)
             assert page.data == whole[begin : begin + limit]
@@ -217,20 +217,20 @@ async def test_what_is_settled_between_two_pages_doubles_and_loses_no_row(story:
 async def test_a_cursor_goes_on_in_the_period_of_its_report(story: Story) -> None:
     day = timedelta(days=1)
     report: dict[str, Any] = {"bucket": "minute", "group_by": ["key"], "limit": 10}
-    whole = await story.reports.usage(story.middle - day, story.middle + day, "minute", ["key"], access=WHOLE_BOX)
-    first = await story.reports.usage_page(story.middle - day, story.middle + day, **report, access=WHOLE_BOX)
+    whole = await story.reports.usage(story.middle - day, story.middle + day, "minute", ["key"], access=WHOLE_APPLIANCE)
+    first = await story.reports.usage_page(story.middle - day, story.middle + day, **report, access=WHOLE_APPLIANCE)
     second = await story.reports.usage_page(
-        story.middle, story.middle + 2 * day, **report, cursor=first.next_cursor, access=WHOLE_BOX
+        story.middle, story.middle + 2 * day, **report, cursor=first.next_cursor, access=WHOLE_APPLIANCE
     )
     assert first.data + second.data == whole[:20]
 
 
 async def test_a_cursor_of_another_report_is_refused(story: Story) -> None:
     period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
-    page = await story.reports.usage_page(*period, "hour", ["tenant"], limit=1, access=WHOLE_BOX)
+    page = await story.reports.usage_page(*period, "hour", ["tenant"], limit=1, access=WHOLE_APPLIANCE)
     for bucket, groups in (("minute", ["tenant"]), ("hour", ["model"]), ("hour", ["tenant", "model"]), ("hour", [])):
         with pytest.raises(InvalidValue) as refused:
-            await story.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor, access=WHOLE_BOX)
+            await story.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor, access=WHOLE_APPLIANCE)
         assert refused.value.param == "cursor"
 
 
@@ -239,10 +239,10 @@ async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
     tenant_id, key_id = story.owners[0]
     asked = [UsageFilter(), UsageFilter(tenant_ids=[tenant_id]), UsageFilter(key_ids=[key_id]), UsageFilter(models=MODELS[:2])]
     for question in asked:
-        page = await story.reports.usage_page(*period, "hour", ["key"], question, limit=1, access=WHOLE_BOX)
+        page = await story.reports.usage_page(*period, "hour", ["key"], question, limit=1, access=WHOLE_APPLIANCE)
         for other in asked:
             again = story.reports.usage_page(
-                *period, "hour", ["key"], other, limit=1, cursor=page.next_cursor, access=WHOLE_BOX
+                *period, "hour", ["key"], other, limit=1, cursor=page.next_cursor, access=WHOLE_APPLIANCE
             )
             if other == question:
                 assert (await again).data
@@ -254,14 +254,14 @@ async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
 
 async def test_a_cursor_is_blamed_for_a_period_that_is_none(story: Story) -> None:
     period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
-    cursor = (await story.reports.usage_page(*period, "hour", limit=1, access=WHOLE_BOX)).next_cursor
+    cursor = (await story.reports.usage_page(*period, "hour", limit=1, access=WHOLE_APPLIANCE)).next_cursor
     assert cursor is not None
     padded = cursor + "=" * (-len(cursor) % 4)
     name, start, end, *place = json.loads(base64.urlsafe_b64decode(padded))
     for reversed_or_empty in ([end, start], [start, start]):
         forged = encode_cursor(name, [*reversed_or_empty, *place])
         with pytest.raises(InvalidValue) as refused:
-            await story.reports.usage_page(*period, "hour", limit=1, cursor=forged, access=WHOLE_BOX)
+            await story.reports.usage_page(*period, "hour", limit=1, cursor=forged, access=WHOLE_APPLIANCE)
         assert refused.value.param == "cursor"
 
 

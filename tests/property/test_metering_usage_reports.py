@@ -21,7 +21,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.usage import GROUPS, UsageFilter, UsageReports
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.pages import Page
 from appliance.tenancy.roles import Role, TenantRole
@@ -38,7 +38,7 @@ EDGES_US = (0, 1, 59_999_999, 60_000_000, 3_599_999_999, 3_600_000_000, 43_199_9
 async def events(database: Database, clock: FakeClock, cast: Cast) -> list[UsageEvent]:
     """300 events over two days, some at the very edges of buckets, some of them not to be counted."""
     chance = random.Random(7)
-    second_key, _secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="second", access=WHOLE_BOX)
+    second_key, _secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="second", access=WHOLE_APPLIANCE)
     owners = [(cast.bob.tenant.id, cast.bob.key.id), (cast.bob.tenant.id, second_key.id)]
     owners.append((cast.charlie.tenant.id, cast.charlie.key.id))
     rows = []
@@ -95,7 +95,7 @@ async def test_every_bucket_and_grouping_equals_the_plain_sum(database: Database
         for size in range(len(GROUPS) + 1):
             for groups in combinations(GROUPS, size):
                 rows = await reports.usage(
-                    START - timedelta(days=1), START + timedelta(days=3), bucket, groups, access=WHOLE_BOX
+                    START - timedelta(days=1), START + timedelta(days=3), bucket, groups, access=WHOLE_APPLIANCE
                 )
                 found = {
                     (row.start, row.tenant_id, row.key_id, row.model, row.currency): [
@@ -115,7 +115,7 @@ async def test_every_bucket_and_grouping_equals_the_plain_sum(database: Database
 async def test_a_period_takes_its_start_and_leaves_its_end(database: Database, events: list[UsageEvent]) -> None:
     midnight = START - timedelta(hours=12)
     rows = await UsageReports(database, calendar=BillingCalendar()).usage(
-        midnight, midnight + timedelta(minutes=1), "minute", access=WHOLE_BOX
+        midnight, midnight + timedelta(minutes=1), "minute", access=WHOLE_APPLIANCE
     )
     inside = [event for event in events if midnight <= event.admitted_at < midnight + timedelta(minutes=1)]
     settled = [event for event in inside if event.status in ("posted", "recovered")]
@@ -126,7 +126,7 @@ async def test_a_period_takes_its_start_and_leaves_its_end(database: Database, e
 async def test_a_tenant_sees_its_own_sums_alone(database: Database, cast: Cast, events: list[UsageEvent]) -> None:
     reports, bobs_usage = UsageReports(database, calendar=BillingCalendar()), UsageFilter(tenant_ids=[cast.bob.tenant.id])
     rows = await reports.usage(
-        START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], bobs_usage, access=WHOLE_BOX
+        START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], bobs_usage, access=WHOLE_APPLIANCE
     )
     assert {row.tenant_id for row in rows} == {cast.bob.tenant.id}
     bobs = [event for event in events if event.tenant_id == cast.bob.tenant.id]
@@ -151,8 +151,12 @@ async def test_whoever_belongs_to_a_tenant_sees_no_sums_of_others_whatever_is_as
 
 async def test_before_all_sums_there_is_nothing_to_report(database: Database) -> None:
     reports, start, end = UsageReports(database, calendar=BillingCalendar()), EPOCH - timedelta(days=2), EPOCH
-    assert await reports.usage(start, end, access=WHOLE_BOX) == await reports.totals(start, end, access=WHOLE_BOX) == []
-    assert await reports.usage_page(start, end, access=WHOLE_BOX) == Page(data=[], next_cursor=None)
+    assert (
+        await reports.usage(start, end, access=WHOLE_APPLIANCE)
+        == await reports.totals(start, end, access=WHOLE_APPLIANCE)
+        == []
+    )
+    assert await reports.usage_page(start, end, access=WHOLE_APPLIANCE) == Page(data=[], next_cursor=None)
 
 
 async def test_a_whole_report_has_as_many_rows_as_it_may_and_a_part_has_the_first(
@@ -160,15 +164,15 @@ async def test_a_whole_report_has_as_many_rows_as_it_may_and_a_part_has_the_firs
 ) -> None:
     reports = UsageReports(database, calendar=BillingCalendar())
     question: tuple[datetime, datetime, str] = (START - timedelta(days=1), START + timedelta(days=3), "day")
-    rows = await reports.usage(*question, access=WHOLE_BOX)
+    rows = await reports.usage(*question, access=WHOLE_APPLIANCE)
     monkeypatch.setattr(usage, "USAGE_ROWS_MAX", len(rows))
-    assert await reports.usage(*question, access=WHOLE_BOX) == rows
+    assert await reports.usage(*question, access=WHOLE_APPLIANCE) == rows
 
     monkeypatch.setattr(usage, "USAGE_ROWS_MAX", len(rows) - 1)
     with pytest.raises(InvalidValue, match="larger bucket") as refused:
-        await reports.usage(*question, access=WHOLE_BOX)
+        await reports.usage(*question, access=WHOLE_APPLIANCE)
     assert refused.value.param == "bucket"
-    assert await reports.usage(*question, rows_max=len(rows) - 1, access=WHOLE_BOX) == rows[:-1]
+    assert await reports.usage(*question, rows_max=len(rows) - 1, access=WHOLE_APPLIANCE) == rows[:-1]
 
 
 async def test_of_a_report_that_is_too_long_hardly_more_is_read_than_may_be_shown(
@@ -185,23 +189,23 @@ async def test_of_a_report_that_is_too_long_hardly_more_is_read_than_may_be_show
     monkeypatch.setattr(reports, "_read", counted)
     monkeypatch.setattr(usage, "USAGE_ROWS_MAX", 3)
     with pytest.raises(InvalidValue):
-        await reports.usage(*period, "minute", ["tenant"], access=WHOLE_BOX)
-    await reports.usage_page(*period, "minute", ["tenant"], limit=3, access=WHOLE_BOX)
-    await reports.totals(*period, ["tenant", "model"], rows_max=3, access=WHOLE_BOX)
+        await reports.usage(*period, "minute", ["tenant"], access=WHOLE_APPLIANCE)
+    await reports.usage_page(*period, "minute", ["tenant"], limit=3, access=WHOLE_APPLIANCE)
+    await reports.totals(*period, ["tenant", "model"], rows_max=3, access=WHOLE_APPLIANCE)
     assert read_rows == [4, 4, 3]
 
 
 async def test_totals_are_the_plain_sums_of_the_period_that_was_asked_for(database: Database, events: list[UsageEvent]) -> None:
     reports, start, end = UsageReports(database, calendar=BillingCalendar()), START - timedelta(days=1, seconds=7), START
     inside = [event for event in events if start <= event.admitted_at < end]
-    rows = await reports.totals(start, end, ["tenant"], access=WHOLE_BOX)
+    rows = await reports.totals(start, end, ["tenant"], access=WHOLE_APPLIANCE)
     expected: dict[tuple[object, ...], int] = defaultdict(int)
     for event in inside:
         if event.status in ("posted", "recovered"):
             expected[event.tenant_id, event.currency] += event.cost_picos
     assert {(row.tenant_id, row.currency): row.cost_picos for row in rows} == expected
     assert {(row.start, row.end) for row in rows} == {(start, end)}
-    assert await reports.totals(start, end, ["tenant"], rows_max=2, access=WHOLE_BOX) == rows[:2]
+    assert await reports.totals(start, end, ["tenant"], rows_max=2, access=WHOLE_APPLIANCE) == rows[:2]
 
 
 @pytest.mark.parametrize(
@@ -217,5 +221,5 @@ async def test_totals_are_the_plain_sums_of_the_period_that_was_asked_for(databa
 async def test_a_bad_question_names_its_field(database: Database, changes: dict[str, object], param: str) -> None:
     question: dict[str, object] = {"start": START, "end": START + timedelta(days=1), "bucket": "day", "group_by": []}
     with pytest.raises(InvalidValue) as refused:
-        await UsageReports(database, calendar=BillingCalendar()).usage(**(question | changes), access=WHOLE_BOX)  # type: ignore[arg-type]
+        await UsageReports(database, calendar=BillingCalendar()).usage(**(question | changes), access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
     assert refused.value.param == param

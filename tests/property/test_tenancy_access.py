@@ -122,6 +122,6 @@ def test_a_greater_role_takes_nothing_away(held: dict[str, TenantRole], ranks: t
 
 
 def test_no_tenant_role_covers_what_belongs_to_the_box() -> None:
-    of_the_box = {Action.READ_BOX, Action.WRITE, Action.BILLING, Action.MEMBERS}
+    of_the_box = {Action.READ_APPLIANCE, Action.WRITE, Action.BILLING, Action.MEMBERS}
 
     assert not any(of_the_box & covered for covered in ALLOWED_IN_TENANT.values())

@@ -9,7 +9,7 @@ from argon2 import PasswordHasher
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Member, Members
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant, TenantChanges
@@ -51,8 +51,8 @@ class Cast:
 
 async def make_person(database: Database, clock: Clock, name: str, limits: Limits = UNLIMITED) -> Person:
     """Create a tenant `name` with one key."""
-    tenant = await Tenants(database, clock).create(name, TenantChanges(limits=limits), access=WHOLE_BOX)
-    key, secret = await Keys(database, clock, PEPPER).create(tenant.id, name=f"{name}'s key", access=WHOLE_BOX)
+    tenant = await Tenants(database, clock).create(name, TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
+    key, secret = await Keys(database, clock, PEPPER).create(tenant.id, name=f"{name}'s key", access=WHOLE_APPLIANCE)
     return Person(tenant=tenant, key=key, secret=secret)
 
 

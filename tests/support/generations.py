@@ -29,7 +29,7 @@ from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.prompting import Prompting
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
@@ -116,7 +116,7 @@ class Serving:
 
     async def event(self, generation: Generation) -> UsageEvent:
         """Return the ledger's event of a generation."""
-        return await self.reports.event(generation.request_id, access=WHOLE_BOX)
+        return await self.reports.event(generation.request_id, access=WHOLE_APPLIANCE)
 
 
 async def text_of(generation: Generation) -> str:

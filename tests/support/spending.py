@@ -16,7 +16,7 @@ from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import AlertBox
@@ -95,7 +95,7 @@ def alert_period_and_percent(message: Delivery) -> tuple[str, int]:
 async def set_budget(database: Database, clock: Clock, person: Person, units: int | None, **changes: Any) -> None:
     """Set a tenant's monthly budget."""
     limits = {"monthly_budget": None if units is None else units * UNIT}
-    await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_BOX)
+    await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_APPLIANCE)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from appliance.api.admin import system
 from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
 from appliance.api.queries import parse_timestamp
 from appliance.serving.live_requests import LiveRequest
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import Person
@@ -194,8 +194,8 @@ async def test_an_abort_is_noted_only_of_what_still_ran(
 ) -> None:
     tenant = await new_tenant(box)
     person = Person(
-        tenant=await box.services.tenants.get(tenant["id"], access=WHOLE_BOX),
-        key=(await box.services.keys.create(tenant["id"], name="key", access=WHOLE_BOX))[0],
+        tenant=await box.services.tenants.get(tenant["id"], access=WHOLE_APPLIANCE),
+        key=(await box.services.keys.create(tenant["id"], name="key", access=WHOLE_APPLIANCE))[0],
         secret="",
     )
     live = EngineSide(box.services.clock).add(person, "req_live", state=state)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import ALICE_PASSWORD, quick_hasher
 
@@ -111,7 +111,7 @@ async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(
     seen: dict[str, Any] = {}
     for role in ("manager", "viewer"):
         member = await services.members.create(f"{role}@example.com", ALICE_PASSWORD, "member")
-        await services.memberships.add(bob, member.id, role, access=WHOLE_BOX)
+        await services.memberships.add(bob, member.id, role, access=WHOLE_APPLIANCE)
         token, _ = await services.sessions.open(member.id, "test", "127.0.0.1")
         answer = await box.client.get("/admin/v1/audit", headers={"authorization": "", "cookie": f"gatehouse_session={token}"})
         seen[role] = (answer.status_code, answer.json())

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.base.clock import rfc3339
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.tenants import Tenants
 from tests.support import factories
@@ -32,8 +32,8 @@ async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBo
 async def event(box: ApiBox) -> dict[str, Any]:
     """A posted event of Bob's: 10 prompt and 5 output tokens at the price."""
     services = box.services
-    tenant = await Tenants(services.db, services.clock).create(name="bob", access=WHOLE_BOX)
-    key, secret = await Keys(services.db, services.clock, PEPPER).create(tenant.id, name="bob's key", access=WHOLE_BOX)
+    tenant = await Tenants(services.db, services.clock).create(name="bob", access=WHOLE_APPLIANCE)
+    key, secret = await Keys(services.db, services.clock, PEPPER).create(tenant.id, name="bob's key", access=WHOLE_APPLIANCE)
     bob = Person(tenant=tenant, key=key, secret=secret)
     await box.call("POST", "/prices", status=201, json=PRICE)
     now = services.clock.now()
@@ -105,7 +105,7 @@ async def test_a_correction_is_an_entry_of_its_own_and_the_sums_follow(box: ApiB
     assert (await box.call("GET", "/ledger", params={"kind": "adjustment"}))["data"] == [made]
     (row,) = (await box.call("GET", "/usage", params={"group_by": "model"}))["data"]
     assert (row["requests"], row["completion_tokens"], row["cost_picos"]) == (1, 3, event["cost_picos"] - 6000)
-    entries = (await box.services.audit.page(access=WHOLE_BOX)).data
+    entries = (await box.services.audit.page(access=WHOLE_APPLIANCE)).data
     assert [entry.action for entry in entries if entry.target_id == made["id"]] == ["ledger.correct"]
 
 

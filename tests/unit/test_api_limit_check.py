@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Principal
 from tests.support.api_box import ApiBox, open_api_box
 
@@ -36,7 +36,8 @@ async def check(box: ApiBox, tenant_id: str, *, status: int = 200, **fields: Any
 async def admit(box: ApiBox, tenant_id: str, key_id: str, tokens: int) -> None:
     services = box.services
     principal = Principal(
-        tenant=await services.tenants.get(tenant_id, access=WHOLE_BOX), key=await services.keys.get(key_id, access=WHOLE_BOX)
+        tenant=await services.tenants.get(tenant_id, access=WHOLE_APPLIANCE),
+        key=await services.keys.get(key_id, access=WHOLE_APPLIANCE),
     )
     policy = await services.model_policies.find("demo")
     asked = AdmissionRequest(

@@ -18,7 +18,7 @@ from appliance.api.sampling import field_names, sampling_params
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.base.errors import BadRequest
 from appliance.serving.endings import with_client_field_name
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from engine.grammar.spec import GrammarError, grammar_spec
 from tests.support.api_box import ApiBox, open_api_box
 
@@ -231,12 +231,12 @@ BODIES: dict[str, Callable[[], Schema]] = {
 async def ids_in(box: ApiBox) -> dict[str, str]:
     """Make one object of each kind and return the ids by the name of the path parameter."""
     services = box.services
-    tenant = await services.tenants.create(name="bob", access=WHOLE_BOX)
-    key, _ = await services.keys.create(tenant.id, name="key", access=WHOLE_BOX)
+    tenant = await services.tenants.create(name="bob", access=WHOLE_APPLIANCE)
+    key, _ = await services.keys.create(tenant.id, name="key", access=WHOLE_APPLIANCE)
     member = await services.members.create("bob@example.com", "a long password", "viewer")
-    await services.memberships.add(tenant.id, member.id, "viewer", access=WHOLE_BOX)
-    webhook, _ = await services.alerts.webhooks.create(kind="webhook", target="https://example.com/", access=WHOLE_BOX)
-    invoice = await services.invoices.draft(tenant.id, "2024-01", access=WHOLE_BOX)
+    await services.memberships.add(tenant.id, member.id, "viewer", access=WHOLE_APPLIANCE)
+    webhook, _ = await services.alerts.webhooks.create(kind="webhook", target="https://example.com/", access=WHOLE_APPLIANCE)
+    invoice = await services.invoices.draft(tenant.id, "2024-01", access=WHOLE_APPLIANCE)
     return {
         "tenant_id": tenant.id, "project_id": tenant.id, "invoice_id": invoice.head.id, "key_id": key.id,
         "member_id": member.id, "webhook_id": webhook.id, "name": "standard", "model": "demo", "event_id": "1",

@@ -17,7 +17,7 @@ from appliance.api.organization.usage import UsageQuery
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.usage import UsageFilter
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit_chain import AuditEntry
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import Person, make_person
@@ -200,7 +200,7 @@ async def test_a_far_future_or_a_distant_past_is_answered_page_by_page(box: ApiB
 
 async def test_the_audit_log_is_walked_forth_and_back(box: ApiBox) -> None:
     for number in range(5):
-        await box.services.tenants.create(name=f"tenant {number}", access=WHOLE_BOX)
+        await box.services.tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)
 
     async def ids(**query: Any) -> tuple[list[str], bool]:
         chosen: dict[str, Any] = {"event_types[]": "project.created"}

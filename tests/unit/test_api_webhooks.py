@@ -12,7 +12,7 @@ import pytest
 from appliance.base.tables import outbox
 from appliance.metering.alerts.outbox import TENANT_EVENTS
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import quick_hasher
@@ -32,12 +32,12 @@ async def person(box: ApiBox, tenant_id: str, role: str) -> dict[str, str]:
     """Return the headers of a new member of a tenant."""
     box.services.members._hasher = quick_hasher()
     member = await box.services.members.create(f"{role}@{tenant_id}.example", "a password of tests", "member")
-    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_BOX)
+    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
     return await session_headers(box.services, member)
 
 
 async def tenant(box: ApiBox, name: str) -> str:
-    return (await box.services.tenants.create(name=name, access=WHOLE_BOX)).id
+    return (await box.services.tenants.create(name=name, access=WHOLE_APPLIANCE)).id
 
 
 async def test_a_webhook_is_made_changed_rotated_disabled_and_deleted(box: ApiBox) -> None:

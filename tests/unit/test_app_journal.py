@@ -15,7 +15,7 @@ from appliance.base.settings import UnusableData, load_settings
 from appliance.console.requests import _find
 from appliance.metering.ledger import rows
 from appliance.metering.ledger.records import PendingEntry
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
@@ -60,7 +60,7 @@ async def test_the_first_request_of_a_tenant_fixes_its_currency_from_its_admissi
 
 
 async def test_a_request_that_was_just_admitted_has_its_page(box: ApiBox, entry: PendingEntry) -> None:
-    _, event = await _find(box.services, entry.request_id, WHOLE_BOX)
+    _, event = await _find(box.services, entry.request_id, WHOLE_APPLIANCE)
     assert event.status == "pending"
 
 

@@ -29,7 +29,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journal_records import JournaledEntry, encode, open_journal, replay
 from appliance.serving.model_builder import DEMO_MODEL
 from appliance.telemetry.gpu import GpuProbe, GpuReading
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 from appliance.tenancy.second_factor import SecondFactors
@@ -508,7 +508,7 @@ async def _seal_something(url: str, pepper: bytes) -> None:
         enrolment = factors.begin(alice)
         await factors.enable(alice, enrolment, pyotp.TOTP(enrolment.secret).at(clock.now()))
         webhooks = Webhooks(database, clock, Sealer(pepper, SEALING_PURPOSE), target_policy=TargetPolicy(), mail=False)
-        await webhooks.create(kind="webhook", target="https://192.0.78.9/hook", access=WHOLE_BOX)
+        await webhooks.create(kind="webhook", target="https://192.0.78.9/hook", access=WHOLE_APPLIANCE)
     finally:
         await database.close()
 

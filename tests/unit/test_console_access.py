@@ -11,7 +11,7 @@ from litestar.handlers import BaseRouteHandler
 import appliance.console
 from appliance.console.routes import MODULES
 from appliance.console.security import CONTENT_SECURITY_POLICY, safe_next
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -84,7 +84,7 @@ async def test_a_stranger_changes_nothing(box: Box) -> None:
 
         assert (answer.status_code, answer.headers["location"]) == (303, "/login"), path
 
-    assert not (await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)).suspended
+    assert not (await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_APPLIANCE)).suspended
 
 
 async def test_a_viewer_sees_every_page_but_no_button_that_changes_something(box: Box) -> None:
@@ -109,7 +109,7 @@ async def test_a_viewer_is_refused_every_change(box: Box) -> None:
         assert answer.status_code == 403, path
 
     assert box.engine_side.aborted == []
-    assert (await box.services.keys.get(box.cast.bob.key.id, access=WHOLE_BOX)).revoked_at is None
+    assert (await box.services.keys.get(box.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None
 
 
 async def test_a_form_without_the_session_s_token_changes_nothing(box: Box) -> None:
@@ -122,7 +122,7 @@ async def test_a_form_without_the_session_s_token_changes_nothing(box: Box) -> N
         assert answer.status_code == 403, path
         assert "older session" in answer.text
 
-    tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)
+    tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     assert (tenant.name, tenant.suspended, tenant.archived) == ("bob", False, False)
 
 

@@ -12,7 +12,7 @@ from appliance.base.tables import outbox
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, enqueue
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import Webhook
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
 
@@ -28,13 +28,13 @@ async def added(box: Box, browser: Browser, **fields: str) -> Webhook:
     answer = await browser.post_htmx("/alerts", **{**FIELDS, **fields})
     assert answer.status_code == 200, answer.text
     assert _SECRET.findall(answer.text)
-    return (await box.services.alerts.webhooks.list(access=WHOLE_BOX)).data[-1]
+    return (await box.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data[-1]
 
 
 async def of_bob(box: Box, role: str = "manager") -> Browser:
     """Return the browser of somebody with a role in Bob's tenant."""
     member = await box.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, role, access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, role, access=WHOLE_APPLIANCE)
     return await box.visitor().sign_in(member.email, PASSWORD)
 
 
@@ -43,7 +43,7 @@ async def test_an_address_is_added_and_its_secret_shown_once(box: Box) -> None:
     assert "No alert targets." in (await alice.get("/alerts")).text
     answer = await alice.post_htmx("/alerts", **FIELDS)
     (secret,) = _SECRET.findall(answer.text)
-    (webhook,) = (await box.services.alerts.webhooks.list(access=WHOLE_BOX)).data
+    (webhook,) = (await box.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data
     assert (webhook.target, webhook.tenant_id, webhook.events) == (URL, None, TENANT_EVENTS)
     for path in ("/alerts", f"/alerts/{webhook.id}"):
         page = (await alice.get(path)).text
@@ -69,7 +69,7 @@ async def test_a_wrong_address_is_named_and_loses_nothing(box: Box, change: dict
     assert answer.status_code == 422
     assert sentence.casefold() in answer.text.casefold()
     assert f'value="{fields["target"]}"' in answer.text
-    assert (await box.services.alerts.webhooks.list(access=WHOLE_BOX)).data == []
+    assert (await box.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
 
 
 async def test_a_tenant_hears_nothing_of_engines(box: Box) -> None:
@@ -111,7 +111,7 @@ async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
 async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
     alice = await box.alice()
     webhook = await added(box, alice)
-    delivery = await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
+    delivery = await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
     async with box.services.db.writing() as connection:
         failed = {"next_attempt_at": None, "attempts": 14, "last_error": "answered 503"}
         await connection.execute(update(outbox).where(outbox.c.id == delivery.id).values(**failed))
@@ -122,8 +122,8 @@ async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
         assert 'class="badge bad" title="The last delivery failed; see its page.">failing' in (await alice.get(path)).text
     answer = await alice.post(f"/alerts/{webhook.id}/deliveries/{delivery.id}/retry")
     assert answer.headers["location"] == f"/alerts/{webhook.id}"
-    assert (await box.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_BOX)).state == "pending"
-    newer = await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
+    assert (await box.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_APPLIANCE)).state == "pending"
+    newer = await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
     async with box.services.db.writing() as connection:
         taken = {"next_attempt_at": None, "attempts": 1, "delivered_at": newer.created_at}
         await connection.execute(update(outbox).where(outbox.c.id == newer.id).values(**taken))
@@ -139,7 +139,7 @@ async def test_address_and_events_are_changed_or_named(box: Box) -> None:
     assert 'value="nonsense"' in wrong.text
     answer = await alice.post(path, target="https://other.example.com/", **{"engine.down": "yes"})
     assert answer.headers["location"] == path
-    changed = await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_BOX)
+    changed = await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE)
     assert (changed.target, changed.events) == ("https://other.example.com/", ("engine.down",))
 
 
@@ -165,7 +165,7 @@ async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_w
     (secret,) = _SECRET.findall((await alice.post_htmx(path, grace_s="3600")).text)
     assert (await box.services.alerts.webhooks.read_endpoint(webhook.id)).secrets == (secret, before)
     assert (
-        await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_BOX)
+        await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE)
     ).previous_secret_until == clock.now() + timedelta(hours=1)
     assert "Old secret valid until" in (await alice.get(f"/alerts/{webhook.id}")).text
 
@@ -173,7 +173,7 @@ async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_w
 async def test_removed_it_is_gone_and_what_was_pending_is_given_up(box: Box) -> None:
     alice = await box.alice()
     webhook = await added(box, alice)
-    await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
+    await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
     path = f"/alerts/{webhook.id}"
     assert "No more alerts are sent to this target" in (await alice.fragment(f"{path}/remove")).text
     assert (await alice.post(f"{path}/remove")).headers["location"] == "/alerts"

@@ -12,7 +12,7 @@ import pytest
 import appliance
 from appliance.base.acting import current_actor
 from appliance.console.audit_descriptions import ACTIONS, NOTHING, VALUE_CHARS_MAX, Change, audit_line
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import record
 from appliance.tenancy.audit_chain import AuditEntry, canonical_json
 from tests.support.cast import ALICE_PASSWORD
@@ -37,7 +37,7 @@ async def manager(box: Box, tenant_id: str, role: str = "manager") -> Browser:
     """Return the browser of a member who has this role in the tenant, and none on the box."""
     email = f"{role}-{tenant_id}@example.com"
     member = await box.services.members.create(email, ALICE_PASSWORD, "member")
-    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_BOX)
+    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
     return await box.visitor().sign_in(email, ALICE_PASSWORD)
 
 
@@ -149,7 +149,7 @@ async def test_cancelling_a_request_is_an_entry(box: Box) -> None:
     box.engine_side.add(box.cast.bob, "req_live")
     alice = await box.alice()
     await alice.post("/requests/cancel", request_id="req_live")
-    (found,) = (await box.services.audit.page(1, access=WHOLE_BOX)).data
+    (found,) = (await box.services.audit.page(1, access=WHOLE_APPLIANCE)).data
     assert (found.action, found.target_id, found.tenant_id) == ("request.abort", "req_live", box.cast.bob.tenant.id)
     assert (found.actor_name, found.actor_kind) == ("alice@example.com", "member")
     assert (found.request_id or "").startswith("req_")
@@ -243,7 +243,7 @@ async def test_nobody_acts_once_a_request_is_over(box: Box) -> None:
 
 async def test_a_key_is_called_by_its_name_where_the_entry_does_not_say_it(box: Box) -> None:
     key = box.cast.bob.key
-    await box.services.keys.rotate(key.id, access=WHOLE_BOX)
+    await box.services.keys.rotate(key.id, access=WHOLE_APPLIANCE)
     page = html.unescape((await (await box.alice()).get("/audit?action=key.rotate")).text)
     (row,) = re.findall(r'data-label="Target".*', page)
     assert f">{key.name}<" in row

@@ -9,7 +9,7 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.seller import Seller
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.usage import LedgerFilter
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
@@ -93,7 +93,7 @@ async def test_an_invoice_without_an_issuer_is_not_closed_without_a_word(box: Bo
     await box.services.box_records.put("seller", Seller(name="Box AG").to_record())
     for path in (address, f"{address}/close"):
         assert warning not in (await alice.get(path)).text
-    await box.services.invoices.close(address.rpartition("/")[2], access=WHOLE_BOX)
+    await box.services.invoices.close(address.rpartition("/")[2], access=WHOLE_APPLIANCE)
     assert warning not in (await alice.get(address)).text
 
 
@@ -101,7 +101,7 @@ async def test_a_tenant_is_not_told_that_the_issuer_is_not_entered(box: Box) -> 
     await use(box, box.cast.bob)
     address = await drafted(box, await box.alice(), box.cast.bob)
     member = await box.services.members.create("manager@example.com", "the manager's long password", "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
     page = await (await box.visitor().sign_in("manager@example.com", "the manager's long password")).get(address)
     assert page.status_code == 200
     assert "issuer" not in page.text
@@ -138,7 +138,7 @@ async def test_a_draft_is_discarded_once_it_is_confirmed_and_can_be_drafted_agai
     listed = (await alice.get("/invoices")).text
     assert "Draft discarded." in listed
     assert "No invoices." in listed
-    (entry,) = (await box.services.audit.page(filters=AuditFilter(actions=["invoice.discard"]), access=WHOLE_BOX)).data
+    (entry,) = (await box.services.audit.page(filters=AuditFilter(actions=["invoice.discard"]), access=WHOLE_APPLIANCE)).data
     assert (entry.actor_name, entry.tenant_id, entry.before) == (
         "alice@example.com",
         box.cast.bob.tenant.id,
@@ -186,7 +186,7 @@ async def test_a_draft_that_cannot_be_computed_is_discarded_too(box: Box) -> Non
 async def test_a_draft_that_somebody_else_discarded_is_not_there(box: Box) -> None:
     alice = await box.alice()
     address = await drafted(box, alice, box.cast.bob)
-    await box.services.invoices.discard(address.rpartition("/")[2], access=WHOLE_BOX)
+    await box.services.invoices.discard(address.rpartition("/")[2], access=WHOLE_APPLIANCE)
     for answer in (await alice.get(f"{address}/discard"), await alice.post(f"{address}/discard")):
         assert answer.status_code == 404
         assert "No such invoice." in answer.text
@@ -209,7 +209,7 @@ async def test_a_viewer_reads_and_a_member_of_another_tenant_does_not(box: Box) 
     for deed in ("close", "discard"):
         assert (await vera.post(f"{address}/{deed}")).status_code == 403
     stranger = await box.services.members.create("mallory@example.com", "mallory's long password", "member")
-    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_APPLIANCE)
     mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")
     assert (await mallory.get(address)).status_code == 404
     assert "bob" not in (await mallory.get("/invoices")).text
@@ -259,7 +259,7 @@ async def test_exact_shows_all_digits_and_a_free_allowance_counts_nothing(box: B
     entry = pending(bob, request_id=new_id("req"), price=price)
     await box.services.ledger.open(entry)
     await box.services.ledger.settle(posted(entry.request_id, prompt=1615, completion=0))
-    await FreeAllowances(box.services.db, box.services.clock).set(bob.tenant.id, MONTH, 1000, access=WHOLE_BOX)
+    await FreeAllowances(box.services.db, box.services.clock).set(bob.tenant.id, MONTH, 1000, access=WHOLE_APPLIANCE)
     alice = await box.alice()
     page = (await alice.get(await drafted(box, alice, bob))).text
     assert ">0.0024225 EUR<" in page
@@ -276,12 +276,12 @@ async def test_the_drafts_of_a_month_are_made_for_all_tenants_that_have_somethin
         answer = await alice.post("/invoices", tenant="all", month=MONTH)
         assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=draft")
 
-    made = (await box.services.invoices.list(access=WHOLE_BOX)).data
+    made = (await box.services.invoices.list(access=WHOLE_APPLIANCE)).data
     assert [(head.tenant_id, head.month) for head in made] == [(box.cast.bob.tenant.id, MONTH)]
     over(clock)
-    await box.services.invoices.close(made[0].id, access=WHOLE_BOX)
+    await box.services.invoices.close(made[0].id, access=WHOLE_APPLIANCE)
     assert (await (await box.alice()).post("/invoices", tenant="all", month=MONTH)).status_code == 303
-    assert len((await box.services.invoices.list(access=WHOLE_BOX)).data) == 1
+    assert len((await box.services.invoices.list(access=WHOLE_APPLIANCE)).data) == 1
     assert (await (await box.vera()).post("/invoices", tenant="all", month=MONTH)).status_code == 403
 
 
@@ -308,7 +308,7 @@ async def test_a_tenant_with_costs_in_two_currencies_keeps_no_other_from_its_dra
     answer = await (await box.alice()).post("/invoices", tenant="all", month=MONTH)
 
     assert (answer.status_code, "All invoices were drafted except 1. bob: " in answer.text) == (422, True)
-    made = (await box.services.invoices.list(access=WHOLE_BOX)).data
+    made = (await box.services.invoices.list(access=WHOLE_APPLIANCE)).data
     assert [head.tenant_id for head in made] == [charlie.tenant.id]
 
 
@@ -316,7 +316,7 @@ async def test_an_invoice_lists_its_corrections_with_their_reasons_and_those_of_
     for person, note in ((box.cast.bob, "cut off by our restart"), (box.cast.charlie, "a word to charlie")):
         await use(box, person)
         of_person = LedgerFilter(tenant_id=person.tenant.id)
-        event = (await box.services.reports.ledger_page(1, None, of_person, access=WHOLE_BOX)).data[0]
+        event = (await box.services.reports.ledger_page(1, None, of_person, access=WHOLE_APPLIANCE)).data[0]
         await box.services.corrections.add(event.id, Correction(note=note, completion_tokens=-3))
     page = (await (await box.alice()).get(await drafted(box, await box.alice(), box.cast.bob))).text
     for text in ("Corrections in this invoice", "cut off by our restart", 'href="/requests/req_', "-0.000036 EUR"):

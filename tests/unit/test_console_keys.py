@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
@@ -113,7 +113,7 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, fiel
     assert answer.status_code == 422
     assert sentence in answer.text
     assert f'aria-describedby="sheet-{field}-note"' in answer.text
-    assert len((await box.services.keys.list(tenant.id, access=WHOLE_BOX)).data) == 1
+    assert len((await box.services.keys.list(tenant.id, access=WHOLE_APPLIANCE)).data) == 1
 
 
 async def test_a_key_is_saved(box: Box) -> None:
@@ -121,7 +121,7 @@ async def test_a_key_is_saved(box: Box) -> None:
 
     answer = await alice.post(f"/keys/{key.id}", name="renamed", tokens_per_minute="1000")
 
-    saved = await box.services.keys.get(key.id, access=WHOLE_BOX)
+    saved = await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)
     assert answer.headers["location"] == f"/keys/{key.id}"
     assert (saved.name, saved.limits) == ("renamed", Limits(tokens_per_minute=1000))
 
@@ -129,12 +129,12 @@ async def test_a_key_is_saved(box: Box) -> None:
 async def test_lists_that_allow_nothing_stay_so_when_a_key_is_renamed(box: Box) -> None:
     alice, key = await box.alice(), box.cast.bob.key
     nothing = KeyChanges(allowed_models=[], allowed_networks=[])
-    await box.services.keys.update(key.id, nothing, access=WHOLE_BOX)
+    await box.services.keys.update(key.id, nothing, access=WHOLE_APPLIANCE)
     page = (await alice.get(f"/keys/{key.id}")).text
 
     await alice.post(f"/keys/{key.id}", name="renamed", allowed_models="none", allowed_networks="none")
 
-    saved = await box.services.keys.get(key.id, access=WHOLE_BOX)
+    saved = await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)
     assert page.count('type="text" value="none"') == 2
     assert (saved.name, saved.allowed_models, saved.allowed_networks) == ("renamed", (), ())
 
@@ -142,11 +142,11 @@ async def test_lists_that_allow_nothing_stay_so_when_a_key_is_renamed(box: Box) 
 async def test_a_last_day_that_was_not_touched_stays_the_exact_time(box: Box) -> None:
     moment = datetime(2026, 12, 24, 18, 30, tzinfo=UTC)
     terms = KeyChanges(expires_at=moment)
-    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, "until Christmas", terms, access=WHOLE_BOX)
+    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, "until Christmas", terms, access=WHOLE_APPLIANCE)
 
     await (await box.alice()).post(f"/keys/{key.id}", name="until Christmas", expires_on="2026-12-24")
 
-    assert (await box.services.keys.get(key.id, access=WHOLE_BOX)).expires_at == moment
+    assert (await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)).expires_at == moment
 
 
 async def test_a_wrong_field_of_a_key_comes_back_on_its_page(box: Box) -> None:
@@ -183,7 +183,7 @@ async def test_revoking_asks_first_and_then_refuses_the_key_at_once(box: Box) ->
 
 async def test_a_revoked_key_cannot_be_rotated_or_saved(box: Box) -> None:
     alice, key = await box.alice(), box.cast.bob.key
-    await box.services.keys.revoke(key.id, access=WHOLE_BOX)
+    await box.services.keys.revoke(key.id, access=WHOLE_APPLIANCE)
 
     assert (await alice.post(f"/keys/{key.id}/rotate")).status_code == 422
     assert (await alice.post(f"/keys/{key.id}", name="back")).status_code == 422
@@ -223,7 +223,7 @@ async def test_the_page_of_all_keys_leads_to_where_a_new_one_is_made(box: Box) -
 
 async def test_the_page_of_all_keys_makes_a_new_one_for_whom_there_is_one_tenant(box: Box) -> None:
     member = await box.services.members.create("dora@example.com", ALICE_PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "developer", access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "developer", access=WHOLE_APPLIANCE)
 
     page = (await (await box.visitor().sign_in(member.email, ALICE_PASSWORD)).get("/keys")).text
 
@@ -233,7 +233,7 @@ async def test_the_page_of_all_keys_makes_a_new_one_for_whom_there_is_one_tenant
 
 async def test_keys_that_have_ended_are_listed_on_request_and_found_by_name_prefix_and_secret(box: Box) -> None:
     alice, bob = await box.alice(), box.cast.bob
-    await box.services.keys.revoke(bob.key.id, access=WHOLE_BOX)
+    await box.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
     link = f"/keys/{bob.key.id}"
 
     assert link not in (await alice.get("/keys")).text
@@ -282,10 +282,10 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
         assert text in page
 
     await alice.post(f"/keys/{key.id}", name="other")
-    same = await box.services.keys.get(key.id, access=WHOLE_BOX)
+    same = await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)
     assert (same.name, same.scopes, same.limit_mode) == ("other", key.scopes, key.limit_mode)
     await alice.post(f"/keys/{key.id}", name="other", scopes="usage", limit_mode="enforce")
-    changed = await box.services.keys.get(key.id, access=WHOLE_BOX)
+    changed = await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)
     assert (changed.scopes, changed.limit_mode) == (("usage",), "enforce")
     for wrong in ({"scopes": "everything"}, {"limit_mode": "never"}):
         answer = await alice.post(f"/keys/{key.id}", name="other", **wrong)
@@ -295,7 +295,7 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
 
 async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(box: Box) -> None:
     bob = box.cast.bob
-    await box.services.tenants.archive(bob.tenant.id, access=WHOLE_BOX)
+    await box.services.tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE)
     alice = await box.alice()
     for path in ("/keys?ended=yes", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
@@ -308,7 +308,7 @@ async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(box: Box) -
 async def test_an_expired_key_can_be_revoked_and_is_not_offered_a_successor(box: Box, clock: FakeClock) -> None:
     bob, alice = box.cast.bob, await box.alice()
     soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=1))
-    await box.services.keys.update(bob.key.id, soon, access=WHOLE_BOX)
+    await box.services.keys.update(bob.key.id, soon, access=WHOLE_APPLIANCE)
     clock.advance(1)
 
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
@@ -319,7 +319,7 @@ async def test_an_expired_key_can_be_revoked_and_is_not_offered_a_successor(box:
 
 async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the_tenant_comes_back(box: Box) -> None:
     bob, alice = box.cast.bob, await box.alice()
-    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_BOX)
+    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE)
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
         assert ">tenant suspended</span>" in page
@@ -328,7 +328,7 @@ async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the
 
     await alice.post(f"/keys/{bob.key.id}/revoke")
 
-    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_BOX)
+    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_APPLIANCE)
     with pytest.raises(InvalidApiKey):
         await box.services.keys.authenticate(bob.secret, "192.0.2.1")
 
@@ -351,10 +351,10 @@ async def test_key_and_tenant_show_what_of_the_day_and_of_the_month_is_taken_in_
 ) -> None:
     alice, bob = await box.alice(), box.cast.bob
     await box.services.tenants.update(
-        bob.tenant.id, TenantChanges(currency="CHF", limits=Limits(tokens_per_day=100)), access=WHOLE_BOX
+        bob.tenant.id, TenantChanges(currency="CHF", limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE
     )
     budget = KeyChanges(limits=Limits(monthly_budget=20_000_000, tokens_per_day=50))
-    await box.services.keys.update(bob.key.id, budget, access=WHOLE_BOX)
+    await box.services.keys.update(bob.key.id, budget, access=WHOLE_APPLIANCE)
     price = await box.services.prices.add(model="demo", currency="CHF", prompt=0, cached_prompt=0, completion=PICOS)
     for at, tokens in ((clock.now() - timedelta(days=1), 3), (clock.now(), 5)):
         entry = pending(bob, price=price, admitted_at=at)

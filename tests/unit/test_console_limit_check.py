@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from tests.support.console_fixtures import Box
 
@@ -11,7 +11,7 @@ from tests.support.console_fixtures import Box
 async def limited(box: Box, **limits: int) -> str:
     """Limit Bob's tenant and return the address of its page."""
     tenant = box.cast.bob.tenant
-    await box.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=WHOLE_BOX)
+    await box.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=WHOLE_APPLIANCE)
     return f"/tenants/{tenant.id}/check"
 
 
@@ -57,7 +57,7 @@ async def test_a_limit_check_consumes_nothing(box: Box) -> None:
 async def test_a_wait_for_running_requests_is_told_as_a_guess(box: Box) -> None:
     path = await limited(box, concurrent_requests=1)
     person = box.cast.bob
-    tenant = await box.services.tenants.get(person.tenant.id, access=WHOLE_BOX)
+    tenant = await box.services.tenants.get(person.tenant.id, access=WHOLE_APPLIANCE)
     running = AdmissionRequest(
         principal=Principal(tenant=tenant, key=person.key), model="demo", prompt_tokens=1, max_output_tokens=1, price=None
     )
@@ -69,7 +69,7 @@ async def test_a_wait_for_running_requests_is_told_as_a_guess(box: Box) -> None:
 
 async def test_what_shadow_mode_would_refuse_passes_and_is_marked(box: Box) -> None:
     path = await limited(box, tokens_per_minute=10)
-    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_BOX)
+    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_APPLIANCE)
     page = (await (await box.alice()).fragment(f"{path}?model=demo")).text
     assert "Admitted: " in page
     assert "would refuse (shadow)" in page
@@ -90,6 +90,6 @@ async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(box:
 async def test_a_stranger_does_not_learn_of_the_tenant(box: Box) -> None:
     path = await limited(box)
     stranger = await box.services.members.create("mallory@example.com", "mallory's long password", "member")
-    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_APPLIANCE)
     mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")
     assert (await mallory.get(path)).status_code == 404

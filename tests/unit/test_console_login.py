@@ -10,7 +10,7 @@ import pytest
 from appliance.base.errors import RateLimitExceeded
 from appliance.console.login import WRONG_CREDENTIALS
 from appliance.console.login_attempts import PER_ACCOUNT, PER_ADDRESS, LoginAttempts
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.members import PASSWORD_CHARS_MAX
 from tests.support.cast import ALICE_PASSWORD
@@ -150,7 +150,9 @@ async def test_what_is_too_long_to_be_right_counts_as_an_attempt(box: Box, email
     ]
 
     assert statuses == [401] * PER_ADDRESS.burst + [429]
-    entries = await box.services.audit.page(200, None, AuditFilter(actions=frozenset({"session.refuse"})), access=WHOLE_BOX)
+    entries = await box.services.audit.page(
+        200, None, AuditFilter(actions=frozenset({"session.refuse"})), access=WHOLE_APPLIANCE
+    )
     assert len(entries.data) == PER_ADDRESS.burst
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.console import live_stream
 from appliance.console.context import Console
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE
 from appliance.tenancy.members import Member
 from tests.support.clock import FakeClock
@@ -21,7 +21,7 @@ FROM_OTHERS = "made-by-somebody-else"
 async def member_of(box: Box, tenant_id: str, role: str) -> Member:
     """Return a new member with a password of his own."""
     member = await box.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_BOX)
+    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
     return member
 
 
@@ -125,7 +125,7 @@ async def test_a_role_that_ends_ends_the_live_page_at_the_next_look(box: Box, mo
 
 async def test_a_password_made_by_somebody_else_is_good_for_choosing_another(box: Box) -> None:
     member = await box.services.members.create("dora@example.com", FROM_OTHERS, "member", temporary=True)
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
     browser = box.visitor()
     assert (await browser.post("/login", email=member.email, password=FROM_OTHERS)).status_code == 303
 
@@ -141,4 +141,4 @@ async def test_a_password_made_by_somebody_else_is_good_for_choosing_another(box
     own = {"current": FROM_OTHERS, "password": PASSWORD, "again": PASSWORD}
     assert (await browser.post("/account/password", **own)).status_code == 303
     assert (await browser.get("/tenants")).status_code == 200
-    assert (await box.services.keys.get(box.cast.bob.key.id, access=WHOLE_BOX)).revoked_at is None
+    assert (await box.services.keys.get(box.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None

@@ -6,7 +6,7 @@ import pytest
 
 from appliance.base.ids import new_id
 from appliance.metering.invoicing.rows import Invoice
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
 from tests.support.factories import pending
@@ -98,21 +98,21 @@ async def test_a_draft_that_is_discarded_while_its_month_is_closed_keeps_no_othe
 
     async def close_after_another(invoice_id: str, *, access: Access) -> Invoice:
         if addresses[0].endswith(invoice_id):
-            await invoices.discard(invoice_id, access=WHOLE_BOX)
+            await invoices.discard(invoice_id, access=WHOLE_APPLIANCE)
         return await close(invoice_id, access=access)
 
     monkeypatch.setattr(invoices, "close", close_after_another)
     answer = await alice.post(CLOSING, confirmed=seen)
 
     assert (answer.status_code, answer.headers.get("location")) == (303, "/invoices?state=closed")
-    assert [head.state for head in (await invoices.list(access=WHOLE_BOX)).data] == ["closed"]
+    assert [head.state for head in (await invoices.list(access=WHOLE_APPLIANCE)).data] == ["closed"]
 
 
 async def test_only_who_may_bill_closes_a_month(box: Box, clock: FakeClock) -> None:
     await use(box, box.cast.bob)
     address = await drafted(box, await box.alice(), box.cast.bob)
     member = await box.services.members.create("manager@example.com", "the manager's long password", "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
     over(clock)
     seen = await confirmed(await box.alice())
     manager = await box.visitor().sign_in("manager@example.com", "the manager's long password")

@@ -7,7 +7,7 @@ import re
 import pyotp
 import pytest
 
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
 
@@ -38,7 +38,7 @@ async def test_the_list_says_role_second_factor_state_tenants_and_when_last_seen
     alice = await box.alice()
     await invited(box, alice)
     bob = await box.services.members.create("bob@example.com", OWN_PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, bob.id, "manager", access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.bob.tenant.id, bob.id, "manager", access=WHOLE_APPLIANCE)
     factors = box.services.second_factors
     assert await factors.enabled_of([bob.id]) == frozenset()
     await box.vera()
@@ -71,7 +71,7 @@ async def test_a_wrong_invitation_is_named_and_loses_nothing(box: Box, fields: d
 
 async def test_who_has_a_role_on_the_appliance_sees_all_tenants_whatever_a_tenant_gives_beside_it(box: Box) -> None:
     vera = await box.services.members.create("viewer@example.com", OWN_PASSWORD, "viewer")
-    await box.services.memberships.add(box.cast.bob.tenant.id, vera.id, "manager", access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.bob.tenant.id, vera.id, "manager", access=WHOLE_APPLIANCE)
 
     page = (await (await box.alice()).get("/members")).text
 

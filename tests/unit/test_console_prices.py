@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from appliance.console.prices import group_prices
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box
@@ -154,9 +154,9 @@ async def test_a_tenant_sees_the_prices_that_apply_to_it_and_no_others(box: Box,
             tier_percents=tiers,
             effective_from=start,
         )
-    await box.services.tenants.update(bob.id, TenantChanges(tier="batch"), access=WHOLE_BOX)
+    await box.services.tenants.update(bob.id, TenantChanges(tier="batch"), access=WHOLE_APPLIANCE)
     member = await box.services.members.create("viewer@example.com", "the viewer's long password", "member")
-    await box.services.memberships.add(bob.id, member.id, "viewer", access=WHOLE_BOX)
+    await box.services.memberships.add(bob.id, member.id, "viewer", access=WHOLE_APPLIANCE)
     viewer = await box.visitor().sign_in("viewer@example.com", "the viewer's long password")
 
     page = (await viewer.get(f"/tenants/{bob.id}")).text

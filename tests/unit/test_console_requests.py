@@ -13,7 +13,7 @@ from appliance.base.ids import new_id
 from appliance.console import request_bill
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import RequestRecord, Usage
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
@@ -94,7 +94,7 @@ async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_
     await box.services.ledger.open(entry)
 
     page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
-    shape = past_request_shape(await box.services.past_requests.get(entry.request_id, access=WHOLE_BOX))
+    shape = past_request_shape(await box.services.past_requests.get(entry.request_id, access=WHOLE_APPLIANCE))
 
     assert shape.explanation == "Ended before its first token (error)."
     assert shape.explanation in page
@@ -272,7 +272,7 @@ async def test_cancelling_what_is_being_settled_is_told_and_not_noted_as_an_abor
 
     assert (answer.status_code, box.engine_side.aborted) == (404, [])
     assert "has already finished" in answer.headers["hx-trigger"]
-    noted = await box.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=WHOLE_BOX)
+    noted = await box.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=WHOLE_APPLIANCE)
     assert noted.data == []
 
 
@@ -331,7 +331,7 @@ async def test_corrections_stand_beside_what_they_correct(box: Box) -> None:
     request_id = await settle(box, box.cast.bob)
     alice = await box.alice()
     assert "Corrections" not in (await alice.get(f"/requests/{request_id}")).text
-    event = await box.services.reports.event(request_id, access=WHOLE_BOX)
+    event = await box.services.reports.event(request_id, access=WHOLE_APPLIANCE)
     await box.services.corrections.add(event.id, Correction(note="we were slow", completion_tokens=-50))
 
     page = (await alice.get(f"/requests/{request_id}")).text
@@ -346,7 +346,7 @@ async def test_the_cost_after_corrections_counts_also_those_that_are_not_shown(
     monkeypatch.setattr(request_bill, "CORRECTIONS_SHOWN_MAX", 2)
     await box.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
     request_id = await settle(box, box.cast.bob)
-    event = await box.services.reports.event(request_id, access=WHOLE_BOX)
+    event = await box.services.reports.event(request_id, access=WHOLE_APPLIANCE)
     for note in ("the first", "the second", "the third"):
         await box.services.corrections.add(event.id, Correction(note=note, cost_picos=-100_000_000))
 
@@ -360,5 +360,5 @@ async def test_the_cost_after_corrections_counts_also_those_that_are_not_shown(
 @pytest.mark.parametrize(("basis_points", "words"), [(10_000, None), (5_000, "50 %"), (5_050, "50.5 %"), (3_333, "33.33 %")])
 async def test_a_discount_reads_as_on_the_invoice(box: Box, basis_points: int, words: str | None) -> None:
     request_id = await settle(box, box.cast.bob)
-    event = await box.services.reports.event(request_id, access=WHOLE_BOX)
+    event = await box.services.reports.event(request_id, access=WHOLE_APPLIANCE)
     assert request_bill.discount(msgspec.structs.replace(event, price_basis_points=basis_points)) == words

@@ -7,7 +7,7 @@ from sqlalchemy import insert, select
 from appliance.base.acting import SYSTEM
 from appliance.base.tables import tenants
 from appliance.console.tenant_names import tenant_names, tenants_by_name
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Role, TenantRole
 from tests.support.console_fixtures import Box
@@ -28,11 +28,11 @@ async def crowd(box: Box) -> None:
 async def test_the_tenant_behind_the_first_page_has_a_name_too(box: Box) -> None:
     await crowd(box)
 
-    found = await tenants_by_name(box.services, WHOLE_BOX)
+    found = await tenants_by_name(box.services, WHOLE_APPLIANCE)
 
     assert len(found) == PAGE_ROWS_MAX + 1
     assert [tenant.name.casefold() for tenant in found] == sorted(tenant.name.casefold() for tenant in found)
-    assert (await tenant_names(box.services, WHOLE_BOX))[LAST] == f"Team {LAST}"
+    assert (await tenant_names(box.services, WHOLE_APPLIANCE))[LAST] == f"Team {LAST}"
 
 
 async def test_somebody_of_one_tenant_is_told_of_no_other(box: Box) -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.console_fixtures import Box, Browser
 
 PASSWORD = "a long password of tests"
@@ -16,13 +16,15 @@ _SHOWN = re.compile(r'id="member-password">([^<]+)<')
 async def manager_of(box: Box, role: str = "manager") -> Browser:
     """Return the browser of somebody with a role in Bob's tenant, signed in."""
     member = await box.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, role, access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, role, access=WHOLE_APPLIANCE)
     return await box.visitor().sign_in(member.email, PASSWORD)
 
 
 async def roles_in(box: Box, tenant_id: str) -> dict[str, str]:
     """Return the roles in a tenant by address."""
-    return {one.email: one.role.value for one in (await box.services.memberships.of_tenant(tenant_id, access=WHOLE_BOX)).data}
+    return {
+        one.email: one.role.value for one in (await box.services.memberships.of_tenant(tenant_id, access=WHOLE_APPLIANCE)).data
+    }
 
 
 async def test_an_owner_lets_somebody_new_in_whose_password_is_shown_once(box: Box) -> None:
@@ -77,7 +79,7 @@ async def test_a_wrong_invitation_is_named_and_adds_nobody(box: Box, fields: dic
 async def test_a_role_is_changed_and_a_membership_ended(box: Box) -> None:
     browser, bob = await manager_of(box), box.cast.bob.tenant
     dora = await box.services.members.create("dora@example.com", PASSWORD, "member")
-    await box.services.memberships.add(bob.id, dora.id, "viewer", access=WHOLE_BOX)
+    await box.services.memberships.add(bob.id, dora.id, "viewer", access=WHOLE_APPLIANCE)
     path = f"/tenants/{bob.id}/members/{dora.id}"
     assert "dora@example.com" in (await browser.fragment(path)).text
     assert (await browser.post(path, role="nothing")).status_code == 422
@@ -113,7 +115,7 @@ async def test_others_of_the_tenant_read_who_belongs_to_it_and_change_nobody(box
 async def test_a_manager_changes_nobody_of_another_tenant(box: Box) -> None:
     browser, charlie = await manager_of(box), box.cast.charlie.tenant
     dora = await box.services.members.create("dora@example.com", PASSWORD, "member")
-    await box.services.memberships.add(charlie.id, dora.id, "viewer", access=WHOLE_BOX)
+    await box.services.memberships.add(charlie.id, dora.id, "viewer", access=WHOLE_APPLIANCE)
     for tenant_id in (charlie.id, box.cast.bob.tenant.id):
         for path in (dora.id, f"{dora.id}/remove"):
             assert (await browser.post(f"/tenants/{tenant_id}/members/{path}", role="manager")).status_code == 404

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, Tenant
 from tests.support.clock import START
 from tests.support.console_fixtures import Box
@@ -14,7 +14,7 @@ TERMS = {"limit_mode": "shadow", "currency": "USD", "alert_percents": "50, 90 %"
 
 
 async def bob_of(box: Box) -> Tenant:
-    return await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)
+    return await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
 
 
 async def test_terms_are_saved_and_stand_on_the_tenants_page(box: Box) -> None:
@@ -73,12 +73,12 @@ async def test_the_free_allowance_stands_among_the_terms_for_those_who_read_invo
     assert "Free allowance" not in (await alice.get(page)).text
 
     allowances = box.services.free_allowances
-    await allowances.set(bob.id, f"{START:%Y-%m}", 5_000_000, access=WHOLE_BOX)
+    await allowances.set(bob.id, f"{START:%Y-%m}", 5_000_000, access=WHOLE_APPLIANCE)
     for browser in (alice, manager):
         assert "<dt>Free allowance</dt><dd>5.00 EUR a month</dd>" in (await browser.get(page)).text
     assert "Free allowance" not in (await developer.get(page)).text
 
-    await allowances.set(bob.id, "2027-02", 0, access=WHOLE_BOX)
+    await allowances.set(bob.id, "2027-02", 0, access=WHOLE_APPLIANCE)
     assert "<dd>5.00 EUR a month; from February 2027 on 0.00 EUR</dd>" in (await alice.get(page)).text
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import update
 from appliance.base.tables import tenants
 from appliance.console import tenants as tenant_pages
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.console_fixtures import Box
 
@@ -19,7 +19,7 @@ NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
 
 async def test_the_list_names_every_tenant_and_its_limits(box: Box) -> None:
     limits = Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
-    await box.services.tenants.create("limited", TenantChanges(limits=limits), access=WHOLE_BOX)
+    await box.services.tenants.create("limited", TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
 
     page = (await (await box.alice()).get("/tenants")).text
 
@@ -28,7 +28,7 @@ async def test_the_list_names_every_tenant_and_its_limits(box: Box) -> None:
 
 
 async def test_names_are_escaped(box: Box) -> None:
-    await box.services.tenants.create(name="<script>alert(1)</script>", access=WHOLE_BOX)
+    await box.services.tenants.create(name="<script>alert(1)</script>", access=WHOLE_APPLIANCE)
 
     page = (await (await box.alice()).get("/tenants")).text
 
@@ -43,7 +43,7 @@ async def test_a_tenant_is_created_with_its_limits_and_the_next_page_says_so(box
     )
 
     assert answer.status_code == 303
-    created = await box.services.tenants.get(answer.headers["location"].rpartition("/")[2], access=WHOLE_BOX)
+    created = await box.services.tenants.get(answer.headers["location"].rpartition("/")[2], access=WHOLE_APPLIANCE)
     assert (created.name, created.weight, created.allowed_models) == ("Acme", 2, ("demo", "other"))
     assert created.limits == Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
     assert "Tenant created" in (await alice.get(answer.headers["location"])).text
@@ -89,7 +89,7 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, fiel
     assert "<html" in page.text
     assert "<html" not in fragment.text
 
-    assert {tenant.name for tenant in (await box.services.tenants.list(10, access=WHOLE_BOX)).data} == {"bob", "charlie"}
+    assert {tenant.name for tenant in (await box.services.tenants.list(10, access=WHOLE_APPLIANCE)).data} == {"bob", "charlie"}
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(box: Box) 
     fields = {"name": "bob", "tier": "interactive", "weight": "3"}
 
     await alice.post(path, **fields, requests_per_minute="600", concurrent_requests="4")
-    assert (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).limits == Limits(
+    assert (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).limits == Limits(
         requests_per_minute=600, concurrent_requests=4
     )
 
     answer = await alice.post(path, **fields, concurrent_requests="4")
-    saved = await box.services.tenants.get(tenant.id, access=WHOLE_BOX)
+    saved = await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)
     assert answer.headers["location"] == path
     assert (saved.tier, saved.weight, saved.limits) == ("interactive", 3, Limits(concurrent_requests=4))
 
@@ -142,12 +142,12 @@ async def test_models_are_what_the_field_says_and_one_that_was_not_touched_stays
     box: Box, stored: tuple[str, ...] | None, shown: str, typed: str, saved: tuple[str, ...] | None
 ) -> None:
     alice, path = await box.alice(), f"/tenants/{box.cast.bob.tenant.id}"
-    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(allowed_models=stored), access=WHOLE_BOX)
+    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(allowed_models=stored), access=WHOLE_APPLIANCE)
     (value,) = re.findall(r'name="allowed_models" type="text" value="([^"]*)"', (await alice.get(path)).text)
 
     await alice.post(path, name="bob", tier="standard", weight="7", allowed_models=typed)
 
-    tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)
+    tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     assert (value, tenant.weight, tenant.allowed_models) == (shown, 7, saved)
 
 
@@ -158,7 +158,7 @@ async def test_a_name_from_before_it_was_refused_stays_when_something_else_is_sa
 
     answer = await (await box.alice()).post(f"/tenants/{bob}", name=old, tier="standard", weight="7")
 
-    saved = await box.services.tenants.get(bob, access=WHOLE_BOX)
+    saved = await box.services.tenants.get(bob, access=WHOLE_APPLIANCE)
     assert (answer.status_code, saved.name, saved.weight) == (303, old, 7)
 
 
@@ -201,7 +201,7 @@ async def test_a_list_of_keys_that_is_cut_says_so(box: Box, monkeypatch: pytest.
     for _ in range(2):
         assert "The first" not in (await alice.get(f"/tenants/{bob.id}")).text
         monkeypatch.setattr(tenant_pages, "KEYS_SHOWN_MAX", 1)
-    await box.services.keys.create(bob.id, name="one more", access=WHOLE_BOX)
+    await box.services.keys.create(bob.id, name="one more", access=WHOLE_APPLIANCE)
 
     assert 'The first 1 are shown; <a href="/keys">Keys</a> lists all.' in (await alice.get(f"/tenants/{bob.id}")).text
 
@@ -225,12 +225,12 @@ async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(box: Box
     alice, tenant = await box.alice(), box.cast.bob.tenant
 
     await alice.post(f"/tenants/{tenant.id}/suspend")
-    assert (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).suspended
+    assert (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
 
     page = (await alice.get(f"/tenants/{tenant.id}")).text
     assert "Resume" in page
     await alice.post(f"/tenants/{tenant.id}/resume")
-    assert not (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).suspended
+    assert not (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
 
 
 async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
@@ -240,11 +240,11 @@ async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
     refused = await alice.post(path, confirm="Bob")
     assert refused.status_code == 422
     assert "not the tenant" in refused.text
-    assert not (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).archived
+    assert not (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).archived
 
     done = await alice.post(path, confirm="bob")
     assert done.headers["location"] == "/tenants"
-    assert (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).archived
+    assert (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).archived
     assert f"/tenants/{tenant.id}" not in (await alice.get("/tenants")).text
     assert f"/tenants/{tenant.id}" in (await alice.get("/tenants?archived=yes")).text
 
@@ -262,7 +262,7 @@ async def test_tenants_are_found_by_a_part_of_their_name(box: Box) -> None:
 
 async def test_an_archived_tenant_has_no_form_and_takes_no_change(box: Box) -> None:
     alice, tenant = await box.alice(), box.cast.bob.tenant
-    await box.services.tenants.archive(tenant.id, access=WHOLE_BOX)
+    await box.services.tenants.archive(tenant.id, access=WHOLE_APPLIANCE)
 
     assert ">Save<" not in (await alice.get(f"/tenants/{tenant.id}")).text
     answer = await alice.post(f"/tenants/{tenant.id}", name="back", tier="standard", weight="1")

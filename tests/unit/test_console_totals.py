@@ -15,7 +15,7 @@ from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import Totals, costs_this_month, totals_this_month, totals_today
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
@@ -55,7 +55,7 @@ async def test_the_list_of_tenants_tells_what_each_cost_this_month(late: tuple[B
     seen = Access(actor=SYSTEM, role=Role.MEMBER, tenants={box.cast.charlie.tenant.id: TenantRole.VIEWER})
     ids = [box.cast.bob.tenant.id, box.cast.charlie.tenant.id]
 
-    costs = await costs_this_month(box.services, ids, access=WHOLE_BOX)
+    costs = await costs_this_month(box.services, ids, access=WHOLE_APPLIANCE)
     page = (await (await box.alice()).get("/tenants")).text
 
     assert {tenant: [(row.cost_picos, row.currency) for row in rows] for tenant, rows in costs.items()} == {
@@ -74,9 +74,9 @@ async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late:
 
     bob = box.cast.bob.tenant.id
     for totals in (
-        await totals_today(box.services, access=WHOLE_BOX),
-        await totals_today(box.services, bob, access=WHOLE_BOX),
-        await totals_this_month(box.services, bob, access=WHOLE_BOX),
+        await totals_today(box.services, access=WHOLE_APPLIANCE),
+        await totals_today(box.services, bob, access=WHOLE_APPLIANCE),
+        await totals_this_month(box.services, bob, access=WHOLE_APPLIANCE),
     ):
         assert (totals.requests, totals.tokens, totals.cost_picos) == (1, 7, 7_000_000)
 
@@ -85,7 +85,7 @@ async def test_a_tenants_page_begins_with_the_cost_in_the_currency_that_it_is_bi
     box, clock = late
     await box.services.prices.add(model="demo", currency="CHF", prompt=2_000_000, cached_prompt=0, completion=0)
     bob = box.cast.bob.tenant.id
-    await box.services.tenants.update(bob, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    await box.services.tenants.update(bob, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
     alice = await box.alice()
 
     before = (await alice.get(f"/tenants/{bob}")).text
@@ -118,7 +118,7 @@ async def test_levels_count_what_the_reader_may_see(late: tuple[Box, FakeClock])
     tenant, key = replace(bob.tenant, limits=limits), replace(bob.key, limits=limits)
     stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={box.cast.charlie.tenant.id: TenantRole.MANAGER})
 
-    for access, text in ((WHOLE_BOX, "7 of 100"), (stranger, "0 of 100")):
+    for access, text in ((WHOLE_APPLIANCE, "7 of 100"), (stranger, "0 of 100")):
         levels = [
             await tenant_levels(box.services, tenant, access=access),
             await key_levels(box.services, tenant, key, access=access),
@@ -134,8 +134,8 @@ async def test_levels_are_of_the_limits_as_they_stand_whatever_the_last_request_
     bob = Principal(tenant=replace(box.cast.bob.tenant, limits=old), key=replace(box.cast.bob.key, limits=old))
     held = await box.services.admission.admit(asked(bob, 30))
     shown = [
-        await tenant_levels(box.services, replace(bob.tenant, limits=new), access=WHOLE_BOX),
-        await key_levels(box.services, bob.tenant, replace(bob.key, limits=new), access=WHOLE_BOX),
+        await tenant_levels(box.services, replace(bob.tenant, limits=new), access=WHOLE_APPLIANCE),
+        await key_levels(box.services, bob.tenant, replace(bob.key, limits=new), access=WHOLE_APPLIANCE),
     ]
     assert [[level.text for level in levels] for levels in shown] == [["30 of 200", "0 of 5", "1 of 9"]] * 2
     held.void()
@@ -149,8 +149,8 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -
     first = await admission.admit(asked(bob))
     waiting = [asyncio.create_task(admission.admit(asked(bob), 60.0)) for _ in range(5)]
     await poll_until(lambda: len(admission.waiting) == 5)
-    await tenant_levels(box.services, bob.tenant, access=WHOLE_BOX)
-    await key_levels(box.services, bob.tenant, bob.key, access=WHOLE_BOX)
+    await tenant_levels(box.services, bob.tenant, access=WHOLE_APPLIANCE)
+    await key_levels(box.services, bob.tenant, bob.key, access=WHOLE_APPLIANCE)
     first.settle(1)
     await poll_until(waiting[0].done)
     assert (len(admission.waiting), num_running(admission, bob.tenant.id), num_running(admission, bob.key.id)) == (4, 1, 1)
@@ -162,6 +162,6 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -
 async def test_an_exact_time_stands_in_utc_and_in_the_billing_zone(late: tuple[Box, FakeClock]) -> None:
     box, clock = late
     clock.advance(HALF_A_DAY_S)
-    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="new year", access=WHOLE_BOX)
+    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="new year", access=WHOLE_APPLIANCE)
     page = (await (await box.alice()).get(f"/keys/{key.id}")).text.replace("\N{NO-BREAK SPACE}", " ")
     assert "2026-12-31 23:30:00 UTC (2027-01-01 00:30:00 Europe/Zurich)" in page

@@ -15,7 +15,7 @@ from appliance.base.ids import new_id
 from appliance.console.charts import columns
 from appliance.console.usage import GROUPS, MEASURES, PERIODS, bounds
 from appliance.metering.calendar import BillingCalendar
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
@@ -96,7 +96,7 @@ async def in_francs(box: Box) -> None:
         await box.services.prices.add(
             model="demo", currency=currency, prompt=0, cached_prompt=0, completion=2_000_000, effective_from=START
         )
-    await box.services.tenants.update(box.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    await box.services.tenants.update(box.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
     await use(box, box.cast.bob)
     await use(box, box.cast.charlie, completion=1_000_000, currency="CHF")
 
@@ -124,8 +124,8 @@ async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(box: Bo
 async def test_nothing_has_been_used_in_the_currency_in_which_all_are_billed(box: Box) -> None:
     assert "<dt>Cost, EUR</dt>" in (await (await box.alice()).get("/usage")).text
     member = await box.services.members.create("manager@example.com", "the manager's long password", "member")
-    await box.services.memberships.add(box.cast.charlie.tenant.id, member.id, "manager", access=WHOLE_BOX)
-    await box.services.tenants.update(box.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    await box.services.memberships.add(box.cast.charlie.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
+    await box.services.tenants.update(box.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
     manager = await box.visitor().sign_in("manager@example.com", "the manager's long password")
     assert "<dt>Cost, CHF</dt>" in (await manager.get("/usage")).text
     assert "<dt>Cost, EUR</dt>" in (await (await box.alice()).get("/usage")).text
@@ -157,7 +157,7 @@ async def test_wrong_choices_are_as_if_they_were_not_there(box: Box) -> None:
 async def test_the_file_has_the_exact_numbers_and_no_formula(box: Box) -> None:
     await priced(box)
     await use(box, box.cast.bob)
-    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"), access=WHOLE_BOX)
+    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"), access=WHOLE_APPLIANCE)
     answer = await (await box.alice()).get("/usage.csv?group=tenant&period=today")
     rows = list(csv.DictReader(io.StringIO(answer.text)))
     assert answer.headers["content-type"].startswith("text/csv")
@@ -188,7 +188,7 @@ async def test_a_file_that_would_be_cut_is_refused(box: Box, monkeypatch: pytest
 async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(box: Box) -> None:
     await use(box, box.cast.bob)
     bob, alice = box.cast.bob, await box.alice()
-    await box.services.keys.revoke(bob.key.id, access=WHOLE_BOX)
+    await box.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
     part = html.unescape((await alice.fragment("/usage?group=key")).text)
     assert f'href="/keys/{bob.key.id}" title="{bob.key.name}">{bob.key.name}</a>' in part
     assert f"{bob.key.prefix}… of {bob.tenant.name}" in part

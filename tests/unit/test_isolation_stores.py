@@ -12,7 +12,7 @@ from appliance.base.db import Database
 from appliance.base.errors import NotFound, RoleNotAllowed
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.free_allowances import FreeAllowances
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
@@ -42,8 +42,8 @@ async def calls(database: Database, clock: FakeClock, cast: Cast) -> dict[str, t
     belongings, allowances = Memberships(database, clock), FreeAllowances(database, clock)
     invoices = euro_invoices(database, clock, BillingCalendar())
     bob, key, alice = cast.bob.tenant.id, cast.bob.key.id, cast.alice.id
-    draft = (await invoices.draft(bob, "2026-10", access=WHOLE_BOX)).head.id
-    await belongings.add(bob, alice, "viewer", access=WHOLE_BOX)
+    draft = (await invoices.draft(bob, "2026-10", access=WHOLE_APPLIANCE)).head.id
+    await belongings.add(bob, alice, "viewer", access=WHOLE_APPLIANCE)
     return {
         "keys.create": (VIEWER, lambda access: keys.create(bob, name="x", access=access)),
         "keys.update": (VIEWER, lambda access: keys.update(key, KeyChanges(name="x"), access=access)),
@@ -70,7 +70,7 @@ async def calls(database: Database, clock: FakeClock, cast: Cast) -> dict[str, t
 
 async def test_a_store_refuses_who_may_not_and_is_empty_to_strangers(database: Database, clock: FakeClock, cast: Cast) -> None:
     asked = await calls(database, clock, cast)
-    before = await AuditLog(database, clock).page(1, access=WHOLE_BOX)
+    before = await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)
     stranger = member_of(cast.charlie.tenant.id, MANAGER)
     for name, (role, call) in asked.items():
         for access, refusal in ((member_of(cast.bob.tenant.id, role), RoleNotAllowed), (stranger, NotFound)):
@@ -81,7 +81,7 @@ async def test_a_store_refuses_who_may_not_and_is_empty_to_strangers(database: D
             pytest.fail(f"{name} does not answer {access.tenants} with {refusal.__name__}")
     with pytest.raises(RoleNotAllowed):
         await Tenants(database, clock).create(name="new", access=stranger)
-    assert await AuditLog(database, clock).page(1, access=WHOLE_BOX) == before
+    assert await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE) == before
 
 
 async def test_a_store_does_for_its_own_role_what_it_refuses_to_a_lesser_one(

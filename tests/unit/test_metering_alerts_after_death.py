@@ -20,7 +20,7 @@ from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.recovery import recover
 from appliance.metering.prices import Price
 from appliance.serving.alerting.watch import AlertWatch
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
@@ -39,9 +39,9 @@ MONTH_S = 31 * 86400.0
 async def alerts(database: Database, clock: FakeClock, cast: Cast) -> AlertBox:
     """Bob may spend 100 EUR a month, and a webhook hears of 80 and 100 percent of it."""
     box = alert_box(database, clock)
-    await box.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
+    await box.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     await Tenants(database, clock).update(
-        cast.bob.tenant.id, TenantChanges(limits={"monthly_budget": 100_000_000}), access=WHOLE_BOX
+        cast.bob.tenant.id, TenantChanges(limits={"monthly_budget": 100_000_000}), access=WHOLE_APPLIANCE
     )
     return box
 
@@ -118,9 +118,9 @@ async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
     alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     """One request was settled in the journal alone, of the other there is a checkpoint."""
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     of_key = KeyChanges(limits=Limits(monthly_budget=50_000_000))
-    await Keys(alerts.db, clock, PEPPER).update(cast.bob.key.id, of_key, access=WHOLE_BOX)
+    await Keys(alerts.db, clock, PEPPER).update(cast.bob.key.id, of_key, access=WHOLE_APPLIANCE)
     await ModelPolicies(alerts.db, clock).put("demo", Limits(tokens_per_day=100))
     journal = Journal(tmp_path / "j")
     ledger = utc_ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal, checkpoint_interval_s=0.0)

@@ -31,7 +31,7 @@ from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.limits.admission_request import AdmissionRequest, is_batch_work
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
 from engine.protocol import Priority
 from tests.support import factories
@@ -87,7 +87,7 @@ async def test_batch_work_runs_in_the_batch_class_whatever_the_tier_and_pays_the
     assert usual.cost_picos == 2 * flex.cost_picos > 0
     for generation, batch in zip(generations, (False, True), strict=True):
         assert generation.live.batch is batch
-        assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).batch is batch
+        assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).batch is batch
 
 
 async def test_tier_and_batch_are_discounts_of_one_another(
@@ -193,8 +193,8 @@ async def books(database: Database, clock: FakeClock, cast: Cast) -> Books:
 
 
 async def test_batch_work_has_lines_of_its_own_behind_those_of_its_model_even_at_the_same_price(books: Books) -> None:
-    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_BOX)
-    closed = await books.invoices.close(draft.head.id, access=WHOLE_BOX)
+    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    closed = await books.invoices.close(draft.head.id, access=WHOLE_APPLIANCE)
 
     assert [(line.batch, line.kind, line.unit_price, line.tokens, line.requests) for line in draft.lines] == [
         (False, "prompt", 1_000_000, 60, 1),
@@ -205,21 +205,21 @@ async def test_batch_work_has_lines_of_its_own_behind_those_of_its_model_even_at
         (True, "completion", 1_500_000, 1, 1),
     ]
     assert closed.lines == draft.lines
-    assert (await books.invoices.get(draft.head.id, access=WHOLE_BOX)).lines == draft.lines
+    assert (await books.invoices.get(draft.head.id, access=WHOLE_APPLIANCE)).lines == draft.lines
 
 
 async def test_a_correction_of_batch_work_is_an_adjustment_like_any_other(books: Books) -> None:
-    before = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+    before = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
     price = await add_price(books._database)
     await books.post(Tokens(prompt=-1, completion=0), of=price, basis_points=5000, batch=True, is_correction=True)
-    after = await books.invoices.get(before.head.id, access=WHOLE_BOX)
+    after = await books.invoices.get(before.head.id, access=WHOLE_APPLIANCE)
 
     assert list(after.lines[:-1]) == list(before.lines)
     assert (after.lines[-1].kind, after.lines[-1].batch, after.lines[-1].exact_picos) == ("adjustment", False, -500_000)
 
 
 async def test_the_files_of_an_invoice_say_which_lines_are_batch_work_and_how_aborted_work_is_counted(books: Books) -> None:
-    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
     rows = list(csv.DictReader(io.StringIO(render_csv(draft).decode())))
     shape = invoice_shape(draft)
 

@@ -17,7 +17,7 @@ from appliance.metering.alerts.rules import AlertRule, Period
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
@@ -37,7 +37,7 @@ async def spender(database: Database, clock: FakeClock, cast: Cast) -> AsyncIter
 async def listening(database: Database, clock: FakeClock) -> AlertBox:
     """Return alerts that one webhook of the box hears all of."""
     alerts = alert_box(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     return alerts
 
 
@@ -121,7 +121,7 @@ async def test_the_tokens_of_the_day_are_watched_too(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await Tenants(database, clock).update(
-        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_BOX
+        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE
     )
     for units in (79, 1, 19, 1):
         await spender.spend(cast.bob, units)
@@ -137,7 +137,7 @@ async def test_tokens_of_a_later_day_do_not_count_for_an_earlier_one_that_settle
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await Tenants(database, clock).update(
-        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_BOX
+        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE
     )
     yesterday = clock.now()
     clock.advance(86400)
@@ -222,7 +222,7 @@ async def test_a_webhook_that_is_new_hears_how_it_stands(
     await spender.spend(cast.bob, 9)
     await spender.budgets.sweep()
     late, _ = await spender.alerts.webhooks.create(
-        kind="email", target="ops@example.com", tenant_id=cast.bob.tenant.id, access=WHOLE_BOX
+        kind="email", target="ops@example.com", tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
     )
     await spender.budgets.sweep()
     told = [message.webhook_id for message in await spender.alerts.messages()]

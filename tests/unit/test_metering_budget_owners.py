@@ -13,7 +13,7 @@ from appliance.metering.alerts.budgets import ALERTS_PER_TRANSACTION
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.metering.limits import owner_sums
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
@@ -56,17 +56,17 @@ class Box:
         if owner == "model":
             await self.models.put(model, each)
         elif owner == "tenant":
-            await self.tenants.update(self.bob.tenant.id, TenantChanges(limits=each), access=WHOLE_BOX)
+            await self.tenants.update(self.bob.tenant.id, TenantChanges(limits=each), access=WHOLE_APPLIANCE)
         elif owner == "tenant for a model":
-            await self.tenants.update(self.bob.tenant.id, TenantChanges(model_limits={model: each}), access=WHOLE_BOX)
+            await self.tenants.update(self.bob.tenant.id, TenantChanges(model_limits={model: each}), access=WHOLE_APPLIANCE)
         elif owner == "key":
-            await self.keys.update(self.bob.key.id, KeyChanges(limits=each), access=WHOLE_BOX)
+            await self.keys.update(self.bob.key.id, KeyChanges(limits=each), access=WHOLE_APPLIANCE)
         else:
-            await self.keys.update(self.bob.key.id, KeyChanges(model_limits={model: each}), access=WHOLE_BOX)
+            await self.keys.update(self.bob.key.id, KeyChanges(model_limits={model: each}), access=WHOLE_APPLIANCE)
 
     async def another_key(self) -> Person:
         """Return Bob with another key."""
-        key, secret = await self.keys.create(self.bob.tenant.id, name="another", access=WHOLE_BOX)
+        key, secret = await self.keys.create(self.bob.tenant.id, name="another", access=WHOLE_APPLIANCE)
         return Person(tenant=self.bob.tenant, key=key, secret=secret)
 
     async def heard(self, webhook: Webhook | None = None) -> list[Delivery]:
@@ -85,7 +85,8 @@ async def box(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator
     alerts = alert_box(database, clock)
     owners = (None, cast.bob.tenant.id, cast.charlie.tenant.id)
     webhooks = [
-        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_BOX))[0] for owner in owners
+        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_APPLIANCE))[0]
+        for owner in owners
     ]
     async with running_spender(alerts, cast.epoch_id) as spender:
         yield Box(database, clock, cast, spender, webhooks)
@@ -180,7 +181,7 @@ async def test_the_budget_of_a_model_is_what_all_tenants_spend_in_the_currency_o
 async def test_money_in_another_currency_counts_against_no_budget(
     box: Box, database: Database, clock: FakeClock, cast: Cast, owner: str
 ) -> None:
-    await box.tenants.update(box.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    await box.tenants.update(box.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
     await box.limit(owner, monthly_budget=10 * UNIT)
     async with running_spender(box.spender.alerts, cast.epoch_id, currency="CHF") as francs:
         await (francs if owner == "model" else box.spender).spend(box.bob, 100)
@@ -247,7 +248,7 @@ async def test_a_webhook_that_is_new_hears_how_every_owner_stands(box: Box, owne
     await box.limit(owner, monthly_budget=10 * UNIT)
     await box.spender.spend(box.bob, 9)
     await box.spender.budgets.sweep()
-    late, _ = await box.spender.alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
+    late, _ = await box.spender.alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
     await box.spender.budgets.sweep()
     assert await box.alerts_sent(late) == await box.alerts_sent() == [(MONTH, 80)]
 
@@ -259,11 +260,13 @@ async def test_a_key_that_can_spend_no_more_alerts_nobody(box: Box, end: str) ->
     await box.limit("tenant", monthly_budget=10 * UNIT)
     ran = await box.spender.admit(box.bob)
     if end == "revoked":
-        await box.keys.revoke(box.bob.key.id, access=WHOLE_BOX)
+        await box.keys.revoke(box.bob.key.id, access=WHOLE_APPLIANCE)
     elif end == "archived":
-        await box.tenants.archive(box.bob.tenant.id, access=WHOLE_BOX)
+        await box.tenants.archive(box.bob.tenant.id, access=WHOLE_APPLIANCE)
     else:
-        await box.keys.update(box.bob.key.id, KeyChanges(expires_at=box.clock.now() + timedelta(seconds=1)), access=WHOLE_BOX)
+        await box.keys.update(
+            box.bob.key.id, KeyChanges(expires_at=box.clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
+        )
         box.clock.advance(2)
     await box.spender.settle(ran, 10)
     await box.spender.budgets.sweep()
@@ -274,7 +277,7 @@ async def test_a_key_that_can_spend_no_more_alerts_nobody(box: Box, end: str) ->
 async def test_the_successor_of_a_rotated_key_has_a_budget_and_alerts_of_its_own(box: Box) -> None:
     await box.limit("key", monthly_budget=10 * UNIT)
     await box.spender.spend(box.bob, 7)
-    key, secret = await box.keys.rotate(box.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    key, secret = await box.keys.rotate(box.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
     successor = Person(tenant=box.bob.tenant, key=key, secret=secret)
     await box.spender.spend(successor, 7)
     assert await box.alerts_sent() == []
@@ -347,7 +350,7 @@ async def test_a_sweep_tells_of_more_than_it_writes_at_once_and_the_next_writes_
         await box.models.put(f"m{number}", Limits(tokens_per_day=1))
     await box.spender.budgets.sweep()
     assert len(await box.alerts_sent()) == 2 * count
-    await box.tenants.update(box.charlie.tenant.id, TenantChanges(weight=2), access=WHOLE_BOX)
+    await box.tenants.update(box.charlie.tenant.id, TenantChanges(weight=2), access=WHOLE_APPLIANCE)
     with record_statements() as statements:
         await box.spender.budgets.sweep()
     assert not [statement for statement in statements if "outbox" in statement]

@@ -24,7 +24,7 @@ from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
 from appliance.metering.usage import UsageReports, _corrections_of
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
@@ -77,7 +77,7 @@ async def test_the_audit_entry_of_a_correction_has_its_event_reason_and_cost(
     database: Database, clock: FakeClock, event: UsageEvent
 ) -> None:
     correction = await correct(database, clock, event.id, completion_tokens=-2)
-    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data
+    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data
     assert (entry.action, entry.target_id, entry.tenant_id) == ("ledger.correct", str(correction.id), event.tenant_id)
     assert json.loads(entry.after or "") == {
         "corrects_id": event.id, "note": "a retry of ours", "cost_picos": -2000,
@@ -88,7 +88,7 @@ async def test_the_audit_entry_of_a_correction_has_its_event_reason_and_cost(
 async def test_reports_include_corrections(database: Database, clock: FakeClock, event: UsageEvent) -> None:
     await correct(database, clock, event.id, completion_tokens=-2)
     (row,) = await UsageReports(database, calendar=BillingCalendar()).usage(
-        START - timedelta(days=1), START + timedelta(days=1), access=WHOLE_BOX
+        START - timedelta(days=1), START + timedelta(days=1), access=WHOLE_APPLIANCE
     )
     assert (row.requests, row.completion_tokens, row.cost_picos) == (1, 3, event.cost_picos - 2 * 1000)
 

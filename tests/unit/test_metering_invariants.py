@@ -20,7 +20,7 @@ from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.journal_records import JournaledEntry, encode, open_journal
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.billing import Tokens, post_event
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
@@ -438,7 +438,9 @@ async def close_month(database: Database, clock: FakeClock, cast: Cast) -> Invoi
     month = f"{clock.now():%Y-%m}"
     clock.advance(40 * 86400)
     invoices = euro_invoices(database, clock, BillingCalendar())
-    return await invoices.close((await invoices.draft(cast.bob.tenant.id, month, access=WHOLE_BOX)).head.id, access=WHOLE_BOX)
+    return await invoices.close(
+        (await invoices.draft(cast.bob.tenant.id, month, access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE
+    )
 
 
 async def test_a_late_correction_leaves_a_closed_invoice_exact_and_a_number_that_is_missing_is_found(
@@ -488,7 +490,7 @@ async def close_by_a_version_before_batch_work(database: Database, clock: FakeCl
 async def test_an_invoice_that_a_version_before_batch_work_closed_is_the_sum_of_its_events(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
 ) -> None:
-    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_BOX)
+    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_APPLIANCE)
     batch_request = await batch_work_beside(database, ledger)
     closed = await close_by_a_version_before_batch_work(database, clock, cast, batch_request)
     assert [(line.kind, line.batch, line.requests) for line in closed.lines[:3]] == [
@@ -552,7 +554,7 @@ async def test_a_correction_of_batch_work_by_a_version_before_it_is_one_of_the_s
 async def test_a_closed_invoice_that_is_not_as_it_was_closed_is_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast, statement: str
 ) -> None:
-    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_BOX)
+    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_APPLIANCE)
     closed = await close_month(database, clock, cast)
     assert closed.lines[-1].kind == "free_allowance"
     assert await broken(database_url) == set()

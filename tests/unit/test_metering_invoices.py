@@ -38,7 +38,7 @@ from appliance.metering.invoicing.seller import Seller
 from appliance.metering.invoicing.sums import Coverage, read_event_sums
 from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.metering.prices import Price
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
@@ -68,10 +68,10 @@ class Books:
         )  # fmt: skip
 
     async def draft(self, month: str, person: Person | None = None) -> Invoice:
-        return await self.invoices.draft((person or self.bob).tenant.id, month, access=WHOLE_BOX)
+        return await self.invoices.draft((person or self.bob).tenant.id, month, access=WHOLE_APPLIANCE)
 
     async def close(self, month: str, person: Person | None = None) -> Invoice:
-        return await self.invoices.close((await self.draft(month, person)).head.id, access=WHOLE_BOX)
+        return await self.invoices.close((await self.draft(month, person)).head.id, access=WHOLE_APPLIANCE)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ async def test_a_draft_is_computed_anew_each_time_it_is_asked_for(books: Books) 
     await books.post(NOVEMBER)
     first = await books.draft("2026-11")
     cost = await books.post(NOVEMBER)
-    second = await books.invoices.get(first.head.id, access=WHOLE_BOX)
+    second = await books.invoices.get(first.head.id, access=WHOLE_APPLIANCE)
 
     assert (await books.draft("2026-11")).head.id == first.head.id
     assert usage_picos(second.lines) == usage_picos(first.lines) + cost
@@ -122,7 +122,7 @@ async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Boo
     await records.put(SELLER, Seller(name="Box AG", tax_basis_points=1900, payment_terms_days=14).to_record())
     billing = {"address": "Bob Street 7", "tax_id": "DE123456789"}
     changes = TenantChanges(billing=billing)
-    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_BOX)
+    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_APPLIANCE)
     million = Tokens(prompt=1_000_000, completion=0)
     await books.post(OCTOBER, million)
     await books.post(OCTOBER, person=books.cast.charlie)
@@ -130,7 +130,7 @@ async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Boo
     other = await books.close("2026-10", books.cast.charlie)
     await records.put(SELLER, Seller(name="Another AG").to_record())
     await books.post(OCTOBER)
-    read = await books.invoices.get(first.head.id, access=WHOLE_BOX)
+    read = await books.invoices.get(first.head.id, access=WHOLE_APPLIANCE)
 
     assert (first.head.number, other.head.number) == ("2026-0001", "2026-0002")
     assert read == first
@@ -143,7 +143,7 @@ async def test_what_a_tenant_owes_does_not_depend_on_what_others_were_billed(boo
     bob, charlie = books.bob, books.cast.charlie
     for day in (SEPTEMBER, OCTOBER):
         for person in (bob, charlie):
-            await books.allowances.set(person.tenant.id, f"{day:%Y-%m}", 10, access=WHOLE_BOX)
+            await books.allowances.set(person.tenant.id, f"{day:%Y-%m}", 10, access=WHOLE_APPLIANCE)
             await books.post(day, Tokens(prompt=20, completion=0), person=person)
     closed = [await books.close("2026-09"), await books.close("2026-09", charlie), await books.close("2026-10", charlie)]
     closed.append(await books.close("2026-10"))
@@ -158,7 +158,7 @@ async def test_the_events_of_a_closed_invoice_are_the_same_after_later_ones(book
     await books.post(OCTOBER, Tokens(prompt=3))
     second = await books.close("2026-10")
 
-    listed = [(await books.invoices.events(invoice.head.id, access=WHOLE_BOX)).data for invoice in (first, second)]
+    listed = [(await books.invoices.events(invoice.head.id, access=WHOLE_APPLIANCE)).data for invoice in (first, second)]
     assert [[event.prompt_tokens for event in events] for events in listed] == [[1], [2, 3]]
 
 
@@ -176,7 +176,7 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
 
     sum_ahead = service._read_sums_ahead
     monkeypatch.setattr(service, "_read_sums_ahead", posted_meanwhile)
-    closed = await books.invoices.close(drafted.head.id, access=WHOLE_BOX)
+    closed = await books.invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
     monkeypatch.undo()
 
     assert closed.head.through_posting == 2
@@ -186,14 +186,14 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
 
 async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -> None:
     alerts = alert_box(books.database, books.clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=WHOLE_BOX)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=WHOLE_APPLIANCE)
     changes = TenantChanges(billing={"name": "Bob Builders Ltd"})
-    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_BOX)
+    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_APPLIANCE)
     await books.post(OCTOBER)
     closed = await books.close("2026-10")
     assert closed.buyer["name"] == "Bob Builders Ltd"
     with pytest.raises(InvoiceClosed):
-        await books.invoices.close(closed.head.id, access=WHOLE_BOX)
+        await books.invoices.close(closed.head.id, access=WHOLE_APPLIANCE)
     (message,) = await alerts.messages()
     assert message.event == "invoice.closed"
     assert message.payload["data"] == {
@@ -220,12 +220,12 @@ async def test_a_month_that_is_closed_beside_an_earlier_one_counts_nothing_twice
     async def closed_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> Any:
         ahead = await sum_ahead(connection, head)
         monkeypatch.undo()
-        await books.invoices.close(october.head.id, access=WHOLE_BOX)
+        await books.invoices.close(october.head.id, access=WHOLE_APPLIANCE)
         return ahead
 
     sum_ahead = service._read_sums_ahead
     monkeypatch.setattr(service, "_read_sums_ahead", closed_meanwhile)
-    closed = await books.invoices.close(november.head.id, access=WHOLE_BOX)
+    closed = await books.invoices.close(november.head.id, access=WHOLE_APPLIANCE)
     assert told(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 
 
@@ -251,7 +251,7 @@ async def test_late_events_and_corrections_are_adjustments_of_the_next_invoice(b
 
     nexts = await books.close("2026-11")
 
-    assert await books.invoices.get(closed.head.id, access=WHOLE_BOX) == closed
+    assert await books.invoices.get(closed.head.id, access=WHOLE_APPLIANCE) == closed
     assert told(nexts)[2:] == [("demo", "adjustment", "2026-09", -1, -1), ("demo", "adjustment", "2026-10", 5, 9)]
     assert nexts.lines[-1].exact_picos == late
     assert nexts.lines[-2].exact_picos == taken_back
@@ -273,7 +273,7 @@ async def test_a_closed_invoice_cannot_be_closed_again_or_drafted_again(books: B
     closed = await books.close("2026-10")
 
     with pytest.raises(InvoiceClosed, match="2026-0001") as again:
-        await books.invoices.close(closed.head.id, access=WHOLE_BOX)
+        await books.invoices.close(closed.head.id, access=WHOLE_APPLIANCE)
     with pytest.raises(InvoiceClosed):
         await books.draft("2026-10")
     assert (again.value.status, again.value.code) == (409, "invoice_closed")
@@ -295,12 +295,12 @@ async def test_a_month_that_is_not_over_can_be_drafted_and_not_closed(books: Boo
 
 async def test_the_end_of_the_month_is_that_of_the_billing_time_zone(books: Books) -> None:
     zurich = euro_invoices(books.database, books.clock, BillingCalendar("Europe/Zurich"))
-    drafted = await zurich.draft(books.bob.tenant.id, "2026-11", access=WHOLE_BOX)
+    drafted = await zurich.draft(books.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)
     books.clock.jump_wall((datetime(2026, 11, 30, 22, 59, 59, tzinfo=UTC) - books.clock.now()).total_seconds())
     with pytest.raises(MonthNotOver):
-        await zurich.close(drafted.head.id, access=WHOLE_BOX)
+        await zurich.close(drafted.head.id, access=WHOLE_APPLIANCE)
     books.clock.jump_wall(1)
-    closed = await zurich.close(drafted.head.id, access=WHOLE_BOX)
+    closed = await zurich.close(drafted.head.id, access=WHOLE_APPLIANCE)
     assert closed.issued_on == date(2026, 12, 1)
 
 
@@ -319,9 +319,9 @@ async def test_a_month_without_usage_may_be_skipped_or_closed_over_nothing(books
     await books.post(OCTOBER)
     passed, others = await books.draft("2026-09"), await books.draft("2026-09", books.cast.charlie)
     await books.close("2026-10")
-    assert (await books.invoices.get(others.head.id, access=WHOLE_BOX)) == others
+    assert (await books.invoices.get(others.head.id, access=WHOLE_APPLIANCE)) == others
     with pytest.raises(NotFound):
-        await books.invoices.get(passed.head.id, access=WHOLE_BOX)
+        await books.invoices.get(passed.head.id, access=WHOLE_APPLIANCE)
 
     empty = await books.close("2026-10", books.cast.charlie)
     assert (empty.lines, empty.totals.due_micros, empty.head.number) == ((), 0, "2026-0002")
@@ -340,7 +340,9 @@ async def test_tenants_closed_at_once_get_their_numbers_one_after_the_other(book
     for person in people:
         await books.post(OCTOBER, person=person)
     ids = [(await books.draft("2026-10", person)).head.id for person in people]
-    ends = await asyncio.gather(*(books.invoices.close(id_, access=WHOLE_BOX) for id_ in [*ids, *ids]), return_exceptions=True)
+    ends = await asyncio.gather(
+        *(books.invoices.close(id_, access=WHOLE_APPLIANCE) for id_ in [*ids, *ids]), return_exceptions=True
+    )
     closed = [end for end in ends if isinstance(end, Invoice)]
 
     assert sorted(invoice.head.number or "" for invoice in closed) == [f"2026-{count:04d}" for count in range(1, 7)]
@@ -359,7 +361,7 @@ async def test_what_settles_beside_a_closing_is_on_one_side_of_it(books: Books) 
     async with asyncio.TaskGroup() as beside:
         for _ in range(3):
             beside.create_task(settle())
-        closed = await books.invoices.close(ready, access=WHOLE_BOX)
+        closed = await books.invoices.close(ready, access=WHOLE_APPLIANCE)
     assert usage_picos(closed.lines) + usage_picos((await books.draft("2026-11")).lines) == sum(costs)
     assert len(costs) == 33
 
@@ -377,8 +379,8 @@ async def test_what_is_late_goes_to_the_earliest_month_that_is_open(books: Books
 
 
 async def test_the_free_allowance_takes_no_more_than_what_was_used(books: Books) -> None:
-    await books.allowances.set(books.bob.tenant.id, "2026-01", 15, access=WHOLE_BOX)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 100, access=WHOLE_BOX)
+    await books.allowances.set(books.bob.tenant.id, "2026-01", 15, access=WHOLE_APPLIANCE)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 100, access=WHOLE_APPLIANCE)
     await books.post(SEPTEMBER, Tokens(prompt=40, completion=0))
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
 
@@ -393,7 +395,7 @@ async def test_the_free_allowance_takes_no_more_than_what_was_used(books: Books)
 
 async def test_what_is_left_of_an_allowance_covers_what_comes_late(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_BOX)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_APPLIANCE)
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
     await books.close("2026-10")
     await books.post(OCTOBER, Tokens(prompt=30, completion=0))
@@ -403,7 +405,7 @@ async def test_what_is_left_of_an_allowance_covers_what_comes_late(books: Books)
 
 async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_BOX)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_APPLIANCE)
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
     await books.close("2026-10")
     await books.post(OCTOBER, Tokens(prompt=-30, completion=0), is_correction=True)
@@ -420,24 +422,24 @@ async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_co
         await books.close(f"{day:%Y-%m}")
     for month in ("2026-09", "2026-10"):
         with pytest.raises(InvoiceClosed, match="2026-10 is closed"):
-            await books.allowances.set(tenant_id, month, 1, access=WHOLE_BOX)
-    await books.allowances.set(tenant_id, "2026-11", 1, access=WHOLE_BOX)
-    await books.allowances.set(tenant_id, "2026-11", 2, access=WHOLE_BOX)
-    assert [(row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id, access=WHOLE_BOX)] == [
-        ("2026-11", 2)
-    ]
+            await books.allowances.set(tenant_id, month, 1, access=WHOLE_APPLIANCE)
+    await books.allowances.set(tenant_id, "2026-11", 1, access=WHOLE_APPLIANCE)
+    await books.allowances.set(tenant_id, "2026-11", 2, access=WHOLE_APPLIANCE)
+    assert [
+        (row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id, access=WHOLE_APPLIANCE)
+    ] == [("2026-11", 2)]
     for month, micros, field in (
         ("2026-12", -1, "monthly_micros"),
         ("2026-13", 1, "first_month"),
         ("december", 1, "first_month"),
     ):
         with pytest.raises(InvalidValue, match=field):
-            await books.allowances.set(tenant_id, month, micros, access=WHOLE_BOX)
+            await books.allowances.set(tenant_id, month, micros, access=WHOLE_APPLIANCE)
 
 
 async def test_an_allowance_of_nothing_ends_the_one_before(books: Books) -> None:
     for month, micros in (("2026-09", 10), ("2026-10", 0)):
-        await books.allowances.set(books.bob.tenant.id, month, micros, access=WHOLE_BOX)
+        await books.allowances.set(books.bob.tenant.id, month, micros, access=WHOLE_APPLIANCE)
     subtotals = []
     for day in (SEPTEMBER, OCTOBER):
         cost_picos = await books.post(day)
@@ -453,8 +455,8 @@ async def test_an_allowance_is_its_tenants_own(books: Books) -> None:
     for tenant_id, month, micros in (
         (charlie, "2026-11", 7), (bob, "2026-12", 3), (bob, "2026-11", 1), (bob, "2026-10", 4), (bob, "2026-11", 2)
     ):  # fmt: skip
-        await books.allowances.set(tenant_id, month, micros, access=WHOLE_BOX)
-    bobs, charlies = [await books.allowances.list(tenant_id, access=WHOLE_BOX) for tenant_id in (bob, charlie)]
+        await books.allowances.set(tenant_id, month, micros, access=WHOLE_APPLIANCE)
+    bobs, charlies = [await books.allowances.list(tenant_id, access=WHOLE_APPLIANCE) for tenant_id in (bob, charlie)]
     assert [(row.first_month, row.monthly_micros) for row in bobs] == [("2026-10", 4), ("2026-11", 2), ("2026-12", 3)]
     assert [(row.first_month, row.monthly_micros) for row in charlies] == [("2026-11", 7)]
     assert [allowance_in(bobs, month) for month in ("2026-09", "2026-10", "2026-11", "2027-01")] == [0, 4, 2, 3]
@@ -495,14 +497,14 @@ async def test_a_draft_that_cannot_be_computed_keeps_no_other_invoice_from_being
     draft = await books.draft("2026-10")
     for currency in ("EUR", "USD"):
         await books.post(OCTOBER, currency=currency)
-    listed = (await books.invoices.list_for_tenant(books.bob.tenant.id, access=WHOLE_BOX)).data
+    listed = (await books.invoices.list_for_tenant(books.bob.tenant.id, access=WHOLE_APPLIANCE)).data
     assert [(each.head.id, each.lines == (), "EUR and USD" in (each.problem or "")) for each in listed] == [
         (draft.head.id, True, True),
         (closed.head.id, False, False),
     ]
     assert (listed[0].buyer["name"], listed[0].totals.total_micros, listed[0].totals.due_micros) == ("bob", 0, 0)
     with pytest.raises(CurrenciesMixed, match="EUR and USD"):
-        await books.invoices.get(draft.head.id, access=WHOLE_BOX)
+        await books.invoices.get(draft.head.id, access=WHOLE_APPLIANCE)
 
 
 async def test_lines_keep_costs_that_pass_64_bits(books: Books) -> None:
@@ -512,7 +514,7 @@ async def test_lines_keep_costs_that_pass_64_bits(books: Books) -> None:
 
     closed = await books.close("2026-10")
     assert closed.lines[0].exact_picos == 27 * 10**18 > 2**63
-    assert (await books.invoices.get(closed.head.id, access=WHOLE_BOX)) == closed
+    assert (await books.invoices.get(closed.head.id, access=WHOLE_APPLIANCE)) == closed
     async with books.database.reading() as connection:
         assert (await connection.execute(select(invoice_lines.c.exact_picos))).scalar_one() == str(27 * 10**18)
 
@@ -528,18 +530,18 @@ async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None
     drafted = await books.draft("2026-11")
     await books.draft("2026-11", books.cast.charlie)
 
-    page = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, access=WHOLE_BOX)
-    rest = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, page.next_cursor, access=WHOLE_BOX)
+    page = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, access=WHOLE_APPLIANCE)
+    rest = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, page.next_cursor, access=WHOLE_APPLIANCE)
     assert [*page.data, *rest.data] == [drafted, closed]
-    assert len((await books.invoices.list(month="2026-11", access=WHOLE_BOX)).data) == 2
-    assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_BOX)).data] == [closed.head.id]
+    assert len((await books.invoices.list(month="2026-11", access=WHOLE_APPLIANCE)).data) == 2
+    assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_APPLIANCE)).data] == [closed.head.id]
 
 
 async def test_a_draft_that_is_discarded_takes_no_other_with_it(books: Books) -> None:
     unwanted, *kept = [await books.draft(*of) for of in (("2026-10",), ("2026-11",), ("2026-10", books.cast.charlie))]
-    await books.invoices.discard(unwanted.head.id, access=WHOLE_BOX)
+    await books.invoices.discard(unwanted.head.id, access=WHOLE_APPLIANCE)
 
-    left = (await books.invoices.list(access=WHOLE_BOX)).data
+    left = (await books.invoices.list(access=WHOLE_APPLIANCE)).data
     assert {head.id for head in left} == {invoice.head.id for invoice in kept}
 
 
@@ -549,13 +551,15 @@ async def test_the_pages_of_all_invoices_leave_out_none_of_a_month(books: Books)
     found: list[InvoiceHead] = []
     cursor = None
     for _ in drafts:
-        page = await books.invoices.list(1, cursor, access=WHOLE_BOX)
+        page = await books.invoices.list(1, cursor, access=WHOLE_APPLIANCE)
         found, cursor = [*found, *page.data], page.next_cursor
     assert (found, cursor) == (sorted(drafts, key=lambda head: (head.month, head.id), reverse=True), None)
 
 
 async def test_a_new_draft_owes_nothing_yet_in_its_tenants_currency(books: Books) -> None:
-    await Tenants(books.database, books.clock).update(books.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    await Tenants(books.database, books.clock).update(
+        books.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE
+    )
     head = (await books.draft("2026-10")).head
     assert (head.currency, head.total_micros, head.tax_micros) == ("CHF", 0, 0)
 
@@ -569,16 +573,16 @@ async def test_where_no_seller_has_said_so_there_is_no_tax(books: Books) -> None
 async def test_a_month_that_runs_can_be_drafted_if_it_has_something_to_bill(books: Books) -> None:
     bob = books.bob.tenant.id
     with pytest.raises(NothingToBill):
-        await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_BOX)
+        await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_APPLIANCE)
     await books.post(NOVEMBER)
     with pytest.raises(MonthNotOver):
-        await books.invoices.draft(bob, "2026-11", only="closable", access=WHOLE_BOX)
-    assert (await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_BOX)).is_draft
+        await books.invoices.draft(bob, "2026-11", only="closable", access=WHOLE_APPLIANCE)
+    assert (await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_APPLIANCE)).is_draft
 
 
 async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books: Books) -> None:
     with acting(Actor(kind="member", name="alice@example.com")):
-        await books.allowances.set(books.bob.tenant.id, "2026-10", 5, access=WHOLE_BOX)
+        await books.allowances.set(books.bob.tenant.id, "2026-10", 5, access=WHOLE_APPLIANCE)
         await BoxRecords(books.database, books.clock).put(SELLER, Seller(name="Box AG").to_record())
         await books.post(OCTOBER)
         await books.close("2026-10")
@@ -592,8 +596,8 @@ async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books:
 async def test_the_entry_of_an_allowance_says_what_was_free_before_and_what_is_now(books: Books) -> None:
     bob = books.bob.tenant.id
     for month, micros in (("2026-11", 5), ("2026-11", 7), ("2026-12", 7)):
-        await books.allowances.set(bob, month, micros, access=WHOLE_BOX)
-    log = await AuditLog(books.database, books.clock).page(3, access=WHOLE_BOX)
+        await books.allowances.set(bob, month, micros, access=WHOLE_APPLIANCE)
+    log = await AuditLog(books.database, books.clock).page(3, access=WHOLE_APPLIANCE)
     assert {(entry.target_id, entry.tenant_id) for entry in log.data} == {(bob, bob)}
     new = [
         {"first_month": month, "monthly_micros": micros, "tenant_id": bob} for month, micros in (("2026-11", 5), ("2026-12", 7))

@@ -16,7 +16,7 @@ from appliance.metering.invoicing.sums import Coverage, _sums_queries, read_even
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Settlement, Usage
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
@@ -43,7 +43,7 @@ async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_
             settlement = Settlement(request_id=entry.request_id, status="posted", finish_reason="stop", usage=usage)
             await ledger.settle(settlement)
         await ledger.settle(voided(refused.request_id))
-        drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+        drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
 
         assert {line.requests for line in drafted.lines if line.kind != "rejected_draft"} == {1}
         lines = [(line.kind, line.unit_price, line.tokens) for line in drafted.lines]
@@ -58,11 +58,11 @@ async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_
         ]
         events = await all_events(database)
         assert usage_picos(drafted.lines) == sum(event.cost_picos for event in events)
-        closed = await invoices.close(drafted.head.id, access=WHOLE_BOX)
+        closed = await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
         assert closed.head.through_posting == 3
         await ledger.settle(posted(open_.request_id, prompt=10, completion=5))
 
-    (late,) = (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_BOX)).lines
+    (late,) = (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)).lines
     assert (late.kind, late.month, late.tokens, late.exact_picos) == ("adjustment", "2026-10", 15, 25 * 10**6)
 
 
@@ -79,7 +79,7 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
         ledger.checkpoint({lost.request_id: Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=2)})
         await ledger.settle(posted(entry.request_id, prompt=10, completion=0))  # with it the checkpoint is written
     closed = await invoices.close(
-        (await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)).head.id, access=WHOLE_BOX
+        (await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE
     )
     await utc_recover(database, clock, await begin_epoch(database, clock, "after the crash"))
     billed = (await all_events(database))[0]
@@ -89,13 +89,13 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
     clock.jump_wall(timedelta(days=30).total_seconds())
 
     nexts = await invoices.close(
-        (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_BOX)).head.id, access=WHOLE_BOX
+        (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE
     )
     costs = [event.cost_picos for event in await all_events(database)]
     assert sum(costs) == usage_picos(closed.lines) + usage_picos(nexts.lines)
     (line,) = nexts.lines
     assert (line.month, line.requests, line.exact_picos) == ("2026-10", 1, 16 * 10**6 - 4 * 10**6 - 5)
-    assert dataclasses.asdict(await invoices.get(closed.head.id, access=WHOLE_BOX)) == dataclasses.asdict(closed)
+    assert dataclasses.asdict(await invoices.get(closed.head.id, access=WHOLE_APPLIANCE)) == dataclasses.asdict(closed)
 
 
 async def test_what_was_posted_since_a_sum_ahead_is_the_difference_of_two_sums(
@@ -147,10 +147,10 @@ async def test_what_is_corrected_to_zero_in_another_currency_is_not_on_the_invoi
 
     await corrections.add(foreign.id, Correction(note="half of it", cost_picos=-foreign.cost_picos // 2))
     with pytest.raises(CurrenciesMixed, match="EUR and USD"):
-        await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+        await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
     await corrections.add(foreign.id, Correction(note="and the rest", cost_picos=-foreign.cost_picos // 2))
-    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)
-    closed = await invoices.close(drafted.head.id, access=WHOLE_BOX)
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    closed = await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
 
     assert (closed.currency, [line.exact_picos for line in closed.lines], usage_picos(closed.lines)) == (
         "EUR", [10_000_000, 15_000_000], cost,

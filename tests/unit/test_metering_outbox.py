@@ -15,7 +15,7 @@ from appliance.metering.alerts import outbox as outbox_module
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, Delivery, Outbox, retry_delay_s
 from appliance.metering.alerts.send_limits import RETRIES_PER_HOUR_MAX, TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import WebhookChanges
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
@@ -29,7 +29,7 @@ def alerts(database: Database, clock: FakeClock) -> AlertBox:
 
 async def add_webhook(alerts: AlertBox, tenant_id: str | None = None, events: list[str] | None = None) -> str:
     webhook, _secret = await alerts.webhooks.create(
-        kind="webhook", target=TARGET, tenant_id=tenant_id, events=events, access=WHOLE_BOX
+        kind="webhook", target=TARGET, tenant_id=tenant_id, events=events, access=WHOLE_APPLIANCE
     )
     return webhook.id
 
@@ -58,8 +58,8 @@ async def test_an_event_of_the_box_is_told_to_its_own_webhooks_alone(alerts: Ale
 async def test_only_who_listens_to_an_event_hears_it(alerts: AlertBox) -> None:
     await add_webhook(alerts, events=["invoice.closed"])
     disabled, removed = await add_webhook(alerts), await add_webhook(alerts)
-    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_BOX)
-    await alerts.webhooks.remove(removed, access=WHOLE_BOX)
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(removed, access=WHOLE_APPLIANCE)
     assert await alerts.enqueue() == 0
 
 
@@ -145,7 +145,7 @@ async def test_a_webhook_that_is_removed_takes_only_what_is_pending_for_it(alert
     (claimed,) = await alerts.outbox.claim(10, busy={other})
     await alerts.outbox.mark_failed(claimed, "no answer for days", None)
     await alerts.enqueue("two")
-    await alerts.webhooks.remove(removed, access=WHOLE_BOX)
+    await alerts.webhooks.remove(removed, access=WHOLE_APPLIANCE)
     told = {(message.webhook_id, message.payload["data"]["subject"]): message for message in await alerts.messages()}
     assert told[removed, "one"].last_error == "no answer for days"
     assert told[removed, "two"].last_error == "the webhook was removed"
@@ -192,7 +192,7 @@ async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: Alert
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
     clock.advance(1)
-    await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_BOX)
+    await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_APPLIANCE)
     await alerts.outbox.mark_failed(claimed, "no answer", 3600.0)
     (again,) = await alerts.outbox.claim(10)
     assert (again.id, again.attempts) == (claimed.id, 1)
@@ -203,9 +203,9 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertB
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
     await alerts.outbox.mark_delivered(claimed)
-    assert (await alerts.outbox.get(webhook_id, claimed.id, access=WHOLE_BOX)).state == "delivered"
+    assert (await alerts.outbox.get(webhook_id, claimed.id, access=WHOLE_APPLIANCE)).state == "delivered"
     alerts.db.outbox_written.clear()
-    assert (await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_BOX)).state == "pending"
+    assert (await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_APPLIANCE)).state == "pending"
     assert alerts.db.outbox_written.is_set(), "whoever delivers looks at once"
     (again,) = await alerts.outbox.claim(10)
     assert again.id == claimed.id
@@ -214,17 +214,17 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertB
 async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_removed_one(alerts: AlertBox) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
-    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=WHOLE_BOX)
+    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
     assert await alerts.outbox.claim(10) == []
     assert await alerts.outbox.next_due_s() is None
     (waiting,) = await alerts.messages()
     with pytest.raises(Conflict, match="disabled"):
-        await alerts.outbox.retry(webhook_id, waiting.id, access=WHOLE_BOX)
+        await alerts.outbox.retry(webhook_id, waiting.id, access=WHOLE_APPLIANCE)
     alerts.db.outbox_written.clear()
-    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=WHOLE_BOX)
+    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)
     assert alerts.db.outbox_written.is_set(), "whoever delivers looks at once"
     assert await alerts.outbox.next_due_s() == 0
-    await alerts.webhooks.remove(webhook_id, access=WHOLE_BOX)
+    await alerts.webhooks.remove(webhook_id, access=WHOLE_APPLIANCE)
     (message,) = await alerts.messages()
     assert (message.state, message.last_error) == ("failed", "the webhook was removed")
 
@@ -233,17 +233,17 @@ async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(ale
     webhook_id = await add_webhook(alerts, events=["invoice.closed"])
     await add_webhook(alerts)
     for _ in range(TESTS_PER_HOUR_MAX):
-        delivery = await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
+        delivery = await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
         clock.advance(60)
     assert (delivery.event, delivery.webhook_id) == ("webhook.test", webhook_id)
     with pytest.raises(RateLimitExceeded) as refused:
-        await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
+        await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
     assert refused.value.retry_after_s is not None
     clock.advance(refused.value.retry_after_s - 0.001)
     with pytest.raises(RateLimitExceeded):
-        await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
+        await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
     clock.advance(0.001)
-    await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
+    await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
     assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
 
 
@@ -253,7 +253,7 @@ async def test_neither_other_messages_nor_tests_of_another_webhook_count_as_test
         await alerts.enqueue(f"message {number}")
     for webhook_id in webhook_ids:
         for _ in range(TESTS_PER_HOUR_MAX):
-            delivery = await alerts.outbox.send_test(webhook_id, access=WHOLE_BOX)
+            delivery = await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
         assert delivery.payload["data"] == {"webhook_id": webhook_id, "note": "This is a test. Nothing has happened."}
 
 
@@ -262,15 +262,15 @@ async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_
 ) -> None:
     for _ in range(TESTS_PER_HOUR_MAX):
         removed = await add_webhook(alerts, cast.bob.tenant.id)
-        await alerts.outbox.send_test(removed, access=WHOLE_BOX)
-        await alerts.webhooks.remove(removed, access=WHOLE_BOX)
+        await alerts.outbox.send_test(removed, access=WHOLE_APPLIANCE)
+        await alerts.webhooks.remove(removed, access=WHOLE_APPLIANCE)
     made_again = await add_webhook(alerts, cast.bob.tenant.id)
     with pytest.raises(RateLimitExceeded):
-        await alerts.outbox.send_test(made_again, access=WHOLE_BOX)
+        await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
     for stranger in (cast.charlie.tenant.id, None):
-        await alerts.outbox.send_test(await add_webhook(alerts, stranger), access=WHOLE_BOX)
+        await alerts.outbox.send_test(await add_webhook(alerts, stranger), access=WHOLE_APPLIANCE)
     clock.advance(3600)
-    await alerts.outbox.send_test(made_again, access=WHOLE_BOX)
+    await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
 
 
 async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
@@ -278,30 +278,30 @@ async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox
     await alerts.enqueue(tenant_id=cast.bob.tenant.id)
     bobs = await alerts.messages()
     box = await add_webhook(alerts)
-    boxs = await alerts.outbox.send_test(box, access=WHOLE_BOX)
+    boxs = await alerts.outbox.send_test(box, access=WHOLE_APPLIANCE)
     for attempt in range(RETRIES_PER_HOUR_MAX):
         message = bobs[attempt % 2]
-        await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_BOX)
+        await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_APPLIANCE)
         clock.advance(1)
     assert {message.webhook_id for message in bobs} == set(webhook_ids)
     with pytest.raises(RateLimitExceeded) as refused:
-        await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_BOX)
+        await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
     assert refused.value.retry_after_s == 3600 - RETRIES_PER_HOUR_MAX
-    await alerts.outbox.retry(box, boxs.id, access=WHOLE_BOX)
+    await alerts.outbox.retry(box, boxs.id, access=WHOLE_APPLIANCE)
     clock.advance(refused.value.retry_after_s)
-    await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_BOX)
+    await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
 
 
 async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:
     first, second = await add_webhook(alerts), await add_webhook(alerts)
-    delivery = await alerts.outbox.send_test(first, access=WHOLE_BOX)
-    await alerts.webhooks.remove(first, access=WHOLE_BOX)
+    delivery = await alerts.outbox.send_test(first, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(first, access=WHOLE_APPLIANCE)
     missing: list[tuple[str, Awaitable[object]]] = [
-        ("delivery_id", alerts.outbox.get(second, delivery.id, access=WHOLE_BOX)),
-        ("delivery_id", alerts.outbox.retry(second, delivery.id, access=WHOLE_BOX)),
-        ("webhook_id", alerts.outbox.send_test("wh_unknown", access=WHOLE_BOX)),
-        ("webhook_id", alerts.outbox.get(first, delivery.id, access=WHOLE_BOX)),
-        ("webhook_id", alerts.outbox.list(first, access=WHOLE_BOX)),
+        ("delivery_id", alerts.outbox.get(second, delivery.id, access=WHOLE_APPLIANCE)),
+        ("delivery_id", alerts.outbox.retry(second, delivery.id, access=WHOLE_APPLIANCE)),
+        ("webhook_id", alerts.outbox.send_test("wh_unknown", access=WHOLE_APPLIANCE)),
+        ("webhook_id", alerts.outbox.get(first, delivery.id, access=WHOLE_APPLIANCE)),
+        ("webhook_id", alerts.outbox.list(first, access=WHOLE_APPLIANCE)),
     ]
     for param, asked in missing:
         with pytest.raises(NotFound) as refused:
@@ -319,13 +319,13 @@ async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBo
     (claimed,) = await alerts.outbox.claim(1)
     await alerts.outbox.mark_failed(claimed, "no", None)
     other = await add_webhook(alerts)
-    assert (await alerts.outbox.list(other, access=WHOLE_BOX)).data == [], "those of another webhook"
-    page = await alerts.outbox.list(webhook_id, 2, access=WHOLE_BOX)
+    assert (await alerts.outbox.list(other, access=WHOLE_APPLIANCE)).data == [], "those of another webhook"
+    page = await alerts.outbox.list(webhook_id, 2, access=WHOLE_APPLIANCE)
     assert [delivery.id for delivery in page.data] == [third, second]
-    rest = await alerts.outbox.list(webhook_id, 2, page.next_cursor, access=WHOLE_BOX)
+    rest = await alerts.outbox.list(webhook_id, 2, page.next_cursor, access=WHOLE_APPLIANCE)
     assert [delivery.id for delivery in rest.data] == [first]
     for state, message_id in (("delivered", first), ("failed", second), ("pending", third)):
-        found = await alerts.outbox.list(webhook_id, state=state, access=WHOLE_BOX)
+        found = await alerts.outbox.list(webhook_id, state=state, access=WHOLE_APPLIANCE)
         assert [delivery.id for delivery in found.data] == [message_id]
 
 

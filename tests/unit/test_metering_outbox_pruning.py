@@ -7,7 +7,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.metering.alerts import outbox_pruning
 from appliance.metering.alerts.outbox_pruning import INTERVAL_S, KEEP_DAYS_MIN, OutboxPruner
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.clock import FakeClock
 
@@ -18,7 +18,7 @@ DAY_S = 86400.0
 async def alerts(database: Database, clock: FakeClock) -> AlertBox:
     """An outbox with one webhook, and on day 0 a delivered message, one that was given up and one that is pending."""
     box = alert_box(database, clock)
-    await box.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    await box.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     for subject in ("delivered", "given up", "pending"):
         await box.enqueue(subject)
         if subject != "pending":
@@ -48,7 +48,7 @@ async def test_what_ended_before_the_days_that_are_kept_goes_and_what_is_pending
 async def test_one_that_was_sent_again_lately_stays(alerts: AlertBox, clock: FakeClock) -> None:
     clock.advance(100 * DAY_S)
     first = (await alerts.messages())[0]
-    await alerts.outbox.retry(first.webhook_id, first.id, access=WHOLE_BOX)
+    await alerts.outbox.retry(first.webhook_id, first.id, access=WHOLE_APPLIANCE)
     (claimed,) = await alerts.outbox.claim(1)
     await alerts.outbox.mark_delivered(claimed)
     assert await OutboxPruner(alerts.db, clock, keep_days=90).prune() == 1

@@ -19,7 +19,7 @@ from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.windows import Moment
 from appliance.metering.past_requests import PastRequests
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
@@ -61,7 +61,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
     assert (first.cost_picos, first.cause) == (6 * 1_000_000 + 3 * 2_000_000 + 7 * 500_000, "gateway_died")
     assert (second.status, second.prompt_tokens, second.cost_picos) == ("recovered", 0, 0)
     assert third == settled
-    row = await PastRequests(database).get(seen.request_id, access=WHOLE_BOX)
+    row = await PastRequests(database).get(seen.request_id, access=WHOLE_APPLIANCE)
     assert (row.finish_reason, row.completion_tokens, row.prompt_tokens) == ("error", 3, 10)
     assert row.finished_at == clock.now()
 

@@ -14,7 +14,7 @@ from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
 from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, GRACE_S_MAX, WEBHOOKS_MAX, Webhook, WebhookChanges, Webhooks
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Action, Role, TenantRole
@@ -31,17 +31,17 @@ def alerts(database: Database, clock: FakeClock) -> AlertBox:
 
 
 async def test_a_webhook_is_kept_as_it_was_made_and_hears_everything_by_default(alerts: AlertBox, cast: Cast) -> None:
-    bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
-    box, _ = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
-    assert await alerts.webhooks.get(bobs.id, access=WHOLE_BOX) == bobs
+    bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    box, _ = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
+    assert await alerts.webhooks.get(bobs.id, access=WHOLE_APPLIANCE) == bobs
     assert (bobs.kind, bobs.target, bobs.events, bobs.disabled) == ("webhook", TARGET, TENANT_EVENTS, False)
     assert (box.tenant_id, box.events) == (None, EVENTS)
-    assert [webhook.id for webhook in (await alerts.webhooks.list(access=WHOLE_BOX)).data] == sorted([bobs.id, box.id])
-    assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)).data == [bobs]
+    assert [webhook.id for webhook in (await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data] == sorted([bobs.id, box.id])
+    assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data == [bobs]
 
 
 async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: AlertBox) -> None:
-    webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     assert secret is not None
     async with alerts.db.reading() as connection:
         stored = (await connection.execute(select(webhooks.c.secret))).scalar_one()
@@ -54,14 +54,14 @@ async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: A
 
 
 async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertBox, database: Database, clock: FakeClock) -> None:
-    webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
+    webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
     assert secret is None
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == ()
     with pytest.raises(InvalidValue, match="no secret"):
-        await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
+        await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
     without = alert_box(database, clock, mail=False)
     with pytest.raises(InvalidValue, match="smtp_url"):
-        await without.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
+        await without.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
 
 
 async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
@@ -69,7 +69,7 @@ async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertB
     people = Memberships(alerts.db, clock)
     for email in ("bella@example.com", "gone@example.com"):
         member = await members.create(email, "a long password", Role.MEMBER)
-        await people.add(tenant_id, member.id, TenantRole.VIEWER, access=WHOLE_BOX)
+        await people.add(tenant_id, member.id, TenantRole.VIEWER, access=WHOLE_APPLIANCE)
     await members.change(member.id, disabled=True)
     manager = Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: TenantRole.MANAGER})
     mail = {"kind": "email", "tenant_id": tenant_id, "access": manager}
@@ -80,7 +80,7 @@ async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertB
             await alerts.webhooks.create(**mail, target=stranger)  # type: ignore[arg-type]
         with pytest.raises(InvalidValue, match="member of the tenant"):
             await alerts.webhooks.update(made.id, WebhookChanges(target=stranger), access=manager)
-    given, _ = await alerts.webhooks.create(kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_BOX)
+    given, _ = await alerts.webhooks.create(kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_APPLIANCE)
     assert (await alerts.webhooks.update(given.id, WebhookChanges(target="ops@example.com"), access=manager)) == given
     hers = await alerts.webhooks.update(given.id, WebhookChanges(target="bella@example.com"), access=manager)
     assert hers.target == "bella@example.com"
@@ -92,39 +92,39 @@ async def test_who_leaves_gets_no_more_mail(alerts: AlertBox, cast: Cast, clock:
     people = Memberships(alerts.db, clock)
     bella = await members.create("bella@example.com", "a long password", Role.MEMBER)
     for person in (bella.id, cast.alice.id):
-        await people.add(tenant_id, person, TenantRole.VIEWER, access=WHOLE_BOX)
+        await people.add(tenant_id, person, TenantRole.VIEWER, access=WHOLE_APPLIANCE)
 
     async def mail(target: str, tenant: str | None) -> Webhook:
-        return (await alerts.webhooks.create(kind="email", target=target, tenant_id=tenant, access=WHOLE_BOX))[0]
+        return (await alerts.webhooks.create(kind="email", target=target, tenant_id=tenant, access=WHOLE_APPLIANCE))[0]
 
     hers, of_the_box = await mail("Bella@example.com", tenant_id), await mail("bella@example.com", None)
     others = [await mail("ops@example.com", tenant_id), await mail(cast.alice.email, tenant_id)]
     await members.change(cast.alice.id, role=Role.OWNER, disabled=False)  # leaves nothing, so her mail stays
     count = alerts.db.webhook_changes.value
     if leaves == "removed":
-        await people.remove(tenant_id, bella.id, access=WHOLE_BOX)
-        await people.remove(tenant_id, cast.alice.id, access=WHOLE_BOX)
+        await people.remove(tenant_id, bella.id, access=WHOLE_APPLIANCE)
+        await people.remove(tenant_id, cast.alice.id, access=WHOLE_APPLIANCE)
     else:
         await members.change(bella.id, disabled=True)
     assert alerts.db.webhook_changes.value > count, "who remembers them looks again"
-    assert (await alerts.webhooks.get(hers.id, access=WHOLE_BOX)).disabled
-    assert (await alerts.webhooks.get(of_the_box.id, access=WHOLE_BOX)).disabled is (leaves == "disabled")
-    assert not any([(await alerts.webhooks.get(other.id, access=WHOLE_BOX)).disabled for other in others])
+    assert (await alerts.webhooks.get(hers.id, access=WHOLE_APPLIANCE)).disabled
+    assert (await alerts.webhooks.get(of_the_box.id, access=WHOLE_APPLIANCE)).disabled is (leaves == "disabled")
+    assert not any([(await alerts.webhooks.get(other.id, access=WHOLE_APPLIANCE)).disabled for other in others])
     async with alerts.db.reading() as connection:
         query = select(audit_log.c.target_id, audit_log.c.tenant_id).where(audit_log.c.action == "webhook.disable")
         told = (await connection.execute(query.order_by(audit_log.c.id))).all()
     assert told == [(hers.id, tenant_id), *([(of_the_box.id, None)] if leaves == "disabled" else [])]
-    assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=WHOLE_BOX)).disabled is False
+    assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).disabled is False
 
 
 async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts: AlertBox, clock: FakeClock) -> None:
-    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
-    rotated, second = await alerts.webhooks.rotate(webhook.id, 3600, access=WHOLE_BOX)
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    rotated, second = await alerts.webhooks.rotate(webhook.id, 3600, access=WHOLE_APPLIANCE)
     assert rotated.previous_secret_until is not None
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (second, first)
     clock.advance(3600)
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (second,)
-    rotated, third = await alerts.webhooks.rotate(webhook.id, 0, access=WHOLE_BOX)
+    rotated, third = await alerts.webhooks.rotate(webhook.id, 0, access=WHOLE_APPLIANCE)
     assert rotated.previous_secret_until is None
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (third,)
     async with alerts.db.reading() as connection:
@@ -133,9 +133,9 @@ async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, "60", None, True])
 async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> None:
-    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     with pytest.raises(InvalidValue) as refused:
-        await alerts.webhooks.rotate(webhook.id, grace_s, access=WHOLE_BOX)  # type: ignore[arg-type]
+        await alerts.webhooks.rotate(webhook.id, grace_s, access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
     assert refused.value.param == "grace_s"
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (first,)
 
@@ -159,15 +159,15 @@ async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> 
 )
 async def test_what_cannot_be_is_refused_and_the_field_named(alerts: AlertBox, changes: dict[str, object], param: str) -> None:
     with pytest.raises((InvalidValue, NotFound)) as refused:
-        await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes}, access=WHOLE_BOX)  # type: ignore[arg-type]
+        await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes}, access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
     assert refused.value.param == param
-    assert (await alerts.webhooks.list(access=WHOLE_BOX)).data == []
+    assert (await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
 
 
 async def test_a_tenant_hears_no_event_of_the_box(alerts: AlertBox, cast: Cast) -> None:
     with pytest.raises(InvalidValue) as refused:
         await alerts.webhooks.create(
-            kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"], access=WHOLE_BOX
+            kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"], access=WHOLE_APPLIANCE
         )
     assert refused.value.param == "events"
 
@@ -176,42 +176,44 @@ async def test_there_are_so_many_webhooks_and_none_for_an_archived_tenant(
     alerts: AlertBox, cast: Cast, clock: FakeClock
 ) -> None:
     for _ in range(WEBHOOKS_MAX):
-        last, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
+        last, _ = await alerts.webhooks.create(
+            kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
+        )
     with pytest.raises(InvalidValue, match=f"{WEBHOOKS_MAX} webhooks"):
-        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
-    await alerts.webhooks.remove(last.id, access=WHOLE_BOX)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
-    await Tenants(alerts.db, clock).archive(cast.charlie.tenant.id, access=WHOLE_BOX)
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(last.id, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    await Tenants(alerts.db, clock).archive(cast.charlie.tenant.id, access=WHOLE_APPLIANCE)
     with pytest.raises(Conflict, match="archived"):
-        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id, access=WHOLE_BOX)
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id, access=WHOLE_APPLIANCE)
 
 
 async def test_a_change_changes_what_it_names(alerts: AlertBox) -> None:
-    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     other = "https://other.example.com/in"
     changed = await alerts.webhooks.update(
-        webhook.id, WebhookChanges(target=other, events=["invoice.closed"]), access=WHOLE_BOX
+        webhook.id, WebhookChanges(target=other, events=["invoice.closed"]), access=WHOLE_APPLIANCE
     )
     assert (changed.target, changed.events, changed.disabled) == (other, ("invoice.closed",), False)
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_BOX)).disabled
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(), access=WHOLE_BOX)).disabled
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)).disabled
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(), access=WHOLE_APPLIANCE)).disabled
     for bad in (WebhookChanges(target="nowhere"), WebhookChanges(events=["x"])):
         with pytest.raises(InvalidValue):
-            await alerts.webhooks.update(webhook.id, bad, access=WHOLE_BOX)
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False), access=WHOLE_BOX)).target == other
+            await alerts.webhooks.update(webhook.id, bad, access=WHOLE_APPLIANCE)
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).target == other
 
 
 async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> None:
-    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
-    await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
-    await alerts.webhooks.remove(webhook.id, access=WHOLE_BOX)
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE)
     for work in (
-        alerts.webhooks.get(webhook.id, access=WHOLE_BOX),
-        alerts.webhooks.remove(webhook.id, access=WHOLE_BOX),
-        alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX),
+        alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE),
+        alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE),
+        alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE),
         alerts.webhooks.read_endpoint(webhook.id),
-        alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_BOX),
+        alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE),
     ):
         with pytest.raises(NotFound) as refused:
             await work
@@ -222,31 +224,32 @@ async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> No
 
 async def test_what_is_done_to_one_webhook_is_done_to_no_other(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
     made = [
-        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_BOX))[0].id
+        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_APPLIANCE))[0].id
         for tenant_id in (cast.bob.tenant.id, cast.bob.tenant.id, None)
     ]
     changed, others = made[0], made[1:]
 
     async def of_others() -> list[object]:
         return [
-            (await alerts.webhooks.get(each, access=WHOLE_BOX), await alerts.webhooks.read_endpoint(each)) for each in others
+            (await alerts.webhooks.get(each, access=WHOLE_APPLIANCE), await alerts.webhooks.read_endpoint(each))
+            for each in others
         ]
 
     before = await of_others()
-    await alerts.webhooks.rotate(changed, access=WHOLE_BOX)
-    await alerts.webhooks.update(changed, WebhookChanges(target=TARGET + "/other", disabled=True), access=WHOLE_BOX)
+    await alerts.webhooks.rotate(changed, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(changed, WebhookChanges(target=TARGET + "/other", disabled=True), access=WHOLE_APPLIANCE)
     disabled_at = clock.now()
     clock.advance(60)
-    await alerts.webhooks.update(changed, WebhookChanges(disabled=True), access=WHOLE_BOX)
+    await alerts.webhooks.update(changed, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
     await alerts.webhooks.disable(changed, "gone for good")
-    assert (await alerts.webhooks.get(changed, access=WHOLE_BOX)).disabled_at == disabled_at, "it was disabled before"
+    assert (await alerts.webhooks.get(changed, access=WHOLE_APPLIANCE)).disabled_at == disabled_at, "it was disabled before"
     assert await of_others() == before
-    await alerts.webhooks.remove(changed, access=WHOLE_BOX)
+    await alerts.webhooks.remove(changed, access=WHOLE_APPLIANCE)
     assert await of_others() == before
 
 
 async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log(alerts: AlertBox) -> None:
-    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     await alerts.webhooks.disable(webhook.id, "gone for good")
     query = select(audit_log.c.target_id, audit_log.c.before, audit_log.c.after).where(audit_log.c.action == "webhook.disable")
     async with alerts.db.reading() as connection:
@@ -259,9 +262,9 @@ async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log
 
 
 async def test_webhooks_are_listed_in_pages_in_the_order_they_were_made(alerts: AlertBox) -> None:
-    made = [(await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX))[0] for _ in range(3)]
-    first = await alerts.webhooks.list(2, access=WHOLE_BOX)
-    second = await alerts.webhooks.list(2, first.next_cursor, access=WHOLE_BOX)
+    made = [(await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE))[0] for _ in range(3)]
+    first = await alerts.webhooks.list(2, access=WHOLE_APPLIANCE)
+    second = await alerts.webhooks.list(2, first.next_cursor, access=WHOLE_APPLIANCE)
     assert (first.data, second.data) == (made[:2], made[2:])
     assert (first.has_more, second.has_more) == (True, False)
 
@@ -295,12 +298,12 @@ async def test_the_store_itself_asks_for_the_right_to_each_change(alerts: AlertB
     with pytest.raises(RoleNotAllowed):
         await alerts.webhooks.get(made.id, access=reader, action=Action.WEBHOOKS)
     assert (await alerts.webhooks.update(made.id, other, access=manager)).target == other.target
-    assert len((await alerts.webhooks.list(access=WHOLE_BOX)).data) == 1
+    assert len((await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data) == 1
 
 
 async def test_a_webhook_fails_whose_newest_message_with_an_ended_attempt_was_not_taken(alerts: AlertBox) -> None:
     names = ("failed", "recovered", "broken lately", "not tried")
-    made = {name: (await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX))[0].id for name in names}
+    made = {name: (await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE))[0].id for name in names}
     taken = {"one": ("broken lately",), "two": ("recovered",)}
     for subject, by in taken.items():
         await alerts.enqueue(subject)
@@ -315,13 +318,15 @@ async def test_a_webhook_fails_whose_newest_message_with_an_ended_attempt_was_no
 
 
 async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_path(alerts: AlertBox, cast: Cast) -> None:
-    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
+    webhook, first = await alerts.webhooks.create(
+        kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
+    )
     changes = WebhookChanges(target=TARGET + "/other", events=["invoice.closed"])
-    await alerts.webhooks.update(webhook.id, changes, access=WHOLE_BOX)
-    _, second = await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
-    delivery = await alerts.outbox.send_test(webhook.id, access=WHOLE_BOX)
-    await alerts.outbox.retry(webhook.id, delivery.id, access=WHOLE_BOX)
-    await alerts.webhooks.remove(webhook.id, access=WHOLE_BOX)
+    await alerts.webhooks.update(webhook.id, changes, access=WHOLE_APPLIANCE)
+    _, second = await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
+    delivery = await alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    await alerts.outbox.retry(webhook.id, delivery.id, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE)
     query = select(audit_log).where(audit_log.c.target_kind == "webhook").order_by(audit_log.c.id)
     async with alerts.db.reading() as connection:
         entries = (await connection.execute(query)).mappings().all()

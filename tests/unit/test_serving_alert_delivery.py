@@ -11,7 +11,7 @@ from appliance.base.sealing import Sealer
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
 from appliance.metering.alerts.webhooks import Webhooks
 from appliance.serving.alerting.delivery import SendFailed
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import LOOPBACK, TARGET, AlertBox, RecordingSender, alert_box
 from tests.support.clock import FakeClock
 from tests.support.ledgers import FailingDatabase, poll_until
@@ -26,7 +26,7 @@ def alerts(database: Database, clock: FakeClock) -> AlertBox:
 
 
 async def webhook(alerts: AlertBox, target: str = TARGET) -> str:
-    created, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_BOX)
+    created, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_APPLIANCE)
     return created.id
 
 
@@ -96,7 +96,7 @@ async def test_after_the_last_attempt_a_message_is_given_up_and_logged(alerts: A
     assert counted(alerts, "alerts_given_up_total") == 1
     clock.advance(30 * 86400)
     assert await delivery.deliver_due() == 0
-    await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_BOX)
+    await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_APPLIANCE)
     assert await delivery.deliver_due() == 1
     assert set(sender.ids) == {message.id}
 
@@ -106,7 +106,7 @@ async def test_a_webhook_that_is_gone_is_disabled(alerts: AlertBox) -> None:
     for subject in ("one", "two"):
         await alerts.enqueue(subject)
     await alerts.delivery(RecordingSender(SendFailed("gone", "the receiver answered 410"))).deliver_due()
-    assert (await alerts.webhooks.get(webhook_id, access=WHOLE_BOX)).disabled
+    assert (await alerts.webhooks.get(webhook_id, access=WHOLE_APPLIANCE)).disabled
     assert {message.state for message in await alerts.messages()} == {"failed"}
     assert await alerts.enqueue("three") == 0
 
@@ -237,7 +237,7 @@ async def test_an_unreadable_secret_is_reported_and_the_message_retried(alerts: 
 
 
 async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox) -> None:
-    await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
+    await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
     await alerts.enqueue()
     delivery = alerts.delivery(RecordingSender())
     delivery._senders = {}

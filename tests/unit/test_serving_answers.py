@@ -13,7 +13,7 @@ from appliance.metering.ledger.records import Settlement
 from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
 from appliance.tenancy import fields
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from engine.protocol import WEIGHT_MAX, FinishReason, GenerationRequest, Priority, RequestProgress, TokenEvent
@@ -60,7 +60,7 @@ async def test_each_answer_has_its_own_text_and_the_prompt_is_billed_once(box: S
     assert (event.status, event.finish_reason) == ("posted", "length")
     assert event.prompt_tokens == len(ids)
     assert event.completion_tokens == outcome.usage.completion_tokens == 3 * len(ids)
-    assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
+    assert len((await box.reports.ledger_page(access=WHOLE_APPLIANCE)).data) == 1
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 
 
@@ -295,7 +295,7 @@ async def test_the_engine_gets_weight_class_and_deadline_of_the_tenant(
     box: Serving, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
     tenants = Tenants(database, clock)
-    changed = await tenants.update(cast.bob.tenant.id, TenantChanges(weight=4, tier="batch"), access=WHOLE_BOX)
+    changed = await tenants.update(cast.bob.tenant.id, TenantChanges(weight=4, tier="batch"), access=WHOLE_APPLIANCE)
     generation = await box.start(Person(tenant=changed, key=cast.bob.key, secret=""), TEXT)
     await generation.outcome
     (request,) = [request for frame in box.engine.frames for request in frame.submit]

@@ -14,7 +14,7 @@ from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger.records import Usage
 from appliance.metering.past_requests import PastRequests
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 from tests.support.cast import Cast, make_person
@@ -132,13 +132,13 @@ async def test_a_past_request_shows_the_kv_blocks_of_its_tokens(
     script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(outputs)]
 
     def submit(request: GenerationRequest) -> Scripted:
-        box.generations.live(access=WHOLE_BOX)[request.request_id].kv_blocks_max = reported_blocks
+        box.generations.live(access=WHOLE_APPLIANCE)[request.request_id].kv_blocks_max = reported_blocks
         return Scripted(request, script, FinishReason.LENGTH)
 
     monkeypatch.setattr(box.client, "submit", submit)
     generation = await box.start(cast.bob, [7] * prompt, n=len(outputs))
     await generation.outcome
-    assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == blocks
+    assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).kv_blocks == blocks
 
 
 async def test_no_kv_blocks_are_shown_if_the_engine_is_gone_or_computed_nothing(
@@ -154,7 +154,7 @@ async def test_no_kv_blocks_are_shown_if_the_engine_is_gone_or_computed_nothing(
     await served.outcome
     assert [(await box.event(generation)).cause for generation in (refused, served)] == ["engine_ended"] * 2
     for generation in (refused, served):
-        assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).kv_blocks == 0
+        assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).kv_blocks == 0
 
 
 async def test_an_unbilled_request_uses_up_no_limit(box: Serving, database: Database, clock: FakeClock) -> None:
@@ -176,7 +176,7 @@ async def test_a_settlement_that_the_ledger_refuses_is_counted_once_as_unrecorde
     generation.end_early("disconnected")
     with structlog.testing.capture_logs() as logs:
         outcome = await generation.outcome
-        await poll_until(lambda: not box.generations.live(access=WHOLE_BOX))
+        await poll_until(lambda: not box.generations.live(access=WHOLE_APPLIANCE))
 
     assert [line["event"] for line in logs] == ["usage record was refused"]
     assert box.ledger.unrecorded_usage_tokens == outcome.usage.total_tokens > 0

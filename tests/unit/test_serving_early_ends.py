@@ -15,7 +15,7 @@ from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, InternalError, RequestExceedsLimit
 from appliance.serving.endings import EARLY_ENDS, early_end
 from appliance.serving.generation import Generation
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
@@ -135,14 +135,14 @@ async def test_requests_ended_by_a_shutdown_have_that_cause(box: Serving, cast: 
 
 Change = Callable[[Keys, Tenants, Person, FakeClock], object]
 CHANGES: dict[str, Change] = {
-    "key_revoked": lambda keys, _tenants, bob, _clock: keys.revoke(bob.key.id, access=WHOLE_BOX),
+    "key_revoked": lambda keys, _tenants, bob, _clock: keys.revoke(bob.key.id, access=WHOLE_APPLIANCE),
     "key_expired": lambda keys, _tenants, bob, clock: keys.update(
-        bob.key.id, KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20)), access=WHOLE_BOX
+        bob.key.id, KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20)), access=WHOLE_APPLIANCE
     ),
     "tenant_suspended": lambda _keys, tenants, bob, _clock: tenants.update(
-        bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_BOX
+        bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE
     ),
-    "tenant_archived": lambda _keys, tenants, bob, _clock: tenants.archive(bob.tenant.id, access=WHOLE_BOX),
+    "tenant_archived": lambda _keys, tenants, bob, _clock: tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE),
 }
 
 
@@ -166,7 +166,7 @@ async def test_the_end_of_a_rotations_grace_period_ends_requests_of_the_old_key(
 ) -> None:
     keys = Keys(database, clock, PEPPER)
     old = await begun(box, cast.bob, 2)
-    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=1, access=WHOLE_BOX)
+    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=1, access=WHOLE_APPLIANCE)
     new = await box.start(Person(tenant=cast.bob.tenant, key=successor, secret=secret), TEXT, max_tokens=1000)
     assert not old.outcome.done()
     clock.advance(1)
@@ -200,7 +200,7 @@ async def test_a_postponed_expiry_ends_nothing(box: Serving, clock: FakeClock, c
 async def test_a_key_revoked_between_its_check_and_the_start_ends_the_request(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_BOX)
+    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
     box.engine.allow_steps(0)
     generation = await box.start(cast.bob, TEXT)  # with the principal that was read before the change
 
@@ -213,7 +213,9 @@ async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros:
         model="tiny", currency="EUR", prompt=MICROS, cached_prompt=MICROS, completion=MICROS, effective_from=clock.now()
     )
     changes = TenantChanges(limits=Limits(monthly_budget=micros), cut_at_budget=cut)
-    return dataclasses.replace(bob, tenant=await Tenants(database, clock).update(bob.tenant.id, changes, access=WHOLE_BOX))
+    return dataclasses.replace(
+        bob, tenant=await Tenants(database, clock).update(bob.tenant.id, changes, access=WHOLE_APPLIANCE)
+    )
 
 
 async def test_a_hard_budget_ends_the_answer_at_the_token_that_exhausts_it(
@@ -255,7 +257,7 @@ async def test_lowering_a_hard_budget_ends_running_requests_at_their_next_token(
     prompt = len(box.ids(TEXT))
     generation = await begun(box, await hard_budget(database, clock, cast.bob, prompt + 1000), 5)
     lowered = TenantChanges(limits=Limits(monthly_budget=prompt + 5))
-    await Tenants(database, clock).update(cast.bob.tenant.id, lowered, access=WHOLE_BOX)
+    await Tenants(database, clock).update(cast.bob.tenant.id, lowered, access=WHOLE_APPLIANCE)
     await box.generations._watch.check()
     box.engine.allow_steps(1)
     await check(box, generation, "aborted", "budget_exceeded")
@@ -271,7 +273,7 @@ async def test_a_budget_can_be_made_hard_or_soft_while_a_request_runs(
     box.engine.allow_steps(290)
     await poll_until(lambda: generation.live.completion_tokens == 290)
 
-    await Tenants(database, clock).update(bob.tenant.id, TenantChanges(cut_at_budget=not before), access=WHOLE_BOX)
+    await Tenants(database, clock).update(bob.tenant.id, TenantChanges(cut_at_budget=not before), access=WHOLE_APPLIANCE)
     await box.generations._watch.check()
     box.engine.allow_steps(710)
     await check(box, generation, *end)
@@ -290,16 +292,18 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_admission(
 ) -> None:
     tenants = Tenants(database, clock)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=60_000)
-    tenant = await tenants.update(cast.bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=1)), access=WHOLE_BOX)
+    tenant = await tenants.update(
+        cast.bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=1)), access=WHOLE_APPLIANCE
+    )
     bob = dataclasses.replace(cast.bob, tenant=tenant)
     running = await begun(box, bob, 2)
     first, second = (asyncio.create_task(box.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
     await poll_until(lambda: len(box.admission.waiting) == 2)
 
-    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)), access=WHOLE_BOX)
+    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)), access=WHOLE_APPLIANCE)
     admitted = await first
     assert len(box.admission.waiting) == 1
-    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)), access=WHOLE_BOX)
+    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)), access=WHOLE_APPLIANCE)
     with pytest.raises(RequestExceedsLimit):
         await second
     for generation in (running, admitted):

@@ -22,7 +22,7 @@ from appliance.serving.chunks import Chunk
 from appliance.serving.generation import Generation
 from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.prompting import Prompting
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from tests.support.cast import Cast, make_person
@@ -362,7 +362,7 @@ async def test_a_disconnect_before_prefill_is_not_billed(box: Serving, cast: Cas
 async def test_an_administrator_can_abort_a_request(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
-    box.generations.abort(generation.request_id, access=WHOLE_BOX)
+    box.generations.abort(generation.request_id, access=WHOLE_APPLIANCE)
     outcome = await generation.outcome
 
     assert outcome.finish_reason == "aborted"
@@ -417,7 +417,7 @@ async def test_without_an_engine_nothing_is_reserved_or_recorded(box: Serving, c
     with pytest.raises(EngineUnavailable):
         await box.start(cast.bob, TEXT)
 
-    assert (await box.reports.ledger_page(access=WHOLE_BOX)).data == []
+    assert (await box.reports.ledger_page(access=WHOLE_APPLIANCE)).data == []
 
 
 async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: Database, clock: FakeClock) -> None:
@@ -428,7 +428,7 @@ async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: D
     first.end_early("disconnected")
     await first.outcome
 
-    assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
+    assert len((await box.reports.ledger_page(access=WHOLE_APPLIANCE)).data) == 1
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ async def test_a_disconnect_while_the_record_is_written_is_not_billed_and_never_
 
     async def left(entry: PendingEntry) -> None:
         await written(entry)
-        box.generations.abort(entry.request_id, access=WHOLE_BOX)
+        box.generations.abort(entry.request_id, access=WHOLE_APPLIANCE)
 
     monkeypatch.setattr(box.ledger, "open", left)
     reconciliation = box.model.engine.stats.reconciliation
@@ -487,7 +487,7 @@ async def test_a_full_queue_refuses_before_admission(database: Database, clock: 
                 await box.start(cast.bob, TEXT)
             for generation in generations:
                 generation.end_early("disconnected")
-            await poll_until(lambda: not box.generations.live(access=WHOLE_BOX))
+            await poll_until(lambda: not box.generations.live(access=WHOLE_APPLIANCE))
 
 
 async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
@@ -530,7 +530,7 @@ async def test_draining_refuses_new_requests_and_waits_for_live_ones(box: Servin
 
 async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [STALL, 5])
-    live = box.generations.live(access=WHOLE_BOX)[generation.request_id]
+    live = box.generations.live(access=WHOLE_APPLIANCE)[generation.request_id]
     await poll_until(lambda: live.kv_blocks > 0)
 
     assert (live.state, live.queue_position, live.tenant_name) == ("queued", 0, "bob")

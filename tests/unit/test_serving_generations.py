@@ -17,7 +17,7 @@ from appliance.base.errors import Draining, EngineUnavailable, NotFound, Overloa
 from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.principals import Limits
 from appliance.tenancy.roles import Action, Role, TenantRole
 from appliance.tenancy.tiers import Tiers
@@ -48,7 +48,7 @@ async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(box: 
     bobs, charlies = [await box.start(person, [STALL, 5]) for person in (cast.bob, cast.charlie)]
     manager, viewer = member_of(bob, TenantRole.MANAGER), member_of(bob, TenantRole.VIEWER)
 
-    assert list(generations.live(access=WHOLE_BOX).values()) == [bobs.live, charlies.live]
+    assert list(generations.live(access=WHOLE_APPLIANCE).values()) == [bobs.live, charlies.live]
     assert generations.tenant_names == {bob: "bob", charlie: "charlie"}
     for access in (manager, viewer):
         assert list(generations.live(access=access).values()) == [bobs.live]
@@ -65,7 +65,7 @@ async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(box: 
     ended = await generations.abort_and_wait(bobs.request_id, access=manager)
     assert (ended, ended.state, ended.finish_reason) == (bobs.live, "finished", "aborted")
     with pytest.raises(NotFound):
-        generations.abort("req_unknown", access=WHOLE_BOX)
+        generations.abort("req_unknown", access=WHOLE_APPLIANCE)
     assert not charlies.outcome.done()
     charlies.end_early("disconnected")
 
@@ -89,7 +89,7 @@ async def test_a_drain_waits_for_the_last_of_several(box: Serving, cast: Cast) -
     first, last = await box.start(cast.charlie, TEXT), await box.start(cast.bob, [STALL, 5])
     box.engine.allow_steps(1000)
     await first.outcome
-    await poll_until(lambda: len(box.generations.live(access=WHOLE_BOX)) == 1)
+    await poll_until(lambda: len(box.generations.live(access=WHOLE_APPLIANCE)) == 1)
     assert not await box.generations.drain(0.02)
     last.end_early("disconnected")
     assert await box.generations.drain(5.0)
@@ -173,7 +173,7 @@ async def test_a_request_whose_engine_died_while_it_waited_reserves_nothing(
     with pytest.raises(EngineUnavailable):
         await box.start(cast.bob, TEXT)
     assert num_running(box.admission, cast.bob.tenant.id) == 0
-    assert (await box.reports.ledger_page(access=WHOLE_BOX)).data == []
+    assert (await box.reports.ledger_page(access=WHOLE_APPLIANCE)).data == []
 
 
 async def test_refusals_of_a_limit_in_shadow_mode_are_counted(box: Serving, database: Database, clock: FakeClock) -> None:
@@ -214,7 +214,7 @@ async def test_a_request_whose_caller_is_cancelled_while_its_record_is_written_e
         await starting
     disk.set()
     assert await box.generations.drain(5.0)
-    (event,) = (await box.reports.ledger_page(access=WHOLE_BOX)).data
+    (event,) = (await box.reports.ledger_page(access=WHOLE_APPLIANCE)).data
     assert (event.status, event.finish_reason, event.cause) == ("voided", "disconnected", "client")
     assert num_running(box.admission, cast.bob.tenant.id) == 0
 

@@ -11,7 +11,7 @@ from appliance.base.db import Database
 from appliance.metering.past_requests import PastRequests
 from appliance.serving.event_queue import merge_events
 from appliance.serving.live_requests import LiveRequest
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from engine.protocol import FinishReason, TokenEvent
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
@@ -88,8 +88,8 @@ async def test_a_past_request_also_shows_how_many_of_its_tenant_came_before_it(
         second = await box.start(cast.bob, "the quick brown fox")
         await second.outcome
         for running in (of_another, first):
-            box.generations.abort(running.request_id, access=WHOLE_BOX)
+            box.generations.abort(running.request_id, access=WHOLE_APPLIANCE)
             await running.outcome
     past = PastRequests(database)
-    found = [await past.get(generation.request_id, access=WHOLE_BOX) for generation in (first, second)]
+    found = [await past.get(generation.request_id, access=WHOLE_APPLIANCE) for generation in (first, second)]
     assert [row.tenant_open for row in found] == [0, 1]

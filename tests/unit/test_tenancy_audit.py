@@ -15,7 +15,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 from appliance.base.tables import audit_log, tiers
 from appliance.tenancy import audit
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter, AuditLog, record
 from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, Verdict, canonical_json, hash_of
 from tests.support.clock import FakeClock
@@ -33,7 +33,7 @@ async def _write(database: Database, clock: FakeClock, count: int = 1, *, action
 
 
 async def _entries(database: Database) -> list[AuditEntry]:
-    return (await AuditLog(database, FakeClock()).page(1000, access=WHOLE_BOX)).data[::-1]
+    return (await AuditLog(database, FakeClock()).page(1000, access=WHOLE_APPLIANCE)).data[::-1]
 
 
 async def test_an_entry_says_who_did_what_to_what_from_where(database: Database, clock: FakeClock) -> None:
@@ -229,8 +229,8 @@ async def test_pages_are_newest_first_and_filtered(database: Database, clock: Fa
     with acting(ALICE):
         await _write(database, clock, 2, action="key.create")
     log = AuditLog(database, clock)
-    first = await log.page(2, access=WHOLE_BOX)
-    second = await log.page(2, first.next_cursor, access=WHOLE_BOX)
+    first = await log.page(2, access=WHOLE_APPLIANCE)
+    second = await log.page(2, first.next_cursor, access=WHOLE_APPLIANCE)
     assert [entry.id for entry in (*first.data, *second.data)] == [5, 4, 3, 2]
     cases = [
         (AuditFilter(actions=["key.create"]), [5, 4]),
@@ -242,9 +242,9 @@ async def test_pages_are_newest_first_and_filtered(database: Database, clock: Fa
         (AuditFilter(end=start + timedelta(seconds=60)), [3, 2, 1]),
     ]
     for filters, expected in cases:
-        assert [entry.id for entry in (await log.page(filters=filters, access=WHOLE_BOX)).data] == expected, filters
+        assert [entry.id for entry in (await log.page(filters=filters, access=WHOLE_APPLIANCE)).data] == expected, filters
     with pytest.raises(InvalidValue, match="cursor"):
-        await log.page(2, "nonsense", access=WHOLE_BOX)
+        await log.page(2, "nonsense", access=WHOLE_APPLIANCE)
 
 
 async def test_a_change_and_its_entry_are_one_transaction(database: Database, clock: FakeClock) -> None:

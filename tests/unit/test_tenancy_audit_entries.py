@@ -15,7 +15,7 @@ from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, InvalidValue, NameTaken
 from appliance.base.tables import audit_log
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.audit_chain import AuditEntry
@@ -34,7 +34,7 @@ ALICE = Actor(kind="member", name="alice@example.com", id="mb_alice", request_id
 
 async def entries(database: Database) -> list[AuditEntry]:
     """Return what Alice did, the oldest first."""
-    page = await AuditLog(database, FakeClock()).page(1000, access=WHOLE_BOX)
+    page = await AuditLog(database, FakeClock()).page(1000, access=WHOLE_APPLIANCE)
     return [entry for entry in page.data[::-1] if entry.actor_name == ALICE.name]
 
 
@@ -49,12 +49,12 @@ async def told(database: Database) -> list[tuple[str, str | None, Any, Any]]:
 async def test_changes_of_a_tenant_are_audited(database: Database, clock: FakeClock, cast: Cast) -> None:
     tenants = Tenants(database, clock)
     with acting(ALICE):
-        made = await tenants.create("dora", TenantChanges(tier="batch"), access=WHOLE_BOX)
-        await tenants.update(made.id, TenantChanges(weight=3, limits={"tokens_per_minute": 500}), access=WHOLE_BOX)
-        await tenants.update(made.id, TenantChanges(weight=3), access=WHOLE_BOX)
-        await tenants.limit_model(made.id, "demo", {"requests_per_minute": 2}, access=WHOLE_BOX)
-        await tenants.archive(made.id, access=WHOLE_BOX)
-        await tenants.archive(made.id, access=WHOLE_BOX)
+        made = await tenants.create("dora", TenantChanges(tier="batch"), access=WHOLE_APPLIANCE)
+        await tenants.update(made.id, TenantChanges(weight=3, limits={"tokens_per_minute": 500}), access=WHOLE_APPLIANCE)
+        await tenants.update(made.id, TenantChanges(weight=3), access=WHOLE_APPLIANCE)
+        await tenants.limit_model(made.id, "demo", {"requests_per_minute": 2}, access=WHOLE_APPLIANCE)
+        await tenants.archive(made.id, access=WHOLE_APPLIANCE)
+        await tenants.archive(made.id, access=WHOLE_APPLIANCE)
     created, changed, limited, archived = await told(database)
     assert created[:3] == ("tenant.create", made.id, None)
     assert (created[3]["name"], created[3]["tier"], created[3]["limits"]["tokens_per_minute"]) == ("dora", "batch", None)
@@ -67,11 +67,11 @@ async def test_changes_of_a_tenant_are_audited(database: Database, clock: FakeCl
 async def test_changes_of_a_key_are_audited(database: Database, clock: FakeClock, cast: Cast) -> None:
     keys = Keys(database, clock, PEPPER)
     with acting(ALICE):
-        made, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_BOX)
-        await keys.update(made.id, KeyChanges(name="nightly"), access=WHOLE_BOX)
-        fresh, fresh_secret = await keys.rotate(made.id, grace_s=60, access=WHOLE_BOX)
-        await keys.revoke(fresh.id, access=WHOLE_BOX)
-        await keys.revoke(fresh.id, access=WHOLE_BOX)
+        made, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_APPLIANCE)
+        await keys.update(made.id, KeyChanges(name="nightly"), access=WHOLE_APPLIANCE)
+        fresh, fresh_secret = await keys.rotate(made.id, grace_s=60, access=WHOLE_APPLIANCE)
+        await keys.revoke(fresh.id, access=WHOLE_APPLIANCE)
+        await keys.revoke(fresh.id, access=WHOLE_APPLIANCE)
     rows = await told(database)
     assert [row[0] for row in rows] == ["key.create", "key.update", "key.rotate", "key.create", "key.revoke"]
     assert {row[1] for row in rows} == {cast.bob.tenant.id}
@@ -147,7 +147,7 @@ async def test_what_a_start_recovers_is_an_entry_of_the_appliance(database: Data
     await utc_recover(database, clock, epoch)
     found = [
         entry
-        for entry in (await AuditLog(database, clock).page(100, access=WHOLE_BOX)).data
+        for entry in (await AuditLog(database, clock).page(100, access=WHOLE_APPLIANCE)).data
         if entry.action == "ledger.recover"
     ]
     assert [(entry.actor_kind, entry.target_id, entry.after) for entry in found] == [("system", epoch, '{"events":1}')]
@@ -156,10 +156,10 @@ async def test_what_a_start_recovers_is_an_entry_of_the_appliance(database: Data
 async def test_what_is_refused_leaves_no_entry(database: Database, clock: FakeClock, cast: Cast) -> None:
     tenants, keys = Tenants(database, clock), Keys(database, clock, PEPPER)
     refused: list[tuple[type[GatehouseError], Any]] = [
-        (NameTaken, lambda: tenants.create(name="bob", access=WHOLE_BOX)),
-        (NameTaken, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(name="charlie"), access=WHOLE_BOX)),
-        (InvalidValue, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(weight=-1), access=WHOLE_BOX)),
-        (InvalidValue, lambda: keys.rotate(cast.bob.key.id, grace_s=-1, access=WHOLE_BOX)),
+        (NameTaken, lambda: tenants.create(name="bob", access=WHOLE_APPLIANCE)),
+        (NameTaken, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(name="charlie"), access=WHOLE_APPLIANCE)),
+        (InvalidValue, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(weight=-1), access=WHOLE_APPLIANCE)),
+        (InvalidValue, lambda: keys.rotate(cast.bob.key.id, grace_s=-1, access=WHOLE_APPLIANCE)),
     ]
     with acting(ALICE):
         for error, call in refused:
@@ -173,9 +173,9 @@ async def test_changes_at_once_leave_one_chain_and_no_deadlock(database: Databas
     tenants, keys = Tenants(database, clock), Keys(database, clock, PEPPER)
 
     async def change(number: int) -> None:
-        await tenants.update(cast.bob.tenant.id, TenantChanges(weight=number + 2), access=WHOLE_BOX)
-        key, _ = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_BOX)
-        await keys.rotate(key.id, access=WHOLE_BOX)
+        await tenants.update(cast.bob.tenant.id, TenantChanges(weight=number + 2), access=WHOLE_APPLIANCE)
+        key, _ = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_APPLIANCE)
+        await keys.rotate(key.id, access=WHOLE_APPLIANCE)
 
     with acting(ALICE):
         await asyncio.gather(*(change(number) for number in range(12)))

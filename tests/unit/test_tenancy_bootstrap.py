@@ -10,7 +10,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, InvalidCredentials
 from appliance.base.settings import Settings, UnusableData
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
 from appliance.tenancy.first_login import PENDING_FILE, mark_shown
@@ -56,7 +56,7 @@ async def test_a_later_start_makes_nothing(database: Database, clock: FakeClock,
     await start(database, clock, settings)
     mark_shown(settings.data_dir)
     assert await start(database, clock, settings) is None
-    assert len((await Tenants(database, clock).list(access=WHOLE_BOX)).data) == 1
+    assert len((await Tenants(database, clock).list(access=WHOLE_APPLIANCE)).data) == 1
 
 
 async def test_what_the_operator_has_set_is_used_and_not_shown(database: Database, clock: FakeClock, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from appliance.base.db import Database
 from appliance.base.errors import InvalidCredentials, NotFound
 from appliance.base.tables import audit_log, members
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.id_tokens import Identity
 from appliance.tenancy.identities import Identities, unlink_by_email
@@ -112,6 +112,6 @@ async def test_a_link_that_is_forgotten_is_one_members_alone_and_an_entry_says_w
     await identities.unlink(cast.alice.id)
 
     assert [await identities.issuer_of(member_id) for member_id in (cast.alice.id, dora.id)] == [None, ISSUER]
-    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data
+    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data
     assert (entry.action, entry.target_id) == ("member.unlink_provider", cast.alice.id)
     assert json.loads(entry.before or "") == {"email": ALICE.email, "oidc_issuer": ISSUER, "oidc_subject": ALICE.subject}

@@ -29,7 +29,7 @@ from appliance.base.errors import (
 )
 from appliance.base.tables import api_keys
 from appliance.tenancy import keys as keys_module
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant, TenantChanges
@@ -60,7 +60,7 @@ def lose_answers_to_commit(database: Database, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_key_is_its_prefix_and_a_secret_that_no_column_holds(database: Database, keys: Keys, cast: Cast) -> None:
-    key, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_BOX)
+    key, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_APPLIANCE)
     assert re.fullmatch(r"gh_[a-z2-7]{8}_[a-z2-7]{26}", secret)
     assert secret.startswith(key.prefix + "_")
     async with database.reading() as connection:
@@ -101,7 +101,7 @@ async def test_a_known_key_is_not_read_again_until_something_changes(keys: Keys,
 
 async def test_a_principal_says_as_of_which_change_it_was_read(keys: Keys, database: Database, cast: Cast) -> None:
     before = await keys.authenticate(cast.bob.secret, HERE)
-    await keys.revoke(cast.charlie.key.id, access=WHOLE_BOX)
+    await keys.revoke(cast.charlie.key.id, access=WHOLE_APPLIANCE)
     after = await keys.authenticate(cast.bob.secret, HERE)
 
     assert before.change_count != database.principal_changes.value == after.change_count
@@ -110,12 +110,12 @@ async def test_a_principal_says_as_of_which_change_it_was_read(keys: Keys, datab
 
 async def test_a_revoked_key_is_refused_by_the_next_call(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.authenticate(cast.bob.secret, HERE)
-    revoked = await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
+    revoked = await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
     assert revoked.revoked_at == clock.now()
     with pytest.raises(InvalidApiKey):
         await keys.authenticate(cast.bob.secret, HERE)
     clock.advance(5)
-    assert await keys.revoke(cast.bob.key.id, access=WHOLE_BOX) == revoked
+    assert await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE) == revoked
     await keys.authenticate(cast.charlie.secret, HERE)
 
 
@@ -125,7 +125,7 @@ async def test_a_key_is_refused_although_the_answer_to_the_commit_of_its_revocat
     await keys.authenticate(cast.bob.secret, HERE)
     lose_answers_to_commit(database, monkeypatch)
     with pytest.raises(ConnectionResetError):
-        await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
+        await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
 
     with pytest.raises(InvalidApiKey):
         await keys.authenticate(cast.bob.secret, HERE)
@@ -140,14 +140,14 @@ async def test_every_change_of_principals_counts_although_the_answer_to_its_comm
         lambda: policies.put("demo", Limits(requests_per_minute=1)),
         lambda: policies.remove("demo"),
         lambda: tiers.update("batch", admission_wait_ms=1),
-        lambda: tenants.create(name="dora", access=WHOLE_BOX),
-        lambda: tenants.update(bob.tenant.id, TenantChanges(weight=2), access=WHOLE_BOX),
-        lambda: tenants.limit_model(bob.tenant.id, "demo", {"requests_per_minute": 1}, access=WHOLE_BOX),
-        lambda: tenants.archive(bob.tenant.id, access=WHOLE_BOX),
-        lambda: keys.create(successor.tenant.id, name="ci", access=WHOLE_BOX),
-        lambda: keys.update(successor.key.id, KeyChanges(name="ci 2"), access=WHOLE_BOX),
-        lambda: keys.rotate(successor.key.id, access=WHOLE_BOX),
-        lambda: keys.revoke(bob.key.id, access=WHOLE_BOX),
+        lambda: tenants.create(name="dora", access=WHOLE_APPLIANCE),
+        lambda: tenants.update(bob.tenant.id, TenantChanges(weight=2), access=WHOLE_APPLIANCE),
+        lambda: tenants.limit_model(bob.tenant.id, "demo", {"requests_per_minute": 1}, access=WHOLE_APPLIANCE),
+        lambda: tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE),
+        lambda: keys.create(successor.tenant.id, name="ci", access=WHOLE_APPLIANCE),
+        lambda: keys.update(successor.key.id, KeyChanges(name="ci 2"), access=WHOLE_APPLIANCE),
+        lambda: keys.rotate(successor.key.id, access=WHOLE_APPLIANCE),
+        lambda: keys.revoke(bob.key.id, access=WHOLE_APPLIANCE),
     ]
     lose_answers_to_commit(database, monkeypatch)
     counts = [database.principal_changes.value]
@@ -161,9 +161,11 @@ async def test_every_change_of_principals_counts_although_the_answer_to_its_comm
 
 async def test_a_key_read_while_it_is_revoked_is_not_remembered(keys: Keys, cast: Cast) -> None:
     for _ in range(5):
-        key, secret = await keys.create(cast.bob.tenant.id, name="short-lived", access=WHOLE_BOX)
+        key, secret = await keys.create(cast.bob.tenant.id, name="short-lived", access=WHOLE_APPLIANCE)
         await asyncio.gather(
-            *(keys.authenticate(secret, HERE) for _ in range(4)), keys.revoke(key.id, access=WHOLE_BOX), return_exceptions=True
+            *(keys.authenticate(secret, HERE) for _ in range(4)),
+            keys.revoke(key.id, access=WHOLE_APPLIANCE),
+            return_exceptions=True,
         )
         with pytest.raises(InvalidApiKey):
             await keys.authenticate(secret, HERE)
@@ -171,9 +173,9 @@ async def test_a_key_read_while_it_is_revoked_is_not_remembered(keys: Keys, cast
 
 async def test_rotation_makes_a_successor_and_refuses_the_old_key(keys: Keys, cast: Cast) -> None:
     limited = await keys.update(
-        cast.bob.key.id, KeyChanges(limits={"tokens_per_minute": 5}, allowed_networks=["10.0.0.0/8"]), access=WHOLE_BOX
+        cast.bob.key.id, KeyChanges(limits={"tokens_per_minute": 5}, allowed_networks=["10.0.0.0/8"]), access=WHOLE_APPLIANCE
     )
-    successor, secret = await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
+    successor, secret = await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
     assert successor.id != limited.id
     assert (successor.name, successor.limits, successor.allowed_networks) == (
         limited.name,
@@ -184,29 +186,31 @@ async def test_rotation_makes_a_successor_and_refuses_the_old_key(keys: Keys, ca
         await keys.authenticate(cast.bob.secret, "10.1.1.1")
     assert (await keys.authenticate(secret, "10.1.1.1")).key.id == successor.id
     with pytest.raises(Conflict):
-        await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
+        await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
 
 
 async def test_a_key_of_an_archived_tenant_gets_no_successor(
     keys: Keys, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
-    await Tenants(database, clock).archive(cast.bob.tenant.id, access=WHOLE_BOX)
+    await Tenants(database, clock).archive(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     with pytest.raises(Conflict, match="archived"):
-        await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
-    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_BOX)).data) == 1
+        await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data) == 1
 
 
 async def test_of_two_rotations_at_once_one_wins(keys: Keys, cast: Cast) -> None:
     answers = await asyncio.gather(
-        keys.rotate(cast.bob.key.id, access=WHOLE_BOX), keys.rotate(cast.bob.key.id, access=WHOLE_BOX), return_exceptions=True
+        keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE),
+        keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE),
+        return_exceptions=True,
     )
     assert sum(isinstance(answer, Conflict) for answer in answers) == 1
-    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_BOX)).data) == 2
+    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data) == 2
 
 
 async def test_a_key_expires_at_its_moment(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     _key, secret = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=10)), access=WHOLE_BOX
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=10)), access=WHOLE_APPLIANCE
     )
     clock.advance(9.999999)
     await keys.authenticate(secret, HERE)
@@ -220,16 +224,16 @@ async def test_a_suspended_or_archived_tenants_keys_are_refused_at_once(
 ) -> None:
     tenants = Tenants(database, clock)
     await keys.authenticate(cast.bob.secret, HERE)
-    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_BOX)
+    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE)
     with pytest.raises(TenantSuspended):
         await keys.authenticate(cast.bob.secret, HERE)
-    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_BOX)
+    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_APPLIANCE)
     await keys.authenticate(cast.bob.secret, HERE)
-    await tenants.archive(cast.bob.tenant.id, access=WHOLE_BOX)
+    await tenants.archive(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     with pytest.raises(TenantSuspended):
         await keys.authenticate(cast.bob.secret, HERE)
     with pytest.raises(Conflict):
-        await keys.create(cast.bob.tenant.id, name="late", access=WHOLE_BOX)
+        await keys.create(cast.bob.tenant.id, name="late", access=WHOLE_APPLIANCE)
 
 
 async def test_whoever_holds_a_principal_finds_out_that_its_key_or_tenant_has_ended(cast: Cast, clock: FakeClock) -> None:
@@ -251,8 +255,10 @@ async def test_changed_limits_are_those_of_the_next_principal(
     database: Database, clock: FakeClock, keys: Keys, cast: Cast
 ) -> None:
     await keys.authenticate(cast.bob.secret, HERE)
-    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(limits={"tokens_per_minute": 3}), access=WHOLE_BOX)
-    await keys.update(cast.bob.key.id, KeyChanges(limits={"requests_per_minute": 4}), access=WHOLE_BOX)
+    await Tenants(database, clock).update(
+        cast.bob.tenant.id, TenantChanges(limits={"tokens_per_minute": 3}), access=WHOLE_APPLIANCE
+    )
+    await keys.update(cast.bob.key.id, KeyChanges(limits={"requests_per_minute": 4}), access=WHOLE_APPLIANCE)
     principal = await keys.authenticate(cast.bob.secret, HERE)
     assert principal.tenant.limits == Limits(tokens_per_minute=3)
     assert principal.key.limits == Limits(requests_per_minute=4)
@@ -274,7 +280,7 @@ async def test_changed_limits_are_those_of_the_next_principal(
     ],
 )
 async def test_a_key_is_bound_to_its_networks(keys: Keys, cast: Cast, networks: list[str], address: str, allowed: bool) -> None:
-    await keys.update(cast.bob.key.id, KeyChanges(allowed_networks=networks), access=WHOLE_BOX)
+    await keys.update(cast.bob.key.id, KeyChanges(allowed_networks=networks), access=WHOLE_APPLIANCE)
     if allowed:
         await keys.authenticate(cast.bob.secret, address)
         return
@@ -299,44 +305,44 @@ async def test_a_key_is_bound_to_its_networks(keys: Keys, cast: Cast, networks: 
 )
 async def test_a_bad_field_is_named_in_create_and_update(keys: Keys, cast: Cast, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await keys.create(cast.bob.tenant.id, changes.get("name", "new"), KeyChanges(**changes), access=WHOLE_BOX)
+        await keys.create(cast.bob.tenant.id, changes.get("name", "new"), KeyChanges(**changes), access=WHOLE_APPLIANCE)
     assert refused.value.param == param
     with pytest.raises(InvalidValue) as refused:
-        await keys.update(cast.bob.key.id, KeyChanges(**changes), access=WHOLE_BOX)
+        await keys.update(cast.bob.key.id, KeyChanges(**changes), access=WHOLE_APPLIANCE)
     assert refused.value.param == param
-    assert await keys.get(cast.bob.key.id, access=WHOLE_BOX) == cast.bob.key
+    assert await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE) == cast.bob.key
 
 
 async def test_a_revoked_key_cannot_be_changed(keys: Keys, cast: Cast) -> None:
-    await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
+    await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
     with pytest.raises(Conflict, match="revoked"):
-        await keys.update(cast.bob.key.id, KeyChanges(name="again"), access=WHOLE_BOX)
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).name == "bob's key"
+        await keys.update(cast.bob.key.id, KeyChanges(name="again"), access=WHOLE_APPLIANCE)
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).name == "bob's key"
 
 
 async def test_unknown_tenants_and_keys_are_not_found(keys: Keys) -> None:
     for call in (
-        keys.create("nobody", name="x", access=WHOLE_BOX),
-        keys.get("nothing", access=WHOLE_BOX),
-        keys.revoke("nothing", access=WHOLE_BOX),
-        keys.rotate("nothing", access=WHOLE_BOX),
+        keys.create("nobody", name="x", access=WHOLE_APPLIANCE),
+        keys.get("nothing", access=WHOLE_APPLIANCE),
+        keys.revoke("nothing", access=WHOLE_APPLIANCE),
+        keys.rotate("nothing", access=WHOLE_APPLIANCE),
     ):
         with pytest.raises(NotFound):
             await call
     with pytest.raises(NotFound):
-        await keys.update("nothing", KeyChanges(name="x"), access=WHOLE_BOX)
+        await keys.update("nothing", KeyChanges(name="x"), access=WHOLE_APPLIANCE)
 
 
 async def test_the_list_of_a_tenant_shows_its_own_keys_alone(keys: Keys, cast: Cast) -> None:
     for number in range(4):
-        await keys.create(cast.bob.tenant.id, name=f"bob {number}", access=WHOLE_BOX)
-    first = await keys.list(cast.bob.tenant.id, 3, access=WHOLE_BOX)
-    second = await keys.list(cast.bob.tenant.id, 3, first.next_cursor, access=WHOLE_BOX)
+        await keys.create(cast.bob.tenant.id, name=f"bob {number}", access=WHOLE_APPLIANCE)
+    first = await keys.list(cast.bob.tenant.id, 3, access=WHOLE_APPLIANCE)
+    second = await keys.list(cast.bob.tenant.id, 3, first.next_cursor, access=WHOLE_APPLIANCE)
     assert len(first.data + second.data) == 5
     assert {key.tenant_id for key in first.data + second.data} == {cast.bob.tenant.id}
-    assert len((await keys.list(None, access=WHOLE_BOX)).data) == 6
+    assert len((await keys.list(None, access=WHOLE_APPLIANCE)).data) == 6
     asked = [cast.charlie.key.id, first.data[1].id, "nothing"]
-    assert {key.id for key in await keys.named(asked, access=WHOLE_BOX)} == set(asked[:2])
+    assert {key.id for key in await keys.named(asked, access=WHOLE_APPLIANCE)} == set(asked[:2])
 
 
 async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_secret(
@@ -344,13 +350,13 @@ async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_sec
 ) -> None:
     bob, made = cast.bob, {}
     for name, expires_at in (("spare", None), ("Night_shift", clock.now() + timedelta(seconds=9)), ("rotated", None)):
-        made[name] = await keys.create(bob.tenant.id, name, KeyChanges(expires_at=expires_at), access=WHOLE_BOX)
-    await keys.revoke(made["spare"][0].id, access=WHOLE_BOX)
-    await keys.rotate(made["rotated"][0].id, grace_s=60, access=WHOLE_BOX)
+        made[name] = await keys.create(bob.tenant.id, name, KeyChanges(expires_at=expires_at), access=WHOLE_APPLIANCE)
+    await keys.revoke(made["spare"][0].id, access=WHOLE_APPLIANCE)
+    await keys.rotate(made["rotated"][0].id, grace_s=60, access=WHOLE_APPLIANCE)
     clock.advance(61)
 
     async def listed(**asked: Any) -> list[str]:
-        return [key.name for key in (await keys.list(bob.tenant.id, access=WHOLE_BOX, **asked)).data]
+        return [key.name for key in (await keys.list(bob.tenant.id, access=WHOLE_APPLIANCE, **asked)).data]
 
     assert await listed() == [bob.key.name, "spare", "Night_shift", "rotated", "rotated"]
     assert await listed(include_revoked=False) == [bob.key.name, "Night_shift", "rotated", "rotated"]
@@ -359,26 +365,26 @@ async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_sec
     assert await listed(text="%") == []
     for text in (made["spare"][0].prefix, made["spare"][0].prefix[4:], made["spare"][1]):
         assert await listed(text=text) == ["spare"]
-    await Tenants(database, clock).archive(bob.tenant.id, access=WHOLE_BOX)
+    await Tenants(database, clock).archive(bob.tenant.id, access=WHOLE_APPLIANCE)
     assert await listed(include_ended=False) == []
 
 
 async def test_times_of_use_are_written_in_a_batch_and_never_go_back(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.flush_last_used()
     await keys.authenticate(cast.bob.secret, HERE)
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at is None
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at is None
     await keys.flush_last_used()
     used_at = clock.now()
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == used_at
-    assert (await keys.get(cast.charlie.key.id, access=WHOLE_BOX)).last_used_at is None
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == used_at
+    assert (await keys.get(cast.charlie.key.id, access=WHOLE_APPLIANCE)).last_used_at is None
     clock.jump_wall(-3600)
     await keys.authenticate(cast.bob.secret, HERE)
     await keys.flush_last_used()
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == used_at
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == used_at
     clock.jump_wall(7200)
     await keys.authenticate(cast.bob.secret, HERE)
     await keys.flush_last_used()
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == clock.now() > used_at
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == clock.now() > used_at
 
 
 async def test_a_time_of_use_that_could_not_be_written_is_written_later(
@@ -400,7 +406,7 @@ async def test_a_time_of_use_that_could_not_be_written_is_written_later(
         with pytest.raises(ConnectionResetError):
             await keys.flush_last_used()
     await keys.flush_last_used()
-    times = [(await keys.get(each.key.id, access=WHOLE_BOX)).last_used_at for each in (cast.bob, cast.charlie)]
+    times = [(await keys.get(each.key.id, access=WHOLE_APPLIANCE)).last_used_at for each in (cast.bob, cast.charlie)]
     assert times == [used_at, clock.now()]
 
 
@@ -415,21 +421,21 @@ async def test_no_more_keys_are_remembered_than_the_cache_holds(
 
 async def test_why_a_key_gets_no_successor_is_said(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=9))
-    brief, _ = await keys.create(cast.bob.tenant.id, "x", soon, access=WHOLE_BOX)
-    revoked, _ = await keys.create(cast.bob.tenant.id, name="x", access=WHOLE_BOX)
-    await keys.revoke(revoked.id, access=WHOLE_BOX)
-    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    brief, _ = await keys.create(cast.bob.tenant.id, "x", soon, access=WHOLE_APPLIANCE)
+    revoked, _ = await keys.create(cast.bob.tenant.id, name="x", access=WHOLE_APPLIANCE)
+    await keys.revoke(revoked.id, access=WHOLE_APPLIANCE)
+    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
     clock.advance(9)
     for key, reason in ((brief, "an expired key"), (revoked, "a revoked key"), (cast.bob.key, f"its successor {successor.id}")):
         with pytest.raises(Conflict, match=reason):
-            await keys.rotate(key.id, access=WHOLE_BOX)
+            await keys.rotate(key.id, access=WHOLE_APPLIANCE)
 
 
 async def test_models_and_scopes_are_checked_at_tenant_and_key(
     database: Database, clock: FakeClock, keys: Keys, cast: Cast
 ) -> None:
-    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(allowed_models=["a", "b"]), access=WHOLE_BOX)
-    await keys.update(cast.bob.key.id, KeyChanges(allowed_models=["b", "c"]), access=WHOLE_BOX)
+    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(allowed_models=["a", "b"]), access=WHOLE_APPLIANCE)
+    await keys.update(cast.bob.key.id, KeyChanges(allowed_models=["b", "c"]), access=WHOLE_APPLIANCE)
     principal = await keys.authenticate(cast.bob.secret, HERE)
     principal.check_model("b")
     principal.check_scope("inference")

@@ -11,7 +11,7 @@ from appliance.base.db import Database
 from appliance.base.errors import Conflict, ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound
 from appliance.tenancy import keys as table
 from appliance.tenancy import model_policies
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.keys import GRACE_S_MAX, Keys
 from appliance.tenancy.model_policies import ModelPolicies
@@ -47,21 +47,21 @@ async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> 
         "alert_percents": (50, 100),
         "suspended": True,
     }
-    made = await tenants.create("dora", TenantChanges(**given), access=WHOLE_BOX)
+    made = await tenants.create("dora", TenantChanges(**given), access=WHOLE_APPLIANCE)
 
     assert {name: getattr(made, name) for name in given} == given
-    assert await tenants.get(made.id, access=WHOLE_BOX) == made
+    assert await tenants.get(made.id, access=WHOLE_APPLIANCE) == made
 
 
 async def test_a_model_without_any_limit_is_not_among_those_that_have_some(tenants: Tenants, keys: Keys) -> None:
     """Neither in the answer to who creates a tenant or a key, nor when they are read."""
     given: dict[str, dict[str, int | None]] = {"m": {}, "n": {"tokens_per_day": None}, "o": {"tokens_per_day": 7}}
-    tenant = await tenants.create("dora", TenantChanges(model_limits=given), access=WHOLE_BOX)
-    key, _ = await keys.create(tenant.id, "key", KeyChanges(model_limits=given), access=WHOLE_BOX)
+    tenant = await tenants.create("dora", TenantChanges(model_limits=given), access=WHOLE_APPLIANCE)
+    key, _ = await keys.create(tenant.id, "key", KeyChanges(model_limits=given), access=WHOLE_APPLIANCE)
 
     assert tenant.model_limits == key.model_limits == {"o": Limits(tokens_per_day=7)}
-    assert await tenants.get(tenant.id, access=WHOLE_BOX) == tenant
-    assert await keys.get(key.id, access=WHOLE_BOX) == key
+    assert await tenants.get(tenant.id, access=WHOLE_APPLIANCE) == tenant
+    assert await keys.get(key.id, access=WHOLE_APPLIANCE) == key
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ async def test_a_model_without_any_limit_is_not_among_those_that_have_some(tenan
 async def test_each_field_of_a_tenant_changes_alone(
     tenants: Tenants, cast: Cast, field: str, value: object, stored: object
 ) -> None:
-    before = await tenants.get(cast.bob.tenant.id, access=WHOLE_BOX)
-    after = await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=WHOLE_BOX)  # type: ignore[arg-type]
+    before = await tenants.get(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    after = await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
 
     assert getattr(after, field) == stored
     unlike = [name for name in before.__slots__ if name != field and getattr(before, name) != getattr(after, name)]
@@ -123,10 +123,10 @@ async def test_a_wrong_field_of_a_tenant_is_refused_with_its_bounds(
     tenants: Tenants, cast: Cast, field: str, value: object, param: str, words: str
 ) -> None:
     with pytest.raises(InvalidValue, match=words) as refused:
-        await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=WHOLE_BOX)  # type: ignore[arg-type]
+        await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
 
     assert refused.value.param == param
-    assert await tenants.get(cast.bob.tenant.id, access=WHOLE_BOX) == cast.bob.tenant
+    assert await tenants.get(cast.bob.tenant.id, access=WHOLE_APPLIANCE) == cast.bob.tenant
 
 
 @pytest.mark.parametrize("value", ABSURD)
@@ -138,10 +138,13 @@ async def test_a_negative_or_absurd_limit_is_refused_at_every_place(
     at_key = KeyChanges(limits={name: value})
     at_model = KeyChanges(model_limits={"m": {name: value}})
     works = [
-        (tenants.update(cast.bob.tenant.id, at_tenant, access=WHOLE_BOX), f"limits.{name}"),
-        (keys.update(cast.bob.key.id, at_key, access=WHOLE_BOX), f"limits.{name}"),
-        (keys.update(cast.bob.key.id, at_model, access=WHOLE_BOX), f"model_limits.m.{name}"),
-        (tenants.create("x", TenantChanges(model_limits={"m": {name: value}}), access=WHOLE_BOX), f"model_limits.m.{name}"),
+        (tenants.update(cast.bob.tenant.id, at_tenant, access=WHOLE_APPLIANCE), f"limits.{name}"),
+        (keys.update(cast.bob.key.id, at_key, access=WHOLE_APPLIANCE), f"limits.{name}"),
+        (keys.update(cast.bob.key.id, at_model, access=WHOLE_APPLIANCE), f"model_limits.m.{name}"),
+        (
+            tenants.create("x", TenantChanges(model_limits={"m": {name: value}}), access=WHOLE_APPLIANCE),
+            f"model_limits.m.{name}",
+        ),
     ]
     for work, param in works:
         with pytest.raises(InvalidValue, match=f"from 0 to {LIMIT_MAX}") as refused:
@@ -153,18 +156,20 @@ async def test_a_negative_or_absurd_limit_is_refused_at_every_place(
 async def test_the_currency_is_fixed_by_the_first_request(
     tenants: Tenants, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
-    await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD"), access=WHOLE_BOX)
+    await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD"), access=WHOLE_APPLIANCE)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         entry = pending(cast.bob)
         await ledger.open(entry)
         await ledger.settle(posted(entry.request_id))
     with pytest.raises(InvalidValue, match="cannot be changed after the first request") as refused:
-        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF", weight=7), access=WHOLE_BOX)
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF", weight=7), access=WHOLE_APPLIANCE)
 
     assert refused.value.param == "currency"
-    bob = await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD", weight=5), access=WHOLE_BOX)
+    bob = await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD", weight=5), access=WHOLE_APPLIANCE)
     assert (bob.currency, bob.weight) == ("USD", 5)
-    assert (await tenants.update(cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)).currency == "CHF"
+    assert (
+        await tenants.update(cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    ).currency == "CHF"
 
 
 async def test_a_tenant_that_follows_the_appliance_can_be_kept_in_the_currency_of_its_usage(
@@ -175,26 +180,26 @@ async def test_a_tenant_that_follows_the_appliance_can_be_kept_in_the_currency_o
         await ledger.open(entry)
         await ledger.settle(posted(entry.request_id))
     with pytest.raises(InvalidValue, match="from null to one that the usage has"):
-        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
-    assert (await tenants.update(cast.bob.tenant.id, TenantChanges(currency="EUR"), access=WHOLE_BOX)).currency == "EUR"
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    assert (await tenants.update(cast.bob.tenant.id, TenantChanges(currency="EUR"), access=WHOLE_APPLIANCE)).currency == "EUR"
     with pytest.raises(InvalidValue, match="cannot be changed after the first request"):
-        await tenants.update(cast.bob.tenant.id, TenantChanges(currency=None), access=WHOLE_BOX)
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency=None), access=WHOLE_APPLIANCE)
 
 
 async def test_a_key_has_limits_of_its_own_for_single_models(keys: Keys, cast: Cast) -> None:
     terms = KeyChanges(model_limits={"m": {"requests_per_minute": 3}}, limit_mode="shadow", scopes=["usage"])
-    key, secret = await keys.create(cast.bob.tenant.id, "k", terms, access=WHOLE_BOX)
+    key, secret = await keys.create(cast.bob.tenant.id, "k", terms, access=WHOLE_APPLIANCE)
     known = (await keys.authenticate(secret, HERE)).key
 
     assert known.model_limits == {"m": Limits(requests_per_minute=3)}
     assert (known.limit_mode, known.scopes) == ("shadow", ("usage",))
-    successor, _ = await keys.rotate(key.id, access=WHOLE_BOX)
+    successor, _ = await keys.rotate(key.id, access=WHOLE_APPLIANCE)
     assert (successor.model_limits, successor.limit_mode) == (known.model_limits, "shadow")
 
 
 async def test_within_the_grace_period_both_secrets_work_and_after_it_one(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
-    old = await keys.get(cast.bob.key.id, access=WHOLE_BOX)
+    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
+    old = await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)
 
     assert (old.replaced_by, old.revoked_at) == (successor.id, None)
     assert old.expires_at == clock.now() + timedelta(seconds=60)
@@ -210,36 +215,36 @@ async def test_within_the_grace_period_both_secrets_work_and_after_it_one(keys: 
 
 async def test_grace_never_makes_a_key_live_longer(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     end = clock.now() + timedelta(seconds=30)
-    key, _ = await keys.create(cast.bob.tenant.id, "brief", KeyChanges(expires_at=end), access=WHOLE_BOX)
-    successor, _ = await keys.rotate(key.id, grace_s=60, access=WHOLE_BOX)
+    key, _ = await keys.create(cast.bob.tenant.id, "brief", KeyChanges(expires_at=end), access=WHOLE_APPLIANCE)
+    successor, _ = await keys.rotate(key.id, grace_s=60, access=WHOLE_APPLIANCE)
 
-    assert (await keys.get(key.id, access=WHOLE_BOX)).expires_at == end
+    assert (await keys.get(key.id, access=WHOLE_APPLIANCE)).expires_at == end
     assert successor.expires_at == end
     for changes in (KeyChanges(expires_at=None), KeyChanges(expires_at=end + timedelta(days=1))):
         with pytest.raises(Conflict) as refused:
-            await keys.update(key.id, changes, access=WHOLE_BOX)
+            await keys.update(key.id, changes, access=WHOLE_APPLIANCE)
         assert refused.value.param == "expires_at"
-    assert (await keys.update(key.id, KeyChanges(name="old"), access=WHOLE_BOX)).expires_at == end
+    assert (await keys.update(key.id, KeyChanges(name="old"), access=WHOLE_APPLIANCE)).expires_at == end
 
 
 async def test_a_key_in_its_grace_period_can_still_be_revoked(keys: Keys, cast: Cast) -> None:
-    await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
-    await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
+    await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
+    await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
 
     with pytest.raises(InvalidApiKey):
         await keys.authenticate(cast.bob.secret, HERE)
 
 
 async def test_a_key_is_rotated_once_and_never_after_its_end(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
     with pytest.raises(Conflict, match=f"rotated already; rotate its successor {successor.id}"):
-        await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
+        await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
     expired, _ = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_BOX
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
     )
     clock.advance(1)
     with pytest.raises(Conflict, match="expired"):
-        await keys.rotate(expired.id, access=WHOLE_BOX)
+        await keys.rotate(expired.id, access=WHOLE_APPLIANCE)
 
 
 async def test_a_tenant_has_room_for_so_many_working_keys(
@@ -247,27 +252,27 @@ async def test_a_tenant_has_room_for_so_many_working_keys(
 ) -> None:
     monkeypatch.setattr(table, "KEYS_OF_TENANT_MAX", 2)
     brief, _ = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_BOX
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
     )
     for work in (
-        keys.create(cast.bob.tenant.id, name="third", access=WHOLE_BOX),
-        keys.rotate(brief.id, grace_s=60, access=WHOLE_BOX),
+        keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE),
+        keys.rotate(brief.id, grace_s=60, access=WHOLE_APPLIANCE),
     ):
         with pytest.raises(InvalidValue, match="at most 2 active keys"):
             await work
-    await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
+    await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
     clock.advance(1)
-    await keys.create(cast.bob.tenant.id, name="third", access=WHOLE_BOX)
-    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=WHOLE_BOX)
+    await keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE)
+    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=WHOLE_APPLIANCE)
 
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, True])
 async def test_a_wrong_grace_period_is_refused_with_its_bounds(keys: Keys, cast: Cast, grace_s: Any) -> None:
     with pytest.raises(InvalidValue, match=f"from 0 to {GRACE_S_MAX}") as refused:
-        await keys.rotate(cast.bob.key.id, grace_s=grace_s, access=WHOLE_BOX)
+        await keys.rotate(cast.bob.key.id, grace_s=grace_s, access=WHOLE_APPLIANCE)
 
     assert refused.value.param == "grace_s"
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).replaced_by is None
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).replaced_by is None
 
 
 async def test_a_tier_changes_for_the_next_request(database: Database, clock: FakeClock) -> None:

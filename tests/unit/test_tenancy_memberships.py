@@ -12,7 +12,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, NameTaken, NotFound, RoleNotAllowed
 from appliance.base.tables import audit_log, sessions
 from appliance.tenancy import memberships as table
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Role, TenantRole
@@ -37,7 +37,7 @@ async def test_somebody_new_is_invited_with_a_password_that_opens_the_door(
     people: Members, belongings: Memberships, cast: Cast
 ) -> None:
     membership, password = await belongings.invite(
-        people, cast.bob.tenant.id, " Dora@Example.com", "developer", access=WHOLE_BOX
+        people, cast.bob.tenant.id, " Dora@Example.com", "developer", access=WHOLE_APPLIANCE
     )
 
     assert (membership.email, membership.role) == (DORA, TenantRole.DEVELOPER)
@@ -49,25 +49,27 @@ async def test_somebody_new_is_invited_with_a_password_that_opens_the_door(
 
 
 async def test_somebody_known_is_added_and_keeps_the_password(people: Members, belongings: Memberships, cast: Cast) -> None:
-    membership, password = await belongings.invite(people, cast.bob.tenant.id, "alice@example.com", "viewer", access=WHOLE_BOX)
+    membership, password = await belongings.invite(
+        people, cast.bob.tenant.id, "alice@example.com", "viewer", access=WHOLE_APPLIANCE
+    )
 
     assert (membership.member_id, password) == (cast.alice.id, None)
     assert (await people.prove_password("alice@example.com", ALICE_PASSWORD)).member.role is Role.OWNER
 
 
 async def test_nobody_belongs_to_a_tenant_twice(people: Members, belongings: Memberships, cast: Cast) -> None:
-    await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_BOX)
+    await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
     with pytest.raises(NameTaken) as refused:
-        await belongings.invite(people, cast.bob.tenant.id, DORA, "manager", access=WHOLE_BOX)
+        await belongings.invite(people, cast.bob.tenant.id, DORA, "manager", access=WHOLE_APPLIANCE)
 
     assert refused.value.param == "email"
-    (only,) = (await belongings.of_tenant(cast.bob.tenant.id, access=WHOLE_BOX)).data
+    (only,) = (await belongings.of_tenant(cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data
     assert only.role is TenantRole.VIEWER
 
 
 async def test_an_invitation_that_fails_leaves_nobody_behind(people: Members, belongings: Memberships, cast: Cast) -> None:
     with pytest.raises(NotFound) as refused:
-        await belongings.invite(people, "tn_nothing", DORA, "viewer", access=WHOLE_BOX)
+        await belongings.invite(people, "tn_nothing", DORA, "viewer", access=WHOLE_APPLIANCE)
 
     assert refused.value.param == "tenant_id"
     with pytest.raises(NotFound):
@@ -82,26 +84,26 @@ async def test_a_wrong_invitation_names_its_field(
     people: Members, belongings: Memberships, cast: Cast, email: str, role: str, param: str
 ) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await belongings.invite(people, cast.bob.tenant.id, email, role, access=WHOLE_BOX)
+        await belongings.invite(people, cast.bob.tenant.id, email, role, access=WHOLE_APPLIANCE)
 
     assert refused.value.param == param
 
 
 async def test_a_role_changes_and_ends_in_its_tenant_alone(people: Members, belongings: Memberships, cast: Cast) -> None:
     for person in (cast.bob, cast.charlie):
-        membership, _ = await belongings.invite(people, person.tenant.id, DORA, "viewer", access=WHOLE_BOX)
+        membership, _ = await belongings.invite(people, person.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
     dora = await people.get_by_email(DORA)
 
-    await belongings.invite(people, cast.bob.tenant.id, "emil@example.com", "developer", access=WHOLE_BOX)  # and stays
-    changed = await belongings.change(cast.bob.tenant.id, dora.id, "manager", access=WHOLE_BOX)
+    await belongings.invite(people, cast.bob.tenant.id, "emil@example.com", "developer", access=WHOLE_APPLIANCE)  # and stays
+    changed = await belongings.change(cast.bob.tenant.id, dora.id, "manager", access=WHOLE_APPLIANCE)
     assert changed.role is TenantRole.MANAGER
     access = await belongings.access(dora, SYSTEM)
     assert access.tenants == {cast.bob.tenant.id: TenantRole.MANAGER, cast.charlie.tenant.id: TenantRole.VIEWER}
-    await belongings.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_BOX)
+    await belongings.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_APPLIANCE)
     assert (await belongings.access(dora, SYSTEM)).tenants == {cast.charlie.tenant.id: TenantRole.VIEWER}
     for work in (
-        belongings.remove(cast.bob.tenant.id, dora.id, access=WHOLE_BOX),
-        belongings.change(cast.bob.tenant.id, dora.id, "viewer", access=WHOLE_BOX),
+        belongings.remove(cast.bob.tenant.id, dora.id, access=WHOLE_APPLIANCE),
+        belongings.change(cast.bob.tenant.id, dora.id, "viewer", access=WHOLE_APPLIANCE),
     ):
         with pytest.raises(NotFound):
             await work
@@ -111,27 +113,27 @@ async def test_a_tenant_has_room_for_so_many_members(
     people: Members, belongings: Memberships, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table, "MEMBERS_OF_TENANT_MAX", 1)
-    await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_BOX)
+    await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
     with pytest.raises(InvalidValue, match="at most 1 members"):
-        await belongings.invite(people, cast.bob.tenant.id, "emil@example.com", "viewer", access=WHOLE_BOX)
+        await belongings.invite(people, cast.bob.tenant.id, "emil@example.com", "viewer", access=WHOLE_APPLIANCE)
     monkeypatch.setattr(table, "TENANTS_OF_MEMBER_MAX", 1)
     with pytest.raises(InvalidValue, match="at most 1 tenants"):
-        await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_BOX)
+        await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
     with pytest.raises(NotFound):
         await people.get_by_email("emil@example.com")
 
 
 async def test_members_of_a_tenant_come_in_pages(people: Members, belongings: Memberships, cast: Cast) -> None:
     made = [
-        (await belongings.invite(people, cast.bob.tenant.id, f"m{number}@x.example", "viewer", access=WHOLE_BOX))[0]
+        (await belongings.invite(people, cast.bob.tenant.id, f"m{number}@x.example", "viewer", access=WHOLE_APPLIANCE))[0]
         for number in range(5)
     ]
-    await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_BOX)
-    first = await belongings.of_tenant(cast.bob.tenant.id, 3, access=WHOLE_BOX)
-    second = await belongings.of_tenant(cast.bob.tenant.id, 3, first.next_cursor, access=WHOLE_BOX)
+    await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
+    first = await belongings.of_tenant(cast.bob.tenant.id, 3, access=WHOLE_APPLIANCE)
+    second = await belongings.of_tenant(cast.bob.tenant.id, 3, first.next_cursor, access=WHOLE_APPLIANCE)
 
     assert [each.member_id for each in first.data + second.data] == [each.member_id for each in made]
-    assert await belongings.of_members([made[0].member_id, made[4].member_id], access=WHOLE_BOX) == [made[0], made[4]]
+    assert await belongings.of_members([made[0].member_id, made[4].member_id], access=WHOLE_APPLIANCE) == [made[0], made[4]]
 
 
 async def test_who_belongs_to_a_tenant_is_nothing_to_strangers(belongings: Memberships, cast: Cast) -> None:
@@ -146,17 +148,17 @@ async def test_nobody_and_nothing_cannot_belong_together(belongings: Memberships
         ("tn_none", cast.alice.id, "tenant_id"),
     ):
         with pytest.raises(NotFound) as refused:
-            await belongings.add(tenant_id, member_id, "viewer", access=WHOLE_BOX)
+            await belongings.add(tenant_id, member_id, "viewer", access=WHOLE_APPLIANCE)
         assert refused.value.param == param
 
 
 async def test_each_change_stands_in_the_audit_log_with_its_tenant(
     people: Members, belongings: Memberships, cast: Cast, database: Database
 ) -> None:
-    membership, _ = await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_BOX)
-    await belongings.change(cast.bob.tenant.id, membership.member_id, "manager", access=WHOLE_BOX)
-    await belongings.change(cast.bob.tenant.id, membership.member_id, "manager", access=WHOLE_BOX)
-    await belongings.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_BOX)
+    membership, _ = await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
+    await belongings.change(cast.bob.tenant.id, membership.member_id, "manager", access=WHOLE_APPLIANCE)
+    await belongings.change(cast.bob.tenant.id, membership.member_id, "manager", access=WHOLE_APPLIANCE)
+    await belongings.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_APPLIANCE)
 
     async with database.reading() as connection:
         wanted = select(audit_log).where(audit_log.c.target_kind == "membership").order_by(audit_log.c.id)

@@ -15,7 +15,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValue, NameTaken, NotFound
 from appliance.base.tables import admin_tokens, members, sessions
 from appliance.tenancy import members as members_module
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.members import Members
@@ -126,7 +126,7 @@ async def test_a_change_of_the_password_is_of_one_member_and_ends_every_session(
     for change in (people.change_password(dora, "dora's long password", "another of hers"),
                    people.reset_password(dora.email, "a third password")):  # fmt: skip
         await change
-        entry = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data[0]
+        entry = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data[0]
         assert (entry.target_id, json.loads(entry.after or "")) == (dora.id, {"email": dora.email})
 
     assert await doors.resolve(doras) is None
@@ -154,7 +154,7 @@ async def test_members_come_in_pages_and_a_change_of_one_is_told(
     changed = await people.change(made[1].id, role="admin")
     assert await people.get(made[1].id) == changed == dataclasses.replace(made[1], role=Role.ADMIN)
     assert await people.get(made[2].id) == made[2]
-    entry = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data[0]
+    entry = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data[0]
     assert (entry.action, entry.target_id) == ("member.change", made[1].id)
     assert [json.loads(facts or "") for facts in (entry.before, entry.after)] == [{"role": "viewer"}, {"role": "admin"}]
 

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import Conflict, InvalidValue, NameTaken, NotFound
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
@@ -25,8 +25,8 @@ def tenants(database: Database, clock: FakeClock) -> Tenants:
 
 async def test_a_tenant_is_read_back_as_it_was_made(tenants: Tenants, clock: FakeClock) -> None:
     terms = TenantChanges(tier="batch", weight=7, limits=ALL_LIMITS, allowed_models=["a", "b", "a"])
-    made = await tenants.create("  Zoë & Søn ", terms, access=WHOLE_BOX)
-    assert made == await tenants.get(made.id, access=WHOLE_BOX) == await tenants.find("Zoë & Søn", access=WHOLE_BOX)
+    made = await tenants.create("  Zoë & Søn ", terms, access=WHOLE_APPLIANCE)
+    assert made == await tenants.get(made.id, access=WHOLE_APPLIANCE) == await tenants.find("Zoë & Søn", access=WHOLE_APPLIANCE)
     assert (made.name, made.allowed_models, made.created_at) == ("Zoë & Søn", ("a", "b"), clock.now())
     assert not made.suspended
     assert not made.archived
@@ -52,13 +52,13 @@ async def test_a_tenant_is_read_back_as_it_was_made(tenants: Tenants, clock: Fak
 )
 async def test_a_bad_field_is_named_in_create_and_update(tenants: Tenants, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await tenants.create(changes.get("name", "bob"), TenantChanges(**changes), access=WHOLE_BOX)
+        await tenants.create(changes.get("name", "bob"), TenantChanges(**changes), access=WHOLE_APPLIANCE)
     assert refused.value.param == param
-    bob = await tenants.create(name="bob", access=WHOLE_BOX)
+    bob = await tenants.create(name="bob", access=WHOLE_APPLIANCE)
     with pytest.raises(InvalidValue) as refused:
-        await tenants.update(bob.id, TenantChanges(**changes), access=WHOLE_BOX)
+        await tenants.update(bob.id, TenantChanges(**changes), access=WHOLE_APPLIANCE)
     assert refused.value.param == param
-    assert await tenants.get(bob.id, access=WHOLE_BOX) == bob
+    assert await tenants.get(bob.id, access=WHOLE_APPLIANCE) == bob
 
 
 @pytest.mark.parametrize("name", LIMIT_NAMES)
@@ -70,118 +70,130 @@ def test_a_bad_limit_is_named(name: str, value: Any) -> None:
 
 
 async def test_an_unknown_limit_is_named(tenants: Tenants) -> None:
-    bob = await tenants.create(name="bob", access=WHOLE_BOX)
+    bob = await tenants.create(name="bob", access=WHOLE_APPLIANCE)
     with pytest.raises(InvalidValue) as refused:
-        await tenants.update(bob.id, TenantChanges(limits={"tokens_per_second": 5}), access=WHOLE_BOX)
+        await tenants.update(bob.id, TenantChanges(limits={"tokens_per_second": 5}), access=WHOLE_APPLIANCE)
     assert refused.value.param == "limits.tokens_per_second"
 
 
 async def test_a_change_touches_the_named_fields_alone(tenants: Tenants) -> None:
-    bob = await tenants.create("bob", TenantChanges(limits=ALL_LIMITS, allowed_models=["demo"]), access=WHOLE_BOX)
-    changed = await tenants.update(bob.id, TenantChanges(limits={"tokens_per_day": None}, suspended=True), access=WHOLE_BOX)
+    bob = await tenants.create("bob", TenantChanges(limits=ALL_LIMITS, allowed_models=["demo"]), access=WHOLE_APPLIANCE)
+    changed = await tenants.update(
+        bob.id, TenantChanges(limits={"tokens_per_day": None}, suspended=True), access=WHOLE_APPLIANCE
+    )
     assert changed.limits == Limits(tokens_per_minute=1, requests_per_minute=2, concurrent_requests=3, monthly_budget=5)
     assert (changed.suspended, changed.allowed_models, changed.name) == (True, ("demo",), "bob")
     replaced = await tenants.update(
-        bob.id, TenantChanges(limits=Limits(tokens_per_minute=9), allowed_models=None), access=WHOLE_BOX
+        bob.id, TenantChanges(limits=Limits(tokens_per_minute=9), allowed_models=None), access=WHOLE_APPLIANCE
     )
     assert replaced.limits == Limits(tokens_per_minute=9)
     assert replaced.allowed_models is None
-    assert await tenants.update(bob.id, TenantChanges(), access=WHOLE_BOX) == replaced
+    assert await tenants.update(bob.id, TenantChanges(), access=WHOLE_APPLIANCE) == replaced
 
 
 async def test_a_limit_for_a_model_is_that_of_one_tenant_and_leaves_those_of_other_models(tenants: Tenants) -> None:
-    bob, charlie = [await tenants.create(name=name, access=WHOLE_BOX) for name in ("bob", "charlie")]
+    bob, charlie = [await tenants.create(name=name, access=WHOLE_APPLIANCE) for name in ("bob", "charlie")]
     for model, changes in (
         ("large", {"tokens_per_day": 5}),
         ("tiny", {"tokens_per_day": 7}),
         ("tiny", {"concurrent_requests": 2}),
     ):
-        bob = await tenants.limit_model(bob.id, model, changes, access=WHOLE_BOX)
+        bob = await tenants.limit_model(bob.id, model, changes, access=WHOLE_APPLIANCE)
 
     wanted = {"large": Limits(tokens_per_day=5), "tiny": Limits(tokens_per_day=7, concurrent_requests=2)}
     assert bob.model_limits == wanted
-    assert await tenants.get(charlie.id, access=WHOLE_BOX) == charlie
-    archived = await tenants.archive(bob.id, access=WHOLE_BOX)
+    assert await tenants.get(charlie.id, access=WHOLE_APPLIANCE) == charlie
+    archived = await tenants.archive(bob.id, access=WHOLE_APPLIANCE)
     with pytest.raises(Conflict, match="archived"):
-        await tenants.limit_model(bob.id, "tiny", {"tokens_per_day": None}, access=WHOLE_BOX)
-    assert await tenants.get(bob.id, access=WHOLE_BOX) == archived
+        await tenants.limit_model(bob.id, "tiny", {"tokens_per_day": None}, access=WHOLE_APPLIANCE)
+    assert await tenants.get(bob.id, access=WHOLE_APPLIANCE) == archived
 
 
 async def test_two_changes_at_once_do_not_undo_each_other(tenants: Tenants) -> None:
-    bob = await tenants.create(name="bob", access=WHOLE_BOX)
-    await asyncio.gather(*(tenants.update(bob.id, TenantChanges(limits={name: 7}), access=WHOLE_BOX) for name in LIMIT_NAMES))
-    assert (await tenants.get(bob.id, access=WHOLE_BOX)).limits == Limits(**dict.fromkeys(LIMIT_NAMES, 7))
+    bob = await tenants.create(name="bob", access=WHOLE_APPLIANCE)
+    await asyncio.gather(
+        *(tenants.update(bob.id, TenantChanges(limits={name: 7}), access=WHOLE_APPLIANCE) for name in LIMIT_NAMES)
+    )
+    assert (await tenants.get(bob.id, access=WHOLE_APPLIANCE)).limits == Limits(**dict.fromkeys(LIMIT_NAMES, 7))
 
 
 @pytest.mark.parametrize("twin", ["BOB", "\uff42ob", "b\u200dob", "bo\u200eb"], ids=ascii)
 async def test_a_name_that_looks_like_another_is_taken_and_one_that_was_there_may_stay(tenants: Tenants, twin: str) -> None:
-    bob, charlie = await tenants.create(name="bob", access=WHOLE_BOX), await tenants.create(name="charlie", access=WHOLE_BOX)
+    bob, charlie = (
+        await tenants.create(name="bob", access=WHOLE_APPLIANCE),
+        await tenants.create(name="charlie", access=WHOLE_APPLIANCE),
+    )
     with pytest.raises(NameTaken, match="there is a tenant named 'bob' already"):
-        await tenants.create(name=twin, access=WHOLE_BOX)
+        await tenants.create(name=twin, access=WHOLE_APPLIANCE)
     with pytest.raises(NameTaken):
-        await tenants.update(charlie.id, TenantChanges(name=twin), access=WHOLE_BOX)
-    assert (await tenants.update(bob.id, TenantChanges(name="Bob"), access=WHOLE_BOX)).name == "Bob"
-    await tenants.archive(bob.id, access=WHOLE_BOX)
+        await tenants.update(charlie.id, TenantChanges(name=twin), access=WHOLE_APPLIANCE)
+    assert (await tenants.update(bob.id, TenantChanges(name="Bob"), access=WHOLE_APPLIANCE)).name == "Bob"
+    await tenants.archive(bob.id, access=WHOLE_APPLIANCE)
     with pytest.raises(NameTaken, match="there is an archived tenant, whose invoices keep its name, named 'Bob' already"):
-        await tenants.create(name="bob", access=WHOLE_BOX)
+        await tenants.create(name="bob", access=WHOLE_APPLIANCE)
 
 
 async def test_a_name_belongs_to_one_tenant(tenants: Tenants) -> None:
-    bob, charlie = await tenants.create(name="bob", access=WHOLE_BOX), await tenants.create(name="charlie", access=WHOLE_BOX)
+    bob, charlie = (
+        await tenants.create(name="bob", access=WHOLE_APPLIANCE),
+        await tenants.create(name="charlie", access=WHOLE_APPLIANCE),
+    )
     with pytest.raises(NameTaken):
-        await tenants.create(name=" bob", access=WHOLE_BOX)
+        await tenants.create(name=" bob", access=WHOLE_APPLIANCE)
     with pytest.raises(NameTaken):
-        await tenants.update(charlie.id, TenantChanges(name="bob"), access=WHOLE_BOX)
-    assert (await tenants.update(bob.id, TenantChanges(name="bob"), access=WHOLE_BOX)).name == "bob"
+        await tenants.update(charlie.id, TenantChanges(name="bob"), access=WHOLE_APPLIANCE)
+    assert (await tenants.update(bob.id, TenantChanges(name="bob"), access=WHOLE_APPLIANCE)).name == "bob"
 
 
 async def test_a_tenant_is_found_by_its_own_name_alone(tenants: Tenants) -> None:
-    bob, charlie = [await tenants.create(name=name, access=WHOLE_BOX) for name in ("bob", "charlie")]
-    assert [await tenants.find(name, access=WHOLE_BOX) for name in ("bob", " charlie ", "bo")] == [bob, charlie, None]
+    bob, charlie = [await tenants.create(name=name, access=WHOLE_APPLIANCE) for name in ("bob", "charlie")]
+    assert [await tenants.find(name, access=WHOLE_APPLIANCE) for name in ("bob", " charlie ", "bo")] == [bob, charlie, None]
 
 
 async def test_the_currencies_are_those_of_tenants_that_are_not_archived(tenants: Tenants) -> None:
     for name, currency in (("bob", None), ("charlie", "CHF"), ("dora", "CHF"), ("erin", "USD")):
-        last = await tenants.create(name, TenantChanges(currency=currency), access=WHOLE_BOX)
-    await tenants.archive(last.id, access=WHOLE_BOX)
+        last = await tenants.create(name, TenantChanges(currency=currency), access=WHOLE_APPLIANCE)
+    await tenants.archive(last.id, access=WHOLE_APPLIANCE)
     assert await tenants.currencies("EUR") == ["CHF", "EUR"]
 
 
 async def test_an_archived_tenant_stays_and_cannot_be_changed(tenants: Tenants) -> None:
-    bob = await tenants.create(name="bob", access=WHOLE_BOX)
-    archived = await tenants.archive(bob.id, access=WHOLE_BOX)
+    bob = await tenants.create(name="bob", access=WHOLE_APPLIANCE)
+    archived = await tenants.archive(bob.id, access=WHOLE_APPLIANCE)
     assert archived.archived
-    assert await tenants.archive(bob.id, access=WHOLE_BOX) == archived == await tenants.get(bob.id, access=WHOLE_BOX)
+    assert (
+        await tenants.archive(bob.id, access=WHOLE_APPLIANCE) == archived == await tenants.get(bob.id, access=WHOLE_APPLIANCE)
+    )
     with pytest.raises(Conflict, match="archived"):
-        await tenants.update(bob.id, TenantChanges(weight=5), access=WHOLE_BOX)
-    assert (await tenants.get(bob.id, access=WHOLE_BOX)).weight == 1
-    assert (await tenants.list(access=WHOLE_BOX)).data == []
-    assert (await tenants.list(include_archived=True, access=WHOLE_BOX)).data == [archived]
+        await tenants.update(bob.id, TenantChanges(weight=5), access=WHOLE_APPLIANCE)
+    assert (await tenants.get(bob.id, access=WHOLE_APPLIANCE)).weight == 1
+    assert (await tenants.list(access=WHOLE_APPLIANCE)).data == []
+    assert (await tenants.list(include_archived=True, access=WHOLE_APPLIANCE)).data == [archived]
 
 
 async def test_an_unknown_tenant_is_not_found(tenants: Tenants) -> None:
     with pytest.raises(NotFound):
-        await tenants.get("tn_nobody", access=WHOLE_BOX)
+        await tenants.get("tn_nobody", access=WHOLE_APPLIANCE)
     with pytest.raises(NotFound):
-        await tenants.update("tn_nobody", TenantChanges(weight=5), access=WHOLE_BOX)
+        await tenants.update("tn_nobody", TenantChanges(weight=5), access=WHOLE_APPLIANCE)
     with pytest.raises(NotFound):
-        await tenants.archive("tn_nobody", access=WHOLE_BOX)
-    assert await tenants.find("nobody", access=WHOLE_BOX) is None
+        await tenants.archive("tn_nobody", access=WHOLE_APPLIANCE)
+    assert await tenants.find("nobody", access=WHOLE_APPLIANCE) is None
 
 
 async def test_the_list_finds_what_is_in_a_name_letter_by_letter(tenants: Tenants) -> None:
     for name in ("100 % sure", "Sure thing", "bob"):
-        await tenants.create(name=name, access=WHOLE_BOX)
+        await tenants.create(name=name, access=WHOLE_APPLIANCE)
     for text, names in (("SURE", ["100 % sure", "Sure thing"]), ("% s", ["100 % sure"]), ("_", [])):
-        assert [tenant.name for tenant in (await tenants.list(text=text, access=WHOLE_BOX)).data] == names
+        assert [tenant.name for tenant in (await tenants.list(text=text, access=WHOLE_APPLIANCE)).data] == names
 
 
 async def test_the_list_pages_through_every_tenant_once(tenants: Tenants) -> None:
-    made = {(await tenants.create(name=f"tenant {number}", access=WHOLE_BOX)).id for number in range(7)}
+    made = {(await tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)).id for number in range(7)}
     seen: list[str] = []
     cursor = None
     while True:
-        page = await tenants.list(3, cursor, access=WHOLE_BOX)
+        page = await tenants.list(3, cursor, access=WHOLE_APPLIANCE)
         seen += [tenant.id for tenant in page.data]
         cursor = page.next_cursor
         if cursor is None:

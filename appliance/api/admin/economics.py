@@ -73,7 +73,7 @@ class EconomicsShape(msgspec.Struct, kw_only=True):
 @get("/economics", summary="Retrieve the cost of a million tokens", opt={"errors": (404,)})
 async def retrieve_economics(request: AdminRequest) -> EconomicsShape:
     """Return the figures computed from the hardware, the power and the usage of the last 30 days; 404 until a cost is set."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_APPLIANCE)
     return await _report(request)
 
 

@@ -180,7 +180,7 @@ async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> Allo
 @get("/seller", summary="Retrieve the seller", opt={"errors": (404,)})
 async def retrieve_seller(request: AdminRequest) -> SellerShape:
     """Return the seller named on new invoices; 404 until one is set."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_APPLIANCE)
     seller = await read_seller(services_of(request).box_records)
     if seller is None:
         raise NotFound(NO_SELLER, param="seller")

@@ -53,7 +53,7 @@ class ModelLimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 @get("/tiers", summary="List tiers", opt={"query": PAGING})
 async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
     """Return the three tiers, most urgent first."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_APPLIANCE)
     tiers = await services_of(request).tiers.list()
     return page_shape(page_of_list(request, tiers, "tiers", lambda tier: str(TIERS.index(tier.name))), TierShape.of)
 
@@ -69,7 +69,7 @@ async def change_tier(request: AdminRequest, name: FromPath[str]) -> TierShape:
 @get("/model-limits", summary="List model limits", opt={"query": PAGING})
 async def list_model_limits(request: AdminRequest) -> PageShape[ModelLimitsShape]:
     """Return the models that have limits for all tenants together, sorted by name."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_APPLIANCE)
     policies = await services_of(request).model_policies.list()
     return page_shape(page_of_list(request, policies, "model-limits", lambda policy: policy.model), ModelLimitsShape.of)
 

@@ -62,7 +62,7 @@ async def retrieve_me(request: AdminRequest) -> MeShape:
 @get("/members", summary="List members", opt={"query": PAGING})
 async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
     """Return all members with their roles in tenants, in the order they were created."""
-    access = await authenticate_administrator(request, Action.READ_BOX)
+    access = await authenticate_administrator(request, Action.READ_APPLIANCE)
     services = services_of(request)
     page = await services.members.list(*paging(request))
     memberships = await services.memberships.of_members([member.id for member in page.data], access=access)
@@ -82,7 +82,7 @@ async def create_member(request: AdminRequest) -> NewMemberShape:
 @get("/members/{member_id:str}", summary="Retrieve a member")
 async def retrieve_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
     """Return one member, disabled or not."""
-    access = await authenticate_administrator(request, Action.READ_BOX)
+    access = await authenticate_administrator(request, Action.READ_APPLIANCE)
     return await _member(request, member_id, access)
 
 

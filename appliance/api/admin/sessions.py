@@ -94,7 +94,7 @@ async def end_sessions(request: AdminRequest) -> EndedShape:
 @get("/members/{member_id:str}/second-factor", summary="Retrieve a member's second factor")
 async def retrieve_second_factor(request: AdminRequest, member_id: FromPath[str]) -> SecondFactorShape:
     """Return whether the member needs a code to sign in, and how many recovery codes are left."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_APPLIANCE)
     return await _second_factor(request, member_id)
 
 

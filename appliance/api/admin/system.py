@@ -29,7 +29,7 @@ STREAMS_MAX = 192  # open at once, counting the console's live pages, which have
 @get("/system", summary="Retrieve the state of the appliance")
 async def retrieve_system(request: AdminRequest) -> SystemShape:
     """Return the latest readings of processes, engines, GPUs, host and database, which are taken once a second."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_APPLIANCE)
     services = services_of(request)
     return system_shape(services.sampler.latest, services.version)
 
@@ -37,7 +37,7 @@ async def retrieve_system(request: AdminRequest) -> SystemShape:
 @get("/events", summary="Stream the state of the appliance", opt={"text": EVENT_STREAM, "errors": (503,)})
 async def stream_events(request: AdminRequest) -> Stream:
     """Send the response of `/admin/v1/system` as an event named `system` for each new reading. Slow clients miss readings."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_APPLIANCE)
     services = services_of(request)
     snapshots = services.sampler.subscribe(at_most=STREAMS_MAX)
     try:
@@ -68,7 +68,7 @@ async def _frames(
 
 async def _is_revoked(request: AdminRequest) -> bool:
     try:
-        await authenticate_administrator(request, Action.READ_BOX)
+        await authenticate_administrator(request, Action.READ_APPLIANCE)
     except (Unauthenticated, Forbidden):
         return True
     return False

@@ -114,7 +114,7 @@ async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> L
 @get("/prices", summary="List prices", opt={"query": PAGING})
 async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
     """Return all prices in the order they were added, including past and future ones."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    await authenticate_administrator(request, Action.READ_APPLIANCE)
     return page_shape(await services_of(request).prices.list(*paging(request)), PriceShape.of)
 
 

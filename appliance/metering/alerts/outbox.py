@@ -69,7 +69,7 @@ class Delivery:
 
 
 class _Owner(NamedTuple):
-    """The owner of a webhook (None: the box), and since when the webhook is disabled."""
+    """The owner of a webhook (None: the appliance), and since when the webhook is disabled."""
 
     tenant_id: str | None
     disabled_at: datetime | None
@@ -90,7 +90,7 @@ def enqueue(
     """Write a message to each webhook subscribed to `event`, and return how many are new.
 
     Call it in the transaction of the event itself. `subject` deduplicates: each webhook gets only one message per event and
-    subject. With `tenant_id` None only the webhooks of the box get it.
+    subject. With `tenant_id` None only the webhooks of the appliance get it.
     """
     num_new = 0
     for webhook_id in _subscribed_webhooks(connection, event, tenant_id):
@@ -315,9 +315,9 @@ class Outbox:
 
 
 def read_action(access: Access) -> Action:
-    """Return the action required to read webhooks and their messages: every role on the box may; in a tenant only roles that
-    manage them, because webhook URLs are often secrets."""
-    return Action.READ_BOX if access.sees_all else Action.WEBHOOKS
+    """Return the action required to read webhooks and their messages. Every role on the appliance may; in a tenant only those
+    that manage them, because webhook URLs are often secrets."""
+    return Action.READ_APPLIANCE if access.sees_all else Action.WEBHOOKS
 
 
 async def _check_enabled(connection: AsyncConnection, webhook_id: str, access: Access) -> str | None:

@@ -39,7 +39,7 @@ async def check_test_limit(connection: AsyncConnection, webhook_id: str, tenant_
 
 
 class RetryLimiter:
-    """Limits retries by owner: a tenant, or None for the box. Kept in memory; a restart resets it."""
+    """Limits retries by owner: a tenant, or None for the appliance. Kept in memory; a restart resets it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

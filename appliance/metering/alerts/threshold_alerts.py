@@ -26,7 +26,7 @@ class ThresholdAlert:
 
     @property
     def tenant_id(self) -> str | None:
-        """Return the tenant whose webhooks get the alert besides those of the box; None for a limit over all tenants."""
+        """Return the tenant whose webhooks get the alert besides those of the appliance; None for a limit over all tenants."""
         return self.rule.owner_fields.get("tenant_id")
 
     @property

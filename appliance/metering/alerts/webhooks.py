@@ -1,4 +1,4 @@
-"""The table of webhooks: targets of alerts, by signed HTTP request or by e-mail, of one tenant or of the whole box.
+"""The table of webhooks: targets of alerts, by signed HTTP request or by e-mail, of one tenant or of the whole appliance.
 
 Validates settings and knows nothing of sending. Signing secrets are sealed (encrypted) here and opened only for the sender.
 """
@@ -25,7 +25,7 @@ from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, give_up_pend
 from appliance.metering.alerts.signature import new_signing_secret
 from appliance.metering.alerts.targets import TargetPolicy, check_mailbox, check_web_target, redact_target
 from appliance.tenancy import audit
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.fields import UNSET, Unset, check_choice, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Action
@@ -172,11 +172,11 @@ class Webhooks:
     async def disable(self, webhook_id: str, reason: str) -> None:
         """Disable a webhook whose receiver answered that it is gone, and mark its pending messages as failed."""
         async with self._db.writing() as connection:
-            before = await _get(connection, webhook_id, WHOLE_BOX, Action.WEBHOOKS)
+            before = await _get(connection, webhook_id, WHOLE_APPLIANCE, Action.WEBHOOKS)
             statement = update(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.disabled_at.is_(None))
             await connection.execute(statement.values(disabled_at=self._clock.now()))
             await give_up_pending(connection, webhook_id, reason)
-            after = await _get(connection, webhook_id, WHOLE_BOX, Action.WEBHOOKS)
+            after = await _get(connection, webhook_id, WHOLE_APPLIANCE, Action.WEBHOOKS)
             await self._record(connection, "webhook.disable", before, after)
 
     async def remove(self, webhook_id: str, *, access: Access) -> Webhook:
@@ -296,7 +296,7 @@ def _check_events(events: object, tenant_id: str | None) -> list[str]:
 
 
 async def _check_can_add(connection: AsyncConnection, tenant_id: str | None) -> None:
-    """Raise NotFound, Conflict or InvalidValue unless a webhook may be added to the tenant (None: to the box)."""
+    """Raise NotFound, Conflict or InvalidValue unless a webhook may be added to the tenant (None: to the appliance)."""
     if tenant_id is not None:
         query = select(tenants.c.archived_at).where(tenants.c.id == tenant_id)
         row = (await connection.execute(query)).first() if tenant_id.isprintable() else None  # no database accepts a NUL
