@@ -4,8 +4,8 @@
     day            of the billing time zone, by the event's billing day; `start_at` is the beginning of that day
 
 Voided and pending events are in no sum; an adjustment adds its signed counts and no request. At each level an event is added to
-one row of its owner (tenant, key, model, currency) and to one row of the whole appliance (model, currency). The appliance's rows
-have a table of their own and are the sums of the owners' rows. Knows no reports.
+one row of its owner (tenant, key, model, currency) and to one row of the whole appliance (model, currency). The latter have a
+table of their own and are the sums of the owners' rows. Knows no reports.
 """
 
 from __future__ import annotations
