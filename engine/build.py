@@ -114,7 +114,7 @@ def build_engine(
             _compile_kernels(cached, limits, options)
         times.record("kernels")  # compiled or found in Triton's cache on disk
         for decoder in cached.runner.decoders:
-            run_largest_step(decoder, limits, max_guesses=options.max_guesses)
+            run_largest_step(decoder, limits, max_draft_tokens=options.max_draft_tokens)
         times.record("steps")
     meter.record("steps")
     slot_runner = _make_slot_runner(resolved, cached, limits, meter) if cached.mode.has_slots else None
@@ -131,7 +131,7 @@ def build_engine(
         *models,
         limits,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
-        max_guesses=options.max_guesses,
+        max_draft_tokens=options.max_draft_tokens,
     )
     times.record("speed")
     budget = _make_step_budget(options, speed.step_times, () if slot_runner is None else slot_runner.chunk_sizes)
@@ -193,7 +193,7 @@ def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
     """Launch one step of each kind: within `compiling` this requests their kernels and runs nothing."""
     runner, speculative = cached.runner, options.speculative_config
     for decoder in runner.decoders:
-        compile_steps(decoder, limits, max_guesses=options.max_guesses)
+        compile_steps(decoder, limits, max_draft_tokens=options.max_draft_tokens)
     compile_texts(runner.target, limits)
     runner.mover.compile()
     vocab_size, device = runner.target.vocab_size, runner.target.device
@@ -206,7 +206,7 @@ def _make_slot_runner(
     resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter
 ) -> SlotRunner:
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
-    slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
+    slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_draft_tokens=resolved.options.max_draft_tokens)
     meter.record("slots")
     warm_up(slot_runner.steps)
     meter.record("graphs")

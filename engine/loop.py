@@ -12,9 +12,9 @@ Where the runner can, the next step is launched before this one's tokens are kno
 
     expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle → complete the launch
 
-How many guesses of speculative decoding are accepted is not known beforehand, and guessing needs the tokens before. So a step
-that looks for guesses is planned after the one before it is settled, and a step that verifies guesses is computed and applied
-at once.
+Speculative decoding overlaps less: drafting needs the preceding tokens, and how many draft tokens are accepted is not known
+beforehand. So a step that looks for draft tokens is planned after its predecessor is settled, and a step that verifies them is
+computed and applied at once.
 
 Block moves belong to no single request. If they raise they are repeated once, which is harmless. If they raise again, the
 content of the blocks is unknown, and `EngineBroken` follows.

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 from engine import option_limits as limits
 from engine.errors import EngineConfigError
-from engine.scheduling.limits import STEP_GUESSES_MAX
+from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX
 from engine.speculation.options import SpeculativeOptions
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -33,8 +33,8 @@ SEATS = {"cpu": 64, "cuda": 256}
 more time than 64. A CPU with 64 rows is limited by its arithmetic, and more seats would only divide its speed."""
 
 SEATS_MAX = 1024
-"""With 64 guesses a step has at most 2048 rows, rounded up to a power of two: the most among which decode attention can search
-with the registers that it is granted on an H200 (`kernels.triton.gate`). With 4096 it would spill."""
+"""With 64 draft tokens a step has at most 2048 rows, rounded up to a power of two: the most among which decode attention can
+search with the registers that it is granted on an H200 (`kernels.triton.gate`). With 4096 it would spill."""
 BLOCK_SIZE_MAX = 1024
 
 
@@ -106,13 +106,13 @@ class EngineOptions:
 
     @property
     def draft_model(self) -> Path | None:
-        """The directory of the model that guesses, where one does."""
+        """The directory of the draft model, None without one."""
         return None if self.speculative_config is None else self.speculative_config.model
 
     @property
-    def max_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Rows of a step over slots beyond one for each request."""
-        return 0 if self.speculative_config is None else STEP_GUESSES_MAX
+        return 0 if self.speculative_config is None else STEP_DRAFT_TOKENS_MAX
 
     def seats(self, device_type: str) -> int:
         """Requests that run at a time: as asked, else what suits the device, one for each token of a step at most."""

@@ -56,7 +56,7 @@ class AheadRunner(Runner, Protocol):
         ...
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Begin a step, behind those begun before it. Raises when it cannot. Where some rows verify guesses, everything before
+        """Begin a step, behind those begun before it. Raises when it cannot. Where some rows verify drafts, everything before
         the step is settled."""
         ...
 
@@ -141,7 +141,7 @@ class OverlappedSteps:
         return outputs
 
     def verify(self, batch: ScheduledBatch) -> list[StepOutput]:
-        """Results of a step in which some rows verify guesses. How many are accepted is not known beforehand, so no step is
+        """Results of a step in which some rows verify drafts. How many are accepted is not known beforehand, so no step is
         under way before it, and none is launched behind it."""
         items = batch.items
         outputs = self._run_verification(batch) if self._can_launch(batch) else None
@@ -168,7 +168,7 @@ class OverlappedSteps:
             pending.complete()
             return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self._record_failure("a step with guesses failed", error)
+            self._record_failure("a verification step failed", error)
             return None
 
     def _wait(self, step: InFlightStep) -> list[RowResult] | None:

@@ -88,8 +88,8 @@ class TokenEvent:  # neither frozen nor keyword-only: a step may create hundreds
 
     `num_output_tokens` counts every token generated so far, so the last event carries what is billed; `token_ids` are the new
     ones only (empty when the event reports an abort or an error). `num_prompt_tokens_computed` reaches the prompt length when
-    prefill is done. `queue_s` is the wait until the request was first scheduled. `num_rejected_draft_tokens` counts all guesses
-    of speculative decoding so far that were computed and discarded. `decode_s` is the time from the first token to the last,
+    prefill is done. `queue_s` is the wait until the request was first scheduled. `num_rejected_draft_tokens` counts the
+    draft tokens so far that were verified and rejected. `decode_s` is the time from the first token to the last,
     sent with the last token: a reader of events can only measure it by reading each one as it arrives.
     """
 

@@ -83,7 +83,7 @@ def estimate_fit(
     load = Load(
         num_tokens=options.batched_tokens(memory.device_type),
         num_seqs=options.seats(memory.device_type),
-        num_guesses=options.max_guesses,
+        num_draft_tokens=options.max_draft_tokens,
         block_size=options.block_size,
         on_gpu=memory.device_type == "cuda",
         has_slots=mode.launches_ahead,

@@ -18,7 +18,7 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      (R + 32)·(context / block_size)·4 of block tables
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB)
                      + (2·R + 32)·(context / block_size)·4, on a GPU: what decodes leave between two kernels, counts of tokens,
-                     logits that wait for masks, biases; block tables of slots, of rows and of 32 chunks. Rows of guesses add
+                     logits that wait for masks, biases; block tables of slots, of rows and of 32 chunks. Draft tokens add
                      to R, once to its tables and not to counts and biases. Batch-invariant decodes leave
                      max(R, 64)·(context / 256)·H·(D + 2)·4 for each window, at most 256 MiB, and b is 4
     rotary tables  2·context·D_rotary·b for each rotation of the model: cosines and sines of all positions
@@ -41,8 +41,8 @@ from engine.step_sizes import draft_graphs_kept, graphs_kept
 
 GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20
-"""What a process takes of an NVIDIA GPU for its context, code, and the matrix library's workspace: a guess, for when no device
-can be asked."""
+"""What a process takes of an NVIDIA GPU for its context, code, and the matrix library's workspace: an estimate for when
+there is no device to measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class MemoryNeeds:
             splits = [each.splits_bytes(*sizes, batch_invariant=load.batch_invariant) for each in models]
         if not load.has_slots:
             return max(splits, default=0)
-        columns_bytes = models[0].columns_bytes(load.num_seqs, logit_bytes, num_guesses=load.num_guesses)
+        columns_bytes = models[0].columns_bytes(load.num_seqs, logit_bytes, num_draft_tokens=load.num_draft_tokens)
         return sum(splits) + load.slot_tables_bytes(context_len) + columns_bytes
 
     @staticmethod
@@ -117,7 +117,7 @@ class MemoryNeeds:
         """How many captured steps are kept, and what they take. They share one pool of activations, at least `logits_bytes`.
         Those of a draft model are a part of all, and there are some of its own."""
         chunk_rows = model.chunk_rows(load, context_len, element_bytes)
-        num_graphs = graphs_kept(load.num_seqs, load.num_guesses, chunk_rows=chunk_rows)
+        num_graphs = graphs_kept(load.num_seqs, load.num_draft_tokens, chunk_rows=chunk_rows)
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
         tables_bytes = load.chunk_tables_bytes(context_len)
         chunks_bytes = model.captured_chunks_bytes(chunk_rows, element_bytes, tables_bytes)

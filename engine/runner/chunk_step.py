@@ -11,7 +11,7 @@ of chunks follow, then padding; where each part ends is a number on the device. 
 as could be decodes; chunk attention runs after it and overwrites the results of those that were not. Padding is a chunk of its
 own: its tokens write no keys, read whatever blocks its table names, and their results are not used.
 
-Steps that verify guesses and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
+Steps that verify drafts and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
 On a CPU nothing is captured.
 """
 
@@ -119,7 +119,7 @@ PADDING_ONLY = ChunkRows(EMPTY_INT64, (), EMPTY_INT64, EMPTY_INT64, EMPTY_INT64)
 
 class SamplingInputs(NamedTuple):
     """The inputs of sampling for R rows, valid until the next step: hidden states [R, hidden], slots [R] int32, and the index
-    of the sampled token in prompt plus output [R] int64. `tokens`: the input token of each row [R] int64, where guesses among
+    of the sampled token in prompt plus output [R] int64. `tokens`: the input token of each row [R] int64, if drafts among
     them are known only on the device."""
 
     hidden: torch.Tensor

@@ -198,7 +198,7 @@ class SlotTable:
         return self._lens[self._slot_array] + (self._num_advanced - 1)
 
     def update_for_verification(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
-        """As `update`, for a step in which some requests verify guesses; their slots are sent again with a later step.
+        """As `update`, for a step in which some requests verify drafts; their slots are sent again with a later step.
         `sends_tokens`: their input tokens come from the host with the step, and not from their slots."""
         requests, writes = [item.request for item in items], SlotWrites()
         self._drop_step()

@@ -132,7 +132,7 @@ class Scheduler:
         return self._lifecycle.expire()
 
     def should_settle_first(self) -> bool:
-        """Called before `schedule` while a step is under way: whether to settle it first, because guesses need its tokens."""
+        """Called before `schedule` while a step is under way: whether to settle it first, because drafting needs its tokens."""
         return self._drafting is not None and self._drafting.should_settle_first()
 
     def schedule(self) -> ScheduledBatch:

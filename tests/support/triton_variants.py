@@ -99,7 +99,7 @@ WIDE = 2304
 """So many outputs that programs of 16 each occupy all multiprocessors of an H200."""
 WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
 INVARIANT = {"batch_invariant": True}
-GUESSES = {"speculative_config": SpeculativeOptions(method="ngram")}
+NGRAM = {"speculative_config": SpeculativeOptions(method="ngram")}
 MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
 CASES: dict[str, Case] = {
     "plain": Case({"vocab_size": 32_000}),  # the others have fewer: the host sampler is slow and launches no kernels
@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "awq": quantised_case("awq", "qweight", **AWQ),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
     "experts-awq": quantised_case("awq", "qweight", EXPERTS, **AWQ),
-    "guesses-int8-head": Case({}, {**GUESSES, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}),
+    "ngram-int8-head": Case({}, {**NGRAM, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}),
     "draft-fp8-static": quantised_case("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
     "draft-eager": Case({}, {"speculative_config": DRAFT, "enforce_eager": True}),
     "invariant-fp8": Case({}, {**INVARIANT, **MANY_SEATS, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
@@ -355,7 +355,7 @@ def send_traffic(engine: Engine, steps: int, seed: int) -> None:
 
 
 def send_bursts(engine: Engine, seed: int) -> None:
-    """Submit more requests at once than a kernel is compiled for; repetitive prompts make some of them verify guesses."""
+    """Submit more requests at once than a kernel is compiled for; repetitive prompts make some of them verify drafts."""
     rng = random.Random(seed)
     for size in BURST_SIZES:
         for number in range(size):

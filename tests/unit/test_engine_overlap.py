@@ -24,7 +24,7 @@ from engine.scheduling.token_events import StepEvents, token_event
 from engine.speculation import adaptive_drafter
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
-from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
+from engine.step_sizes import draft_graphs_kept, graphs_kept, step_size, verify_size
 from tests.support.engines import FREE_ROWS, generation_request, run_to_end, tokens, unused_grammars
 from tests.support.scheduling import make_request
 
@@ -95,8 +95,8 @@ class FakeAheadRunner:
         return PlainReason.LOGIT_BIAS if is_plain else None
 
     def launch(self, batch: ScheduledBatch) -> FakePendingStep:
-        items, guesses = batch.items, [item.num_draft_tokens for item in batch.items]
-        self.log.append(f"verify {guesses}" if any(guesses) else f"launch {len(items)}")
+        items, depths = batch.items, [item.num_draft_tokens for item in batch.items]
+        self.log.append(f"verify {depths}" if any(depths) else f"launch {len(items)}")
         names = frozenset(item.request.request_id for item in items)
         if names & self.fails_at_launch:
             raise RuntimeError("it cannot be launched")
@@ -119,7 +119,7 @@ class FakeAheadRunner:
 
 
 class Oracle:
-    """Guesses as many tokens as it is told to beforehand, request by request, and knows what `token_of` will say."""
+    """Drafts as many tokens as it is set to, request by request, and knows what `token_of` will say."""
 
     def __init__(self, depths: dict[str, list[int]], *, pays: bool = True) -> None:
         self.depths = depths
@@ -496,14 +496,14 @@ def test_an_interrupt_within_a_step_leaves_nothing_under_way_behind_the_end_of_a
     assert any(entry.startswith("verify") for entry in runner.log)
 
 
-def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
+def test_after_looks_for_drafts_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
     runner = FakeAheadRunner()
     run_to_end(make_engine(runner, drafter=Oracle({})), [generation_request("a", [1, 2], max_tokens=12)])
     looked, ahead = ["collect", "launch 1"], ["launch 1", "collect"]
     assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "collect"]
 
 
-def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_read_on_while_nobody_looks_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tokens a step: by the third look, for the seventh step behind three chunks of the prompt, all is read."""
     monkeypatch.setattr(adaptive_drafter, "INDEX_TOKENS_PER_STEP", 8)
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
@@ -516,16 +516,16 @@ def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: py
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(is_synchronous: bool) -> None:
+def test_a_step_with_drafts_has_nothing_under_way_before_it_or_behind_it(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
     requests = [generation_request("a", [1, 2], max_tokens=9), generation_request("b", [1, 2], max_tokens=3)]
     events = run_to_end(make_engine(runner, drafter=Oracle({"a": [3, 2]})), requests)
     assert [tokens(events["a"]), tokens(events["b"])] == [expected("a", 2, 9, stops=False), expected("b", 2, 3)]
     assert runner.log[:5] == ["launch 2", "collect", "verify [3, 0]", "collect", "verify [2, 0]"]
-    assert runner.log[5:] == ["collect", "launch 1", "collect"], "a has one token left, of which none is guessed"
+    assert runner.log[5:] == ["collect", "launch 1", "collect"], "a has one token left, of which none is drafted"
 
 
-def test_guesses_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> None:
+def test_drafts_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> None:
     runner = FakeAheadRunner()
     runner.not_launched = {"a"}
     events = run_to_end(make_engine(runner, drafter=Oracle({"a": [2, 2]})), [generation_request("a", [1, 2], max_tokens=8)])
@@ -533,16 +533,16 @@ def test_guesses_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> No
     assert set(runner.log) == {"run 1"}
 
 
-def test_right_guesses_behind_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
+def test_right_drafts_behind_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [5]}))
     events = run_to_end(engine, [generation_request("a", [1] * 6, max_tokens=20, stop_token_ids=[STOP])])
     assert tokens(events["a"]) == expected("a", 6, 20)
-    assert [len(event.token_ids) for event in events["a"]] == [1, 4], "and one more guess, which was right"
+    assert [len(event.token_ids) for event in events["a"]] == [1, 4], "and one more draft, which was right"
     assert (engine.status().draft_tokens_total, engine.status().accepted_draft_tokens_total) == (5, 4)
 
 
-def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for_has_ended() -> None:
+def test_the_time_of_a_step_with_drafts_begins_when_the_step_that_it_waited_for_has_ended() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=9))
@@ -553,7 +553,7 @@ def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for
 
 
 @pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_under_way", "yields_nothing"])
-def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
+def test_a_step_with_drafts_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
     runner = FakeAheadRunner(is_synchronous=True)
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=9))
@@ -569,7 +569,7 @@ def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted
 
 
 @pytest.mark.parametrize("max_tokens", range(9, 16))
-def test_an_answer_ends_by_length_however_far_guesses_brought_it_between_steps_launched_ahead(max_tokens: int) -> None:
+def test_an_answer_ends_by_length_however_far_drafts_brought_it_between_steps_launched_ahead(max_tokens: int) -> None:
     requests = [generation_request(name, [1, 2], max_tokens=max_tokens, ignore_eos=True) for name in ("a", "b")]
     oracle = Oracle({"a": [0, 4], "b": [0, 1]})
     events = run_to_end(make_engine(FakeAheadRunner(), drafter=oracle), requests)
@@ -579,7 +579,7 @@ def test_an_answer_ends_by_length_however_far_guesses_brought_it_between_steps_l
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_nobody_waits_for_tokens_when_no_guess_is_worth_its_row(is_synchronous: bool) -> None:
+def test_nobody_waits_for_tokens_when_no_draft_is_worth_its_row(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
     run_to_end(make_engine(runner, drafter=Oracle({}, pays=False)), [generation_request("a", [1, 2], max_tokens=4)])
     ahead = ["launch 1", *["launch 1", "collect"] * 3, "collect"]
@@ -595,9 +595,9 @@ def test_steps_are_rounded_up_to_the_next_size_that_is_captured(max_rows: int) -
     assert max_rows < 256 or sizes[:5] == [1, 2, 4, 8, 16]
 
 
-def test_graphs_are_kept_for_every_size_of_steps_with_guesses_beside_those_without() -> None:
+def test_graphs_are_kept_for_every_size_of_steps_with_drafts_beside_those_without() -> None:
     steps = {step_size(num_rows, 64) for num_rows in range(1, 65)}
-    guesses = {guesses_size(num_rows, 128) for num_rows in range(2, 129)}
-    assert guesses == {2, 4, 8, 16, 32, 64, 128}
+    verify_sizes = {verify_size(num_rows, 128) for num_rows in range(2, 129)}
+    assert verify_sizes == {2, 4, 8, 16, 32, 64, 128}
     assert graphs_kept(64, 0) >= draft_graphs_kept(64) == 2 * len(steps), "greedy or not"
-    assert graphs_kept(64, 64) == graphs_kept(64, 0) + 2 * len(guesses)
+    assert graphs_kept(64, 64) == graphs_kept(64, 0) + 2 * len(verify_sizes)

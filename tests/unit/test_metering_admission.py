@@ -134,7 +134,7 @@ async def test_a_request_larger_than_the_limit_is_told_that_waiting_is_useless(a
     assert refused.value.type == "tokens"
 
 
-async def test_a_guess_of_the_output_alone_never_makes_a_request_too_large(admission: Admission) -> None:
+async def test_an_output_estimate_alone_never_makes_a_request_too_large(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     assert (await admit(admission, bob, 40, None)).tokens_reserved == 100
     with pytest.raises(RequestExceedsLimit):
@@ -528,7 +528,7 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
     assert reservation.tokens_reserved == 10 + 4 * expected
 
 
-async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admission: Admission) -> None:
+async def test_an_estimate_for_several_answers_is_cut_to_the_limit_together(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=410))
     reservation = await admission.admit(
         AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)

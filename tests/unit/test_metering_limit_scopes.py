@@ -133,7 +133,7 @@ async def test_what_has_room_in_a_limit_in_shadow_mode_takes_of_it(admission: Ad
         assert [decision.kind for decision in made.shadow_refusals] == overlooked
 
 
-async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(admission: Admission) -> None:
+async def test_a_limit_in_shadow_mode_does_not_make_the_estimate_of_others_smaller(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
     forecast = await admission.forecast(asked)
@@ -353,18 +353,18 @@ async def test_what_was_overlooked_in_one_currency_gives_no_room_in_another(admi
     assert (await admit(admission, with_dollars, 41, cost=in_dollars)).shadow_refusals
 
 
-async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_says(admission: Admission) -> None:
+async def test_rejected_draft_tokens_cost_a_hard_budget_their_price(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
-    guessed = dataclasses.replace(price(), rejected_draft=2_000_000)
-    running = await admit(admission, hard, 10, cost=guessed, policy=shared)
+    with_rejected_drafts = dataclasses.replace(price(), rejected_draft=2_000_000)
+    running = await admit(admission, hard, 10, cost=with_rejected_drafts, policy=shared)
     assert not running.record_progress(0, 10, 29), "10 + 3 · 10 + 2 · 29"
     assert running.record_progress(0, 10, 30)
     running.settle(20, rejected_tokens=29)
-    again = await admit(admission, hard, 1, cost=guessed, policy=shared)
+    again = await admit(admission, hard, 1, cost=with_rejected_drafts, policy=shared)
     assert not again.record_progress(0, 0)
     again.settle(1)
     with pytest.raises(BudgetExceeded):
-        await admit(admission, hard, 2, cost=guessed, policy=shared)
+        await admit(admission, hard, 2, cost=with_rejected_drafts, policy=shared)
 
 
 async def test_a_budget_that_is_not_hard_ends_no_request_and_what_has_ended_is_in_it_once(admission: Admission) -> None:

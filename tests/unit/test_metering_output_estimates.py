@@ -178,11 +178,11 @@ async def test_of_a_key_that_was_forgotten_before_its_history_was_read_none_is_r
     assert len(history.histories) == 1
 
 
-@pytest.mark.parametrize(("begin", "guess"), [(5, 40), (6, EXPECTED_OUTPUT_TOKENS)])
-def test_a_running_answer_is_expected_to_be_short_while_nine_are_known_for_each(begin: int, guess: int) -> None:
+@pytest.mark.parametrize(("begin", "expected"), [(5, 40), (6, EXPECTED_OUTPUT_TOKENS)])
+def test_a_running_answer_is_expected_to_be_short_while_nine_are_known_for_each(begin: int, expected: int) -> None:
     lengths = AnswerLengths(START)
     lengths.prepend([40] * 45)
-    assert lengths.estimate(begin) == guess
+    assert lengths.estimate(begin) == expected
 
 
 async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(

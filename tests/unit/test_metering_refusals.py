@@ -34,7 +34,7 @@ def test_a_limit_of_the_day_tells_hours_and_minutes_and_the_exact_wait_goes_into
     assert error.retry_after_s == pytest.approx(11_467.25)
 
 
-def test_a_wait_for_running_requests_says_that_it_is_a_guess() -> None:
+def test_a_wait_for_running_requests_says_that_it_is_an_estimate() -> None:
     assert refusal([refused(42.0, held=True)]).message.endswith(
         "try again in about 42 s, by when running requests have probably ended, or ask for fewer max_tokens"
     )
