@@ -1,4 +1,4 @@
-"""Composes an engine from a model directory and options: the only place where all of its parts meet."""
+"""Composes an engine from a model directory and options: the composition root."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ from kernels import ops
 log = logging.getLogger("gatehouse.engine")
 
 WEIGHTS_SHARE = 0.5
-"""The share of loading weights in the progress of a start, if kernels are compiled after it: a first start takes about as long
-for these."""
+"""The share of loading weights in the progress of a start that also compiles kernels: a first start takes about as long for
+these."""
 
 NO_GRAPHS = "no graphs: experts chosen by the host"
 """For a mixture of experts whose weights no single launch can read: each of its layers waits for the host in every step."""
@@ -72,7 +72,7 @@ NOT_RECORDED = "not recorded: the model or its draft model has an operation that
 """For decode steps on a CPU that are computed operation by operation."""
 
 NOT_OVER_PAGES = "not recorded: no attention for these heads or this format of keys and values reads the cache's pages"
-"""For a CPU whose steps are made on the host although `enforce_eager` was not asked for."""
+"""For a CPU whose steps are made on the host although `enforce_eager` was not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,13 @@ def build_engine(
     options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None, has_one_caller: bool = False
 ) -> Engine:
     """Load the model, allocate its cache, compile and time its steps. Raises `ModelError` or `EngineConfigError`. `progress` is
-    called with 0 … 1; where kernels are compiled at the start, the last part is theirs. With `has_one_caller` any number of
+    called with 0 … 1; where kernels are compiled at the start, they are the last part. With `has_one_caller` any number of
     grammars may wait."""
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
     resolved = ResolvedOptions.of(options)
     options, device = resolved.options, resolved.device
-    times.record("kernels")  # a CPU's, compiled or found on disk, when its memory was looked at
+    times.record("kernels")  # a CPU's, compiled or found on disk, when its memory was inspected
     weights_share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
     model, draft = _load_models(resolved, progress=lambda loaded: progress(weights_share * loaded))
     times.record("weights")
@@ -120,7 +120,7 @@ def build_engine(
     slot_runner = _make_slot_runner(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if slot_runner is not None:
         times.record("graphs")
-    weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
+    weights_bytes = sum(loaded.size.num_bytes for loaded in (model, draft) if loaded)
     rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
     graphs = None if slot_runner is None else slot_runner.steps.calls.captured_graphs
     measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes, graphs)
@@ -144,7 +144,7 @@ def build_engine(
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:
-    """The target, quantised as asked, and the draft model, which is not."""
+    """The target, quantised as requested, and the draft model, which is not."""
     options = resolved.options
     load = partial(load_decoder, dtype=resolved.dtype, device=resolved.device, batch_invariant=options.batch_invariant)
     model = load(

@@ -23,7 +23,7 @@ def draft_config(
     if draft.quantization is not None and draft.quantization.decoded is not None:
         stored = draft.quantization.decoded
         raise EngineConfigError(
-            OPTION, f"field model cannot be served: it is {stored}, and draft models are not decoded while read"
+            OPTION, f"field model cannot be served: it is {stored}, and draft models are not decoded while they are read"
         )
     try:
         check_formats(draft, replace(options, quantization=None, head_quantization=None), dtype, capability)

@@ -74,7 +74,7 @@ def _run_halving(runner: Runner, items: Sequence[ScheduledRequest]) -> list[Step
 
 
 def failure_message(stage: str, error: BaseException) -> str:
-    """What a caller is told of a request that failed inside the engine."""
+    """The error message for a request that failed inside the engine."""
     return f"the engine failed while {STAGE_TEXT.get(stage, stage)}: {type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
 
 

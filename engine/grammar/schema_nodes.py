@@ -21,7 +21,7 @@ def refusal(path: str, reason: str) -> GrammarError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A schema of the document. Compared by identity; `index` is its place in reading order."""
+    """A schema of the document. Compared by identity; `index` is its position in reading order."""
 
     value: Any
     base: str

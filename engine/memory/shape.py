@@ -23,7 +23,7 @@ LOGITS_ELEMENTS_MAX = 1 << 25
 
 LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP, LAUNCHES_OF_EXPERTS = 10, 20, 3
 LAUNCH_BYTES = 24 << 10
-"""Of a captured step: the most kernels of a layer, the most before and behind all layers, and how many more a mixture of
+"""Of a captured step: the most kernels of a layer, the most before and after all layers, and how many more a mixture of
 experts has than a gated feed-forward part (router, choice, sort, two products, sum); and the bytes that the driver keeps on the
 card for one launch. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's
 log says 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. An estimate until our
@@ -160,7 +160,7 @@ class MemoryShape:
         return max(largest, chunks, self.few_queries_bytes(load, context_len, formats))
 
     def split_chunks_bytes(self, num_tokens: int, context_len: int, element_bytes: int) -> int:
-        """What a step of few tokens behind a long context needs: activations, and the partial results of two or more splits of
+        """What a step of few tokens after a long context needs: activations, and the partial results of two or more splits of
         the keys for each token. 0 where contexts are too short to be split."""
         if context_len < CHUNK_CONTEXT_MIN:
             return 0

@@ -212,7 +212,7 @@ class ChunkStep:
         lens = torch.cat([narrow.new_empty(shape.num_decodes), narrow[layout["lens"]]])
         tables = torch.cat([self._tables.new_empty(shape.num_decodes, self._tables.shape[1]), self._tables[: shape.num_chunks]])
         host_values = [numbers[layout[name]] for name in ("tokens", "positions", "slot_mapping")]
-        slot_values = [torch.empty_like(each) for each in host_values]
+        slot_values = [torch.empty_like(values) for values in host_values]
         self._ops.prepare_decode(
             narrow[layout["slots"]],
             self._state.last_tokens,
@@ -227,7 +227,7 @@ class ChunkStep:
         )
         is_decode = host_values[0] < 0
         # Kernels and no copies: what is launched behind them may be launched early, which is defined behind kernels alone.
-        tokens, positions, slot_mapping = (torch.where(is_decode, *each) for each in zip(slot_values, host_values, strict=True))
+        tokens, positions, slot_mapping = (torch.where(is_decode, *pair) for pair in zip(slot_values, host_values, strict=True))
         plan = partial(
             ops.PagedPlan,
             num_decodes=shape.num_decodes,

@@ -52,7 +52,7 @@ class DraftModel:
             spans = [_draft_span(items[index], depth) for index in drafting]
             hidden = self.decoder.forward_spans(spans)
             drafting = [index for index in drafting if items[index].num_draft_tokens > depth]
-        return [torch.stack(each) if each else None for each in drawn_from]
+        return [torch.stack(distributions) if distributions else None for distributions in drawn_from]
 
     def _propose_next(
         self, hidden: torch.Tensor, items: Sequence[ScheduledRequest], drafting: Sequence[int], depth: int

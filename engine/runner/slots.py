@@ -99,7 +99,7 @@ class SlotState:
                 offsets.extend((offset, offset + 1))
                 values.extend((token_id, 0))
         words = [(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32)), *writes.words]
-        self.words.write(np.concatenate([each for each, _ in words]), np.concatenate([each for _, each in words]))
+        self.words.write(np.concatenate([indices for indices, _ in words]), np.concatenate([values for _, values in words]))
 
     def advance(
         self,
@@ -279,7 +279,7 @@ class SlotTable:
         self._requests, self._slots, self._step_tables, self._step_sizes = [], [], [], []
 
     def _write_slots(self, requests: Sequence[Request], slots: Sequence[int], lens: Sequence[int], writes: SlotWrites) -> None:
-        """Send the slots of these requests, of whose tokens the first `lens` are known or under way."""
+        """Send the slots of these requests, of whose tokens the first `lens` are known or in flight."""
         for request, slot, num_tokens in zip(requests, slots, lens, strict=True):
             is_current = self._lens[slot] == num_tokens
             token_id = request.token_ids[num_tokens - 1]

@@ -1,6 +1,6 @@
 """Page-locked host buffers for what every step sends, used in turn so that neither side overwrites what the other still reads.
 
-There are more buffers than steps under way. Each has an event, recorded behind the copy that uses it; the buffer is taken again
+There are more buffers than steps in flight. Each has an event, recorded behind the copy that uses it; the buffer is taken again
 only after that event has passed, which in practice nothing has to wait for.
 
 On a CPU there is no copy that runs by itself: values are taken at once, and the same class passes them on.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 DEPTH = 4
-"""Buffers in turn: two steps are under way at a time."""
+"""Buffers in turn: two steps are in flight at a time."""
 STAGED_NUMBERS = 4096
 
 

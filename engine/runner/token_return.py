@@ -4,7 +4,7 @@
          ─► inputs, scores ─► copy, where somebody asks for them ─┘
     step                                                                   ImmediateFetch: the device is the host
 
-Buffers are used in turn, and there are more of them than steps under way.
+Buffers are used in turn, and there are more of them than steps in flight.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CudaFetch:
 
     def wait(self) -> None:
         """The only place where the step thread waits for the device, and only while the device computes: never without a step
-        under way. Other threads of the process continue meanwhile.
+        in flight. Other threads of the process continue meanwhile.
 
         It stays awake (`uses_busy_wait`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
         caches: what follows was measured to take several times as long (ADR 55)."""

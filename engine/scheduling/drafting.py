@@ -52,7 +52,7 @@ class Drafter(Protocol):
 
 
 class Drafting:
-    """Between the scheduler and a `Drafter`."""
+    """Adds a `Drafter`'s draft tokens to steps, and records how many of them were accepted."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Drafting:
         self._backoff = self._backoff_left = 0
 
     def should_settle_first(self) -> bool:
-        """Whether to settle the step under way first, to draft from its tokens. Call once before each step that could
+        """Whether to settle the step in flight first, to draft from its tokens. Call once before each step that could
         be planned without them."""
         num_decodes = len(self._decodes.items)
         if not num_decodes or not self._drafter.pays(num_decodes):

@@ -31,7 +31,7 @@ class SchedulerLimits:
 
     @property
     def max_blocks(self) -> int:
-        """Of the longest request."""
+        """KV blocks of the longest request."""
         return -(-self.max_model_len // self.block_size)
 
     def check_blocks(self, num_blocks: int) -> None:

@@ -340,7 +340,7 @@ def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culpr
     [
         ("fails_at_launch", "a step could not be launched: RuntimeError: it cannot be launched"),
         ("fails_at_completion", "a step could not be launched to its end: RuntimeError: it cannot be completed"),
-        ("fails_under_way", "a step under way failed: RuntimeError: the device failed"),
+        ("fails_under_way", "a step in flight failed: RuntimeError: the device failed"),
         ("yields_nothing", "a step gave no token where the plain way has one"),
     ],
 )
