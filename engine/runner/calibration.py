@@ -2,10 +2,10 @@
 
 A step with one row takes as long as reading the weights, one with many rows as long as multiplying with them. These two give
 the bandwidth and the FLOP rate that the step-time model needs, with the overheads of this implementation. Sizes between them
-tell when draft tokens are worth the rows that verify them.
+show when draft tokens are worth the rows that verify them.
 
-    one row        the decode step as it will be run: captured, recorded or, without slots, the pass; a draft model's part
-                   in it, and the way of its token to the host included
+    one row        the decode step as it will be run: captured, recorded or, without slots, the pass; including a draft
+                   model's part in it, and the transfer of its token to the host
     many rows      the pass that computes chunks of prompts, captured where it will be, and a draft model's
     draft tokens   the steps that will verify them, and those of the draft model
 
@@ -63,7 +63,7 @@ class TimedSteps(Protocol):
     """Steps as the engine will run them, without requests. Each call runs one step and waits for its end."""
 
     def decode(self, num_rows: int) -> None:
-        """A decode if it has one row, else a step that verifies drafts; with a draft model's part in it."""
+        """A decode if it has one row, else a step that verifies drafts; including a draft model's part in it."""
         ...
 
     def draft_decode(self) -> None:

@@ -32,7 +32,7 @@ class DecodeInputBuffers:
     """The inputs of up to `max_rows` rows. A row with a negative slot is padding: it reads no context and writes no key."""
 
     def __init__(self, state: SlotState, decoder: PagedDecoder, *, max_rows: int, block_size: int) -> None:
-        """`decoder`: the model whose kernels say how many rows are attended together."""
+        """`decoder`: the model whose kernels decide how many rows are attended together."""
         max_blocks, device = state.tables.shape[1], state.tables.device
         self.slots = torch.full((max_rows,), NOTHING, dtype=torch.int32, device=device)  # the slot of each
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -43,7 +43,7 @@ class DecodeInputBuffers:
         self._group_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._group_starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # among the rows
         self._max_verify_group = decoder.max_verify_group
-        # What `write_slots` wrote last, while it stands in `slots`, and its size.
+        # What `write_slots` wrote last, while it is in `slots`, and its size.
         self._last_written: tuple[Sequence[int] | Int64Array, int] = ((), 0)
         self._state = state
         self._block_size = block_size
@@ -55,7 +55,7 @@ class DecodeInputBuffers:
         return self.slots.shape[0]
 
     def write_slots(self, slots: Sequence[int] | Int64Array, size: int) -> None:
-        """Send the slots of the first `size` rows, padded behind the last of `slots`; `fill_from_slots` derives the other
+        """Send the slots of the first `size` rows, padded after the last of `slots`; `fill_from_slots` derives the other
         inputs from them. Nothing is sent if `slots` is the same object and `size` the same as in the last call, and no
         `write_columns` came between."""
         written, written_size = self._last_written

@@ -6,9 +6,9 @@ The host writes the slots of a step to `DecodeInputBuffers.slots`. The step leav
 memory (`token_return`), and their log-probabilities, where requested, in `scores`. A row with a negative slot is padding: it
 reads no context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
 
-A step in which requests verify draft tokens (`runner.scheduled_rows`) has several rows per slot. The host
-writes its inputs, and what the step leaves in such a slot is not used: the host determines how many drafts were accepted, and
-sends the slot again with a later step.
+A step in which requests verify draft tokens (`runner.scheduled_rows`) has several rows per slot. The host writes its inputs,
+and what the step leaves in such a slot is not used: the host determines how many drafts were accepted, and sends the slot again
+with a later step.
 
 A draft model runs in every step too, because it has a KV cache of its own.
 
@@ -176,7 +176,7 @@ class DecodeSteps:
         return shape
 
     def make_ready(self, shape: DecodeShape) -> None:
-        """Capture the steps of this shape, unless that is done."""
+        """Capture the steps of this shape, unless they are."""
         if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
             if shape.has_drafts:
                 self._inputs.write_columns(NO_INPUTS, shape.size)

@@ -39,7 +39,7 @@ class LaunchedStep:
     errors: dict[int, GrammarError] = field(default_factory=dict)
 
     def complete(self) -> None:
-        """Begin what waited for the tokens of the step before. Raises when it cannot."""
+        """Begin what waited for the tokens of the preceding step. Raises when it cannot."""
         if self.begin_sampling is not None:
             (self.fetch, self.errors), self.begin_sampling = self.begin_sampling(), None
 

@@ -26,8 +26,8 @@ from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, Step
 
 
 class ModelRunner:
-    """The device half behind two calls. Running the same items twice writes the same cache slots and draws the same tokens:
-    a step may be repeated. `stage` is what it is doing, for the message when that fails.
+    """The device half of the engine: `move` and `run`. Running the same items twice writes the same cache slots and draws the
+    same tokens: a step may be repeated. `stage` is what it is doing, for the message when that fails.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ Compute = Callable[[int, Kind | None, bool, Callable[[], None] | None], Computed
 
 
 class Record(NamedTuple):
-    """What runs a step, and where its logits stand then."""
+    """What runs a step, and where its logits are then."""
 
     operations: ops.RecordedOperations
     logits: Computed

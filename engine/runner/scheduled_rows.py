@@ -2,7 +2,7 @@
 
 `token_span` makes the span of one request. `PlainStepRows` are the rows of a step of the plain runner, all tokens of which are
 known on the host. `SlotStepRows` are the rows that sample in a step over slots, where some tokens are known only on the device:
-the last one of a decode whose step was launched behind another, and the tokens of a draft model.
+the last one of a decode whose step was launched after another, and the tokens of a draft model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def draft_token_indices(items: Sequence[ScheduledRequest], spans: Sequence[Token
 def scored_positions(item: ScheduledRequest) -> range:
     """Positions of this chunk whose next token is a prompt token that was not scored yet, if the request wants scores.
 
-    Each row scores the token behind it, and the last prompt token's row chooses the first token of the output instead. A
+    Each row scores the token after it, and the last prompt token's row chooses the first token of the output instead. A
     request that is computed again after preemption is not scored again. Answers beside the first share its prompt.
     """
     request = item.request
@@ -73,7 +73,7 @@ def scored_positions(item: ScheduledRequest) -> range:
 
 @dataclass(slots=True)
 class PlainStepRows:
-    """Rows of one step of the plain runner. Hidden states stand item by item, of each the sampled ones before the scored ones:
+    """Rows of one step of the plain runner. Hidden states are item by item, the sampled ones of each before the scored ones:
 
     item 0: known tokens … last │ drafts         item 1: a chunk of a prompt with log-probabilities
             ······        0       1   2                  3 (sampled, if the prompt ends here)   4 5 6 7 (scored)
@@ -167,9 +167,9 @@ class SlotStepRows:
 
 
 def group_rows(slots: Sequence[int], lens: Sequence[int], max_group: int) -> list[list[int]]:
-    """Groups of at most `max_group` rows of one slot, which lie side by side and are attended as one. lens: of the rows'
+    """Groups of at most `max_group` rows of one slot, which are adjacent and attended as one. lens: of the rows'
     contexts, each one longer than the one before → in columns, as many as there are rows: the slot of a group, the length of
-    its last row's context, and its end among the rows. Behind the last group are some without rows, of length 0."""
+    its last row's context, and its end among the rows. After the last group are some without rows, of length 0."""
     ends, first = [], 0
     for row in range(1, len(slots) + 1):
         if row == len(slots) or slots[row] != slots[first] or row - first == max_group:

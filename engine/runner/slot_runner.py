@@ -2,7 +2,7 @@
 runner.
 
 A step whose every row is one token that yields the next is a `DecodeStep`, replayed from a CUDA graph on a GPU. A step with
-chunks of prompts is a `ChunkStep` with the sampling behind it; where no graph is large enough it is a plain forward pass over
+chunks of prompts is a `ChunkStep` with the sampling after it; where no graph is large enough it is a plain forward pass over
 spans made on the host, in which the tokens known only on the device are filled in. Either way the sampled tokens go into the
 slots on the device, and to the host's memory.
 
@@ -87,7 +87,7 @@ class SlotRunner:
         self.steps.token_return.mark_unfetched()
 
     def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
-        """Why this step must be computed in the plain way, None if it need not: a request in it wants log-probabilities of its
+        """Why this step must be computed in the plain way, None if it need not: a request in it needs log-probabilities of its
         prompt, or something that no slot can hold."""
         for item in self._slots.items_without_slot(batch.prefills if batch.decodes is self._decodes else batch.items):
             reason = PlainReason.PROMPT_LOGPROBS if scored_positions(item) else self._sampler.refusal(item.request)

@@ -72,7 +72,7 @@ class SlotTiming:
         return partial(decodes.run, shape)
 
     def _synchronise(self) -> None:
-        """Wait for what was launched. Nobody asks for its tokens."""
+        """Wait for what was launched; its tokens are not fetched."""
         self._steps.token_return.mark_unfetched()
         if self._steps.device.type == "cuda":
             torch.cuda.current_stream(self._steps.device).synchronize()

@@ -1,6 +1,6 @@
 """Page-locked host buffers for what every step sends, used in turn so that neither side overwrites what the other still reads.
 
-There are more buffers than steps in flight. Each has an event, recorded behind the copy that uses it; the buffer is taken again
+There are more buffers than steps in flight. Each has an event, recorded after the copy that uses it; the buffer is taken again
 only after that event has passed, which in practice nothing has to wait for.
 
 On a CPU there is no copy that runs by itself: values are taken at once, and the same class passes them on.
@@ -20,7 +20,7 @@ STAGED_NUMBERS = 4096
 
 
 class PinnedBuffer:
-    """Page-locked integers, and the event behind the copy that uses them. Both are made once: the driver makes them."""
+    """Page-locked integers, and the event after the copy that uses them. Both are made once: the driver makes them."""
 
     def __init__(self, size: int) -> None:
         self.tensor = torch.empty(size, dtype=torch.int64, pin_memory=True)
@@ -42,7 +42,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, size: int = STAGED_NUMBERS) -> None:
-        """`size`: numbers that are sent at once. More can be: then page-locked memory is asked for while requests wait."""
+        """`size`: numbers that are sent at once. More can be: then page-locked memory is requested while requests wait."""
         self._device = device
         self._buffers = [PinnedBuffer(size) for _ in range(DEPTH)] if device.type == "cuda" else []
         self._last_index = 0
@@ -53,7 +53,7 @@ class Staging:
         *,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A tensor on the device with these integers, behind everything launched so far: `into`, int64 or int32, else a new
+        """A tensor on the device with these integers, after everything launched so far: `into`, int64 or int32, else a new
         one, int64."""
         if not self._buffers:
             host_tensor = torch.from_numpy(np.array(values, dtype=np.int64))

@@ -1,7 +1,7 @@
 """Forward passes before the first request, on devices whose kernels are compiled at first use: one step of each kind, so that
 no request waits seconds for a compiler, and the largest step, which shows how much memory a step takes.
 
-The steps of each kind compute nothing. They only ask for their kernels, which are then compiled several at a time
+The steps of each kind compute nothing. They only request their kernels, which are then compiled several at a time
 (`kernels.ops.compiled_together`). The launchers in `kernels.triton` decide which variants there are: by the number of requests
 of a step, the rows of a product and of a norm, and the tokens of the longest chunk. A test runs random traffic and checks that
 it needs no other variants.
@@ -88,7 +88,7 @@ def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> 
 
 @torch.inference_mode()
 def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draft_tokens: int = 0) -> None:
-    """Compute the largest step that memory was planned for: as many rows as a step may have, all of them wanted, and the logits
+    """Compute the largest step that memory was planned for: as many rows as a step may have, all of them needed, and the logits
     of as many as may sample. The cache must be empty; what this leaves there belongs to no request."""
     max_tokens, max_len = limits.max_num_batched_tokens, limits.max_model_len
     lengths = [min(max_len, max_tokens - first) for first in range(0, max_tokens, max_len)]
@@ -100,13 +100,13 @@ def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draf
 @torch.inference_mode()
 def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draft_tokens: int = 0) -> None:
     """Run one step of each kind, as far as its logits, in an empty cache. `max_draft_tokens`: logits beyond one row for each
-    request, of drafts that are verified like chunks of prompts; their runner asks for steps over slots with drafts."""
+    request, of drafts that are verified like chunks of prompts; their runner requests steps over slots with drafts."""
     for spans in _steps_of_each_kind(limits, max_draft_tokens):
         decoder.logits(decoder.forward_spans(spans), wide=False)
 
 
 def _steps_of_each_kind(limits: SchedulerLimits, max_draft_tokens: int) -> Iterator[list[TokenSpan]]:
-    """The spans of each step: decodes, a chunk beside short ones, a chunk behind a long context, decodes of long contexts
+    """The spans of each step: decodes, a chunk beside short ones, a chunk after a long context, decodes of long contexts
     beside a chunk, and drafts."""
     max_tokens, max_seqs, block_size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     room = min(max_tokens, limits.max_model_len)

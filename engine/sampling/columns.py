@@ -131,7 +131,7 @@ class ColumnSampler:
             self._bias_row_of[request], self._biases[row] = row, bias
         return True
 
-    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
+    def assign(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
         """Assign the slots to these requests; call `restart` to count their tokens. Returns the parameters to write to the
         words of the columns."""
         floats, ints, longs, suppressed_ids = [], [], [], []

@@ -210,7 +210,7 @@ def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: s
     run_to_end(engine, [generation_request("b", [8, 6, 7], max_tokens=3)])  # whose slot a has next
     use_scripted_drafter(engine, tokens(plain), 3)
     runner: Any = engine.runner
-    owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "place")
+    owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "assign")
     right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
 
     def fails_once(*values: Any) -> Any:

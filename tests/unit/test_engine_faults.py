@@ -152,11 +152,11 @@ def test_logits_that_are_not_finite_end_their_own_request(
                 logits[index, 17] = poison
         return sample(self, logits, rows, masks)
 
-    place, choose, bad_slots = ColumnSampler.place, ColumnSampler.choose, list[int]()
+    assign, choose, bad_slots = ColumnSampler.assign, ColumnSampler.choose, list[int]()
 
     def watched(self: ColumnSampler, slots: Sequence[int], requests: Sequence[Any]) -> Words:
         bad_slots.extend(slot for slot, request in zip(slots, requests, strict=True) if request.request_id == BAD)
-        return place(self, slots, requests)
+        return assign(self, slots, requests)
 
     def poisoned_in_slots(
         self: ColumnSampler, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *more: Any, **named: Any
@@ -165,7 +165,7 @@ def test_logits_that_are_not_finite_end_their_own_request(
         return choose(self, logits, slots, positions, *more, **named)
 
     monkeypatch.setattr(Sampler, "sample", poisoned)
-    monkeypatch.setattr(ColumnSampler, "place", watched)
+    monkeypatch.setattr(ColumnSampler, "assign", watched)
     monkeypatch.setattr(ColumnSampler, "choose", poisoned_in_slots)
     engine = make_engine(model)
     events = run_with_bad_one(engine)
