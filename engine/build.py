@@ -138,7 +138,7 @@ def build_engine(
     scheduler = _make_scheduler(resolved, cached.plan, limits, speed, budget)
     info = _make_info(resolved, model, cached, measured, load_s=times.total_s)
     log.info("operations %s", ops.operations(device, resolved.dtype, batch_invariant=options.batch_invariant).listed())
-    _log_start(info, _describe_mode(cached, slot_runner, is_asked_for=options.enforce_eager), times)
+    _log_start(info, _describe_mode(cached, slot_runner, is_requested=options.enforce_eager), times)
     grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
     return Engine(scheduler, slot_runner or cached.runner, info, grammars)
 
@@ -297,9 +297,9 @@ def _log_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
         log.warning("memory: %s took %s, %s were predicted", part.name, measured, predicted)
 
 
-def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None, *, is_asked_for: bool) -> str:
-    """How steps are run, in words, and what keeps them from a faster way. `is_asked_for`: plain steps are."""
-    if cached.mode is StepMode.PLAIN and not is_asked_for and cached.runner.target.device.type == "cpu":
+def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None, *, is_requested: bool) -> str:
+    """How steps are run, in words, and what keeps them from a faster way. `is_requested`: plain steps were requested."""
+    if cached.mode is StepMode.PLAIN and not is_requested and cached.runner.target.device.type == "cpu":
         return f"{cached.mode} ({NOT_OVER_PAGES})"
     if cached.mode is StepMode.RECORDED and slot_runner is not None and not slot_runner.is_recorded:
         return f"over slots ({NOT_RECORDED})"

@@ -1,4 +1,4 @@
-"""Whether a value is a number, which booleans are not here, although Python counts them as integers. Knows no torch."""
+"""Whether a value is a number. Booleans do not count, although Python's are integers. Knows no torch."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             return WeightsError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`")
     size = path.stat().st_size
-    return WeightsError(f"{path} is not a readable safetensors file ({error}): of its bytes {size} are here; fetch it again")
+    return WeightsError(f"{path} is not a readable safetensors file ({error}): it has {size} bytes; fetch it again")
 
 
 def stored_names(directory: Path, prefixes: Renamed = ()) -> set[str]:
@@ -260,7 +260,9 @@ def _check_complete(directory: Path, plan: WeightPlan, names_read: set[str], une
         raise WeightsError(f"{directory}: {len(missing)} {verb} missing: {_shown(missing)}; {FOREIGN}")
     if unexpected:
         verb = "tensor belongs" if len(unexpected) == 1 else "tensors belong"
-        raise WeightsError(f"{directory}: {len(unexpected)} {verb} to nothing here: {_shown(sorted(unexpected))}; {FOREIGN}")
+        raise WeightsError(
+            f"{directory}: {len(unexpected)} {verb} to no part of this model: {_shown(sorted(unexpected))}; {FOREIGN}"
+        )
 
 
 def _shown(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What `quantization_config` of config.json says about the weights in the checkpoint, checked. Reads JSON; knows no torch.
+"""The formats of the weights in a checkpoint: `quantization_config` of config.json, checked. Reads JSON; knows no torch.
 
 Which modules are quantised is not read here: the tensors in the files decide, not the lists of exceptions.
 """

@@ -31,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraint:
-    """One keyword, or several that only have a meaning together. `kind` says what `value` holds."""
+    """One keyword, or several that only have a meaning together. `kind`: what `value` holds."""
 
     kind: str
     value: Any

@@ -45,7 +45,7 @@ class Remedy(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
     """A model that is to have `wanted_len` tokens of context in `usable_bytes` of a device that computes with fp8, or not.
-    `memory_bytes`: all of a GPU's, of which an option says the share that is usable. `others_bytes`: what is left to the
+    `memory_bytes`: all of a GPU's, of which an option sets the usable share. `others_bytes`: what is left to the
     engines of `others`, models that are served from the same GPU; `context_bytes` may include it. `fixed_kv_bytes`: the size
     of the cache, where it is not to take what is left."""
 

@@ -53,7 +53,7 @@ def test_the_kernels_read_a_context_once_for_several_drafts(tmp_path: Path) -> N
     assert all(call.kwargs["max_query_len"] == 8 for call in grouped)
 
 
-def test_kernels_of_steps_with_drafts_are_asked_for_in_all_their_sizes_before_anything_is_launched(
+def test_kernels_of_steps_with_drafts_are_requested_in_all_their_sizes_before_anything_is_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)

@@ -97,7 +97,7 @@ def test_generated_tokens_are_counted() -> None:
     assert_same(counts.check(), expected)
 
 
-def test_drafts_are_accepted_and_drawn_anew_as_their_definition_says() -> None:
+def test_drafts_are_accepted_and_replaced_as_their_definition_says() -> None:
     count, depth, vocab_size = 4, 3, 1500
     target = normal(count, depth + 1, vocab_size, dtype=torch.float32, device=CPU).mul(2).softmax(-1)
     noise = normal(count, depth, vocab_size, dtype=torch.float32, device=CPU, seed=1)

@@ -55,7 +55,7 @@ class FakePendingStep:
         assert self.is_complete or not self.culprits & self.runner.waits
         self.runner.log.append("collect")
         self.runner.now_s += 1.0
-        if self.culprits & self.runner.fails_under_way:
+        if self.culprits & self.runner.fails_in_flight:
             raise RuntimeError("the device failed")
         return self.found
 
@@ -72,7 +72,7 @@ class FakeAheadRunner:
         self.fails_at_launch: set[str] = set()
         self.waits: set[str] = set()
         self.fails_at_completion: set[str] = set()
-        self.fails_under_way: set[str] = set()
+        self.fails_in_flight: set[str] = set()
         self.yields_nothing: set[str] = set()
         self.fails_plainly: set[str] = set()
         self.not_launched: set[str] = set()
@@ -298,9 +298,9 @@ def test_a_chunk_of_an_earlier_start_that_fails_takes_nothing_from_the_next_one(
     request = next(each for each in engine._scheduler.running if each.request_id == "a")
     assert request.num_in_flight_tokens
     engine._scheduler.preempt(request)
-    runner.fails_under_way = {"a"}
+    runner.fails_in_flight = {"a"}
     engine.step()  # starts it again, and computes in the plain way what was under way before
-    runner.fails_under_way = set()
+    runner.fails_in_flight = set()
     assert request.num_settled_tokens <= request.num_computed_tokens
     run_to_end(engine, [])
     assert request.token_ids[request.num_prompt_tokens :] == expected("a", request.num_prompt_tokens, 2, stops=False)
@@ -319,7 +319,7 @@ def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() 
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-@pytest.mark.parametrize("place", ["fails_at_launch", "fails_under_way", "yields_nothing"])
+@pytest.mark.parametrize("place", ["fails_at_launch", "fails_in_flight", "yields_nothing"])
 def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culprit_ends(
     place: str, is_synchronous: bool
 ) -> None:
@@ -340,7 +340,7 @@ def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culpr
     [
         ("fails_at_launch", "a step could not be launched: RuntimeError: it cannot be launched"),
         ("fails_at_completion", "a step could not be launched to its end: RuntimeError: it cannot be completed"),
-        ("fails_under_way", "a step in flight failed: RuntimeError: the device failed"),
+        ("fails_in_flight", "a step in flight failed: RuntimeError: the device failed"),
         ("yields_nothing", "a step gave no token where the plain way has one"),
     ],
 )
@@ -404,11 +404,11 @@ def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
     for name in ("a", "b"):
         engine.submit(generation_request(name, [1, 2, 3], max_tokens=6))
     events = engine.step() + engine.step()
-    runner.fails_under_way = {"a"}
+    runner.fails_in_flight = {"a"}
     runner.log.clear()
     events += engine.step()
     assert runner.log == ["launch 2", "collect", "forget", "forget", "run 2", "run 2"]
-    runner.fails_under_way = set()
+    runner.fails_in_flight = set()
     for name, rest in run_to_end(engine, []).items():
         events += rest
         found = [token for event in events if event.request_id == name for token in event.token_ids]
@@ -452,7 +452,7 @@ def test_a_batch_that_needs_the_host_waits_for_the_step_under_way_and_is_not_lau
 
 def test_an_engine_whose_steps_all_fail_asks_to_be_replaced() -> None:
     runner = FakeAheadRunner()
-    runner.fails_under_way = runner.fails_plainly = {"a", "b", "c", "d", "e", "probe"}
+    runner.fails_in_flight = runner.fails_plainly = {"a", "b", "c", "d", "e", "probe"}
     with pytest.raises(EngineBroken):
         run_to_end(make_engine(runner, max_num_seqs=1), [generation_request(name, [1, 2], max_tokens=3) for name in "abcde"])
 
@@ -503,7 +503,7 @@ def test_after_looks_for_drafts_that_found_nothing_more_and_more_steps_are_launc
     assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "collect"]
 
 
-def test_a_long_prompt_is_read_on_while_nobody_looks_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_read_on_while_no_drafts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tokens a step: by the third look, for the seventh step behind three chunks of the prompt, all is read."""
     monkeypatch.setattr(adaptive_drafter, "INDEX_TOKENS_PER_STEP", 8)
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
@@ -516,7 +516,7 @@ def test_a_long_prompt_is_read_on_while_nobody_looks_for_drafts(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_a_step_with_drafts_has_nothing_under_way_before_it_or_behind_it(is_synchronous: bool) -> None:
+def test_a_step_with_drafts_has_nothing_in_flight_before_it_or_after_it(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
     requests = [generation_request("a", [1, 2], max_tokens=9), generation_request("b", [1, 2], max_tokens=3)]
     events = run_to_end(make_engine(runner, drafter=Oracle({"a": [3, 2]})), requests)
@@ -533,7 +533,7 @@ def test_drafts_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> Non
     assert set(runner.log) == {"run 1"}
 
 
-def test_right_drafts_behind_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
+def test_right_drafts_after_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [5]}))
     events = run_to_end(engine, [generation_request("a", [1] * 6, max_tokens=20, stop_token_ids=[STOP])])
@@ -552,7 +552,7 @@ def test_the_time_of_a_step_with_drafts_begins_when_the_step_that_it_waited_for_
     assert engine.status().step_ms == 1000
 
 
-@pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_under_way", "yields_nothing"])
+@pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_in_flight", "yields_nothing"])
 def test_a_step_with_drafts_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
     runner = FakeAheadRunner(is_synchronous=True)
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))

@@ -138,7 +138,7 @@ def test_a_known_token_0_is_left_as_it_is() -> None:
 
 
 @given(depths=st.lists(st.integers(0, 3), max_size=6), known=st.booleans())
-def test_sampled_rows_are_one_behind_the_last_token_and_one_behind_each_draft(depths: list[int], known: bool) -> None:
+def test_sampled_rows_are_one_after_the_last_token_and_one_after_each_draft(depths: list[int], known: bool) -> None:
     items = [decode(1 + number, [20 + index for index in range(depth)]) for number, depth in enumerate(depths)]
     if not known:
         for item in items:
